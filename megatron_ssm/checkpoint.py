@@ -1,0 +1,271 @@
+"""Hugging Face directories in and out: each rank reads only its own slices, and shards are gathered file by file."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sparsefusion.collectives import Counter
+
+from .config import Config
+from .families import hf_shapes, layout
+from .layers import Ranks
+from .model import Model
+from .parallel import neighbours
+
+log = logging.getLogger("megatron_ssm")
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 4 * 10**9
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What travels with the weights from a loaded directory to a saved one.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def load(directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None) -> Model:
+    """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
+
+    group: the tensor-parallel process group (None: one rank). data_group: the ranks that hold other tokens of the same
+    batch, over which `model.loss` averages. dtype: of parameters and activations; A_log, D and the dt bias are at least
+    fp32. reduce: "fp32", or a callable (tensor, group) -> tensor that sums the block outputs.
+    Every rank reads its own slices only: at its peak it holds its parameters and one slice.
+    ValueError or FileNotFoundError, on every rank and before anything is sent, for a configuration that cannot be split
+    or honoured, and for tensors that are missing, truncated, or of another model.
+    """
+    if context is not None:
+        raise ValueError("context parallelism is not implemented yet: context must be None")
+    if not callable(reduce) and reduce != "fp32":
+        raise ValueError(f"reduce={reduce!r} is not implemented (only 'fp32', or a callable)")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
+    if not Path(directory).is_dir():
+        raise FileNotFoundError(f"{directory} is not a directory")
+    config = Config.read(directory)
+    with contextlib.ExitStack() as stack:
+        tensors = _open(Path(directory), stack)
+        names = _match(config, tensors, directory)
+        model = build(config, group, data_group, dtype, device, reduce)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                _read(parameter, tensors[names[parameter.field.hf]], model.ranks)
+    model.directory = Path(directory)
+    if config.unknown and model.ranks.rank == 0:
+        log.warning(config.describe_unknown())
+    return model
+
+
+def build(config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32") -> Model:
+    """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
+    size = 1 if group is None else group.size()
+    config.check_ranks(size)
+    counter = Counter()
+    ranks = Ranks.of(group, counter, reduce if callable(reduce) else None)
+    copies = None
+    if config.family == "mamba2" and config.groups < size:
+        copies = ranks.group if config.groups == 1 else neighbours(ranks.group, size // config.groups)
+    data_group = None if data_group is None or data_group.size() == 1 else data_group
+    return Model(config, ranks, copies, data_group, counter, dtype, device)
+
+
+def _open(directory: Path, stack) -> dict:
+    """{name: safetensors slice} of every tensor in the directory; opening checks that each file is whole."""
+    if (directory / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    elif (directory / INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{directory / INDEX} is not an index of safetensors files") from None
+    else:
+        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}")
+    tensors = {}
+    for name in files:
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is named in {INDEX} but does not exist")
+        try:
+            handle = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file ({error})") from None
+        tensors.update((key, handle.get_slice(key)) for key in handle.keys())
+    return tensors
+
+
+def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
+    """{Hugging Face name: name in these files}, every tensor there with its right shape and a floating dtype."""
+    names = {}
+    for hf, shape in hf_shapes(layout(config)).items():
+        name = next((n for n in _aliases(hf, config) if n in tensors), None)
+        if name is None:
+            raise ValueError(f"{directory} has no tensor {hf} {shape}")
+        if tuple(tensors[name].get_shape()) != shape:
+            raise ValueError(f"{directory}: {name} is {tuple(tensors[name].get_shape())}, its configuration says {shape}")
+        if tensors[name].get_dtype() not in FLOATS:
+            raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
+        names[hf] = name
+    left = sorted(set(tensors) - set(names.values()) - {"lm_head.weight"})
+    if left:
+        raise ValueError(f"{directory} has {len(left)} tensors that a {config.family} model does not use, such as {left[0]}")
+    return names
+
+
+def _aliases(name: str, config: Config):
+    """The names under which checkpoints have kept a tensor: old ones, and those saved without the head."""
+    yield name
+    yield name.replace("backbone.embeddings.", "backbone.embedding.")
+    yield name.removeprefix("backbone.")
+    if config.tie_embeddings and name == "backbone.embeddings.weight":
+        yield "lm_head.weight"
+
+
+def _read(parameter, tensor, ranks: Ranks) -> None:
+    """Copy this rank's piece of a stored tensor into the parameter."""
+    if parameter.numel():
+        parameter.copy_(tensor[_in_file(parameter.field, ranks.rank, ranks.size)])
+
+
+def _in_file(field, rank, size) -> tuple[slice, ...]:
+    """A rank's piece of a field, as slices of the Hugging Face tensor that holds it."""
+    first, *rest = field.piece(rank, size)
+    return (slice(field.start + first.start, field.start + first.stop), *rest)
+
+
+def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
+    """Write a Hugging Face directory that transformers loads; collective over the model's ranks (and its data group).
+
+    Rank 0 (of the first data-parallel replica) receives the shards tensor by tensor, holds at most one file's tensors,
+    at most `file_bytes`, and writes; files appear under their names only when all are complete. Configuration,
+    tokenizer and generation files come along from where the model was loaded. A tensor kept in fp32 (A_log, ...) is
+    stored in the model's dtype where that is exact. An error of the writing rank is raised on every rank.
+    """
+    replica = 0 if model.data_group is None else dist.get_rank(model.data_group)
+    error = None
+    if replica == 0:
+        error = _save_replica(model, Path(directory), file_bytes)
+    error = _broadcast(error, model.data_group, model.device)
+    if error:
+        raise OSError(error)
+
+
+def _save_replica(model, directory, file_bytes) -> str | None:
+    """Write from the ranks of one replica; returns the error every one of them learns of."""
+    writer = _Writer(directory) if model.ranks.rank == 0 else None
+    group, device = model.ranks.group, model.device
+    plan = _plan(model, file_bytes)
+    error = _broadcast(writer and writer.attempt(writer.open), group, device)
+    for name, tensors in plan.items():
+        if error:
+            return error
+        gathered = {hf: _gather(model, hf, fields) for hf, fields in tensors.items()}
+        error = _broadcast(writer and writer.attempt(writer.write, name, gathered), group, device)
+        del gathered
+    weight_map = {hf: name for name, tensors in plan.items() for hf in tensors}
+    return error or _broadcast(writer and writer.attempt(writer.close, model, weight_map), group, device)
+
+
+def _broadcast(value, group, device):
+    """Rank 0's value on every rank of the group."""
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group, device=device)
+    return box[0]
+
+
+def _plan(model, file_bytes) -> dict[str, dict]:
+    """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`."""
+    tensors: dict[str, list] = {}
+    for parameter in model.parameters():
+        tensors.setdefault(parameter.field.hf, []).append(parameter)
+    files, size = [{}], 0
+    for hf, parameters in tensors.items():
+        nbytes = sum(torch.Size(p.field.shape).numel() * p.element_size() for p in parameters)
+        if files[-1] and size + nbytes > file_bytes:
+            files.append({})
+            size = 0
+        files[-1][hf] = parameters
+        size += nbytes
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, 1)}
+
+
+@torch.no_grad()
+def _gather(model, hf, parameters):
+    """The whole Hugging Face tensor on rank 0 (None elsewhere): each rank sends its pieces of it, once."""
+    ranks = model.ranks
+    whole = None
+    if ranks.rank == 0:
+        shape = hf_shapes([p.field for p in parameters])[hf]
+        whole = torch.empty(shape, dtype=parameters[0].dtype)
+    for parameter in parameters:
+        field = parameter.field
+        for rank in range(0, ranks.size, field.copies(ranks.size)):
+            if 0 in (shape := field.local_shape(rank, ranks.size)):
+                continue
+            if ranks.rank == 0:
+                piece = parameter
+                if rank:
+                    piece = torch.empty(shape, dtype=parameter.dtype, device=model.device)
+                    dist.recv(piece, group=ranks.group, group_src=rank)
+                whole[_in_file(field, rank, ranks.size)] = piece
+            elif ranks.rank == rank:
+                dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)
+    if whole is not None and parameters[0].field.fp32:
+        narrow = whole.to(model.dtype)
+        whole = narrow if narrow.to(whole.dtype).equal(whole) else whole
+    return whole
+
+
+class _Writer:
+    """Rank 0's side of `save`: files are written in a hidden folder and moved into place together."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.hidden = directory, directory / ".saving"
+
+    def attempt(self, step, *arguments) -> str | None:
+        """Run a step; an error becomes a line of text, and leaves nothing behind."""
+        try:
+            step(*arguments)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.hidden, ignore_errors=True)
+            return f"cannot save to {self.directory}: {error}"
+
+    def open(self):
+        """Make the folders."""
+        shutil.rmtree(self.hidden, ignore_errors=True)
+        self.hidden.mkdir(parents=True)
+
+    def write(self, name, tensors):
+        """One file of tensors."""
+        save_file(tensors, self.hidden / name, metadata={"format": "pt"})
+
+    def close(self, model, weight_map):
+        """The index, the configuration and the companions; then everything into place, older weights removed."""
+        files = set(weight_map.values())
+        if len(files) > 1:
+            size = sum((self.hidden / name).stat().st_size for name in files)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self.hidden / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        config = model.config.to_dict(str(model.dtype).removeprefix("torch."))
+        (self.hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in COMPANIONS:
+            if model.directory is not None and (model.directory / name).is_file():
+                shutil.copyfile(model.directory / name, self.hidden / name)
+        new = os.listdir(self.hidden)
+        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
+            if old.name not in new:
+                old.unlink(missing_ok=True)
+        for name in new:
+            os.replace(self.hidden / name, self.directory / name)
+        self.hidden.rmdir()

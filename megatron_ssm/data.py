@@ -1,0 +1,219 @@
+"""Training data from text files: documents, the token stream, batches by step, and what the text says about itself."""
+
+import os
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+IGNORE_INDEX = -100
+
+
+# Documents
+
+
+def read_documents(paths, separator=None):
+    """The documents (str) in files of UTF-8 text.
+
+    A document is a file; a directory stands for all files below it in sorted order, names that begin with a dot left
+    out. With `separator`, each line equal to it (not: that contains it) ends a document. Documents without any text
+    but white space are dropped. ValueError, naming the file, if one cannot be read or is not UTF-8; if nothing is left.
+    """
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    texts = [_read_text(file) for path in paths for file in _files(Path(path))]
+    if separator is not None:
+        texts = [part for text in texts for part in _split_at_lines(text, separator)]
+    documents = [text for text in texts if text.strip()]
+    if not documents:
+        raise ValueError(f"no text in {', '.join(map(str, paths)) or 'an empty list of paths'}")
+    return documents
+
+
+def _files(path):
+    if not path.is_dir():
+        return [path]
+    below = (file for file in path.rglob("*") if file.is_file())
+    return sorted(file for file in below if not any(p.startswith(".") for p in file.relative_to(path).parts))
+
+
+def _read_text(path):
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}") from error
+
+
+def _split_at_lines(text, line):
+    if "\n" in line or "\r" in line:
+        raise ValueError(f"the document separator {line!r} is more than one line")
+    return re.split(rf"^{re.escape(line)}(?:\r?\n|\r?\Z)", text, flags=re.MULTILINE)
+
+
+def split_documents(documents, held_out, seed):
+    """(train, held_out): whole documents, of which `held_out` (a share, 0 to 1) of the bytes are held out.
+
+    In an order drawn from `seed`, each document that still fits into the share is held out; if none fits, the smallest
+    is. Both lists keep the order of `documents`. ValueError unless each side can get one document.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"the held-out share is {held_out}, not between 0 and 1")
+    if len(documents) < 2:
+        raise ValueError(f"{len(documents)} document(s) do not split into training and held-out text: at least 2 needed")
+    sizes = [len(document.encode()) for document in documents]
+    order = list(range(len(documents)))
+    random.Random(seed).shuffle(order)
+    chosen, room = set(), held_out * sum(sizes)
+    for i in order:
+        if sizes[i] <= room:
+            chosen.add(i)
+            room -= sizes[i]
+    chosen = chosen or {min(order, key=lambda i: sizes[i])}
+    train = [document for i, document in enumerate(documents) if i not in chosen]
+    return train, [documents[i] for i in sorted(chosen)]
+
+
+# Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The documents as one stream of tokens, each followed by the end-of-text id."""
+
+    ids: torch.Tensor  # (tokens,), the smallest of uint8, int16 and int32 that holds every id
+    text_bytes: int  # UTF-8 bytes of the documents: nats per byte = summed loss / text_bytes
+
+
+def tokenize(documents, tokenizer, end_of_text):
+    """Tokens of `documents` (list of str) by a `tokenizers.Tokenizer`; `end_of_text` is an id."""
+    parts = [tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text] for document in documents]
+    ids = torch.cat([torch.tensor(part, dtype=torch.int32) for part in parts])
+    dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if ids.max() <= torch.iinfo(d).max)
+    return Tokens(ids.to(dtype), sum(len(document.encode()) for document in documents))
+
+
+class Batches:
+    """Training batches as a pure function of (seed, step): resuming needs only the step.
+
+    The stream is read as a ring. An epoch starts at a random token, cuts the ring into windows of seq_length tokens
+    that do not overlap, and takes them in random order; the tokens that fill no window (fewer than seq_length) are
+    left out. Epochs follow one another without regard to batches. Windows cross document ends.
+    """
+
+    def __init__(self, stream, seq_length, global_batch, seed):
+        """stream: Tokens. ValueError if it is shorter than one sequence and the label after it."""
+        self.ids, self.seq_length, self.global_batch, self.seed = stream.ids, seq_length, global_batch, seed
+        if len(self.ids) <= seq_length:
+            raise ValueError(
+                f"the training data has {len(self.ids)} tokens, and one sequence of {seq_length} with its last label "
+                f"needs {seq_length + 1}"
+            )
+        self.windows_per_epoch = len(self.ids) // seq_length
+        self._drawn = {}
+
+    def batch(self, step, rank=0, ranks=1):
+        """(inputs, labels) of this rank, int64 (global_batch / ranks, seq_length); labels are inputs shifted by one.
+
+        Rank r of `ranks` gets the r-th contiguous slice of the step's global batch, which is the same for every number
+        of ranks. ValueError if the batch does not divide.
+        """
+        if self.global_batch % ranks:
+            raise ValueError(
+                f"a global batch of {self.global_batch} does not divide over {ranks} data-parallel ranks "
+                f"({self.global_batch} % {ranks} = {self.global_batch % ranks})"
+            )
+        rows = self.global_batch // ranks
+        first = step * self.global_batch + rank * rows
+        starts = torch.stack([self._start(sample) for sample in range(first, first + rows)])
+        places = (starts[:, None] + torch.arange(self.seq_length + 1)) % len(self.ids)
+        tokens = self.ids[places].long()  # (rows, seq_length + 1)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _start(self, sample):
+        """The place in the stream where the sample-th window since step 0 begins."""
+        epoch, index = divmod(sample, self.windows_per_epoch)
+        if epoch not in self._drawn:
+            self._drawn = {epoch: self._draw(epoch)}
+        return self._drawn[epoch][index]
+
+    def _draw(self, epoch):
+        """Where the windows of an epoch begin, in the order in which they are taken: (windows_per_epoch,)."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        offset = torch.randint(len(self.ids), (), generator=generator)
+        return offset + self.seq_length * torch.randperm(self.windows_per_epoch, generator=generator)
+
+
+def windows(stream, seq_length):
+    """The whole stream (Tokens) in order, for evaluation: (inputs, labels), both int64 (windows, seq_length).
+
+    Every token but the first is a label exactly once. The end of the last window is filled with id 0 and label -100.
+    ValueError if there is no token to predict.
+    """
+    tokens = len(stream.ids)
+    if tokens < 2:
+        raise ValueError(f"the held-out data has {tokens} token(s): at least 2 are needed to predict one")
+    count = -(-(tokens - 1) // seq_length)
+    inputs = torch.zeros(count * seq_length, dtype=torch.int64)
+    labels = torch.full_like(inputs, IGNORE_INDEX)
+    inputs[: tokens - 1] = stream.ids[:-1]
+    labels[: tokens - 1] = stream.ids[1:]
+    return inputs.view(count, seq_length), labels.view(count, seq_length)
+
+
+# What a model is compared with
+
+
+def bigram_nats_per_byte(train_texts, held_out_texts):
+    """Loss of the bigram model over bytes on the held-out texts, nats per byte of text: what a model has to beat.
+
+    As for the model, each text is followed by an end of text that is predicted too (257 symbols). Add-one smoothing:
+    p(b | a) = (count(a, b) + 1) / (count(a) + 257). (On the demo's text the best constant instead of 1 gains 0.02.)
+    """
+    counts = _bigram_counts(train_texts) + 1
+    log_p = (counts / counts.sum(1, keepdim=True)).log()
+    held_out = _bigram_counts(held_out_texts)
+    return -(held_out * log_p).sum().item() / sum(len(text.encode()) for text in held_out_texts)
+
+
+def _bigram_counts(texts):
+    """float64 (257, 257): how often symbol b follows a, symbol 256 before the first text and after each."""
+    end = torch.tensor([256], dtype=torch.int64)
+    parts = [end]
+    for text in texts:
+        parts += [torch.tensor(list(text.encode()), dtype=torch.int64), end]
+    symbols = torch.cat(parts)
+    return torch.bincount(symbols[:-1] * 257 + symbols[1:], minlength=257 * 257).double().view(257, 257)
+
+
+def ngrams(texts, n):
+    """The set of character n-grams of the texts, none across two texts."""
+    return {text[i : i + n] for text in texts for i in range(len(text) - n + 1)}
+
+
+def ngram_overlap(held_out, train, n=60):
+    """The share (0 to 1) of the held-out texts' character n-grams, every position counted, that occur in a training text.
+
+    Both are lists of str. Held-out texts without any n-gram: 0.
+    """
+    wanted = ngrams(held_out, n)
+    shared = set()
+    for text in train:
+        shared.update(gram for gram in (text[i : i + n] for i in range(len(text) - n + 1)) if gram in wanted)
+    positions = [text[i : i + n] in shared for text in held_out for i in range(len(text) - n + 1)]
+    return sum(positions) / len(positions) if positions else 0.0
+
+
+def longest_shared(sample, train):
+    """The longest substring of `sample` (str) that occurs in a training text (list of str); the first of equals."""
+    longest = ""
+    for start in range(len(sample)):
+        while start + len(longest) < len(sample):
+            longer = sample[start : start + len(longest) + 1]
+            if not any(longer in text for text in train):
+                break
+            longest = longer
+    return longest

@@ -1,0 +1,64 @@
+"""New parameters, drawn so that they do not depend on the number of ranks."""
+
+import math
+import zlib
+
+import torch
+
+from .model import Model
+
+
+@torch.no_grad()
+def initialize(model: Model, seed: int = 0) -> Model:
+    """Draw every parameter as state-spaces' Mamba does; each field from its own generator, whole, then cut to this rank."""
+    for parameter in model.parameters():
+        field = parameter.field
+        generator = torch.Generator().manual_seed(zlib.crc32(field.name.encode()) + (seed << 32))
+        whole = _DRAWS[field.init](model.config, field.shape, generator)
+        parameter.copy_(whole[field.piece(model.ranks.rank, model.ranks.size)])
+    return model
+
+
+def _uniform(shape, bound, generator):
+    return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+
+
+def _linear(config, shape, generator):
+    """torch's own: uniform within 1/sqrt(inputs); a convolution's inputs are its taps."""
+    return _uniform(shape, shape[-1] ** -0.5, generator)
+
+
+def _out_proj(config, shape, generator):
+    """Scaled down by the square root of the number of residual additions (GPT-2)."""
+    return _linear(config, shape, generator) / math.sqrt(config.num_layers)
+
+
+def _embedding(config, shape, generator):
+    return torch.empty(shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
+
+
+def _a_log(config, shape, generator):
+    """Mamba-1: A = -1 .. -N for every channel (S4D-real); Mamba-2: one A per head, uniform in [1, 16]."""
+    if len(shape) == 2:
+        return torch.arange(1, shape[1] + 1, dtype=torch.float64).log().expand(shape)
+    return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
+
+
+def _dt_bias(config, shape, generator):
+    """softplus^-1 of a step size drawn log-uniformly from the configuration's range."""
+    low, high, floor = config.dt_init
+    drawn = torch.rand(shape, dtype=torch.float64, generator=generator)
+    dt = torch.exp(drawn * math.log(high / low) + math.log(low)).clamp(min=floor)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+_DRAWS = {
+    "linear": _linear,
+    "out_proj": _out_proj,
+    "dt_proj": _linear,  # dt_rank^-1/2
+    "embedding": _embedding,
+    "A_log": _a_log,
+    "dt_bias": _dt_bias,
+    "one": lambda config, shape, generator: torch.ones(shape),
+    "bias": lambda config, shape, generator: torch.zeros(shape),
+}

@@ -1,0 +1,237 @@
+"""Tensor parallelism in three communication operators and four layers.
+
+`Ranks` says which ranks share a model and how they add their parts. An activation is either *whole* (the same on every
+rank) or *partial* (each rank holds a summand). The operators lead from one to the other:
+
+| operator | forward | backward | stands |
+|---|---|---|---|
+| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer, and before a parameter that several ranks share |
+| `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer whose sum every rank uses whole |
+| `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum only for its own channels (x_proj, norm statistics) |
+
+The third is the one that state-space models add: the sum is whole, but what each rank does with it is not, so its
+gradient arrives in parts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsefusion import collectives
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, norms, sums and their parameters in a model of `dtype`: float32, or float64 if it is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The tensor-parallel ranks a model is split over; `group` None is one rank.
+
+    `exact` and `reduce` are `(tensor, group) -> tensor` sums over the group; `reduce` may be a quantized one and serves
+    the large outputs (out_proj), `exact` everything else.
+    """
+
+    group: object = None
+    rank: int = 0
+    size: int = 1
+    exact: Callable = collectives.all_reduce
+    reduce: Callable = collectives.all_reduce
+
+    @classmethod
+    def of(cls, group, counter=None, reduce=None) -> "Ranks":
+        """The ranks of a process group (None or a group of one: one rank), counting what they send in `counter`."""
+        size = 1 if group is None else group.size()
+        group = None if size == 1 else group
+
+        def exact(tensor, group):
+            return collectives.all_reduce(tensor, group, counter)
+
+        return cls(group, 0 if group is None else group.rank(), size, exact, reduce or exact)
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """f: identity in forward, all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduce):
+        ctx.group, ctx.reduce = group, reduce
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.reduce(grad, ctx.group), None, None
+
+
+class _ReduceFromRanks(torch.autograd.Function):
+    """g: all-reduce in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduce):
+        return reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduce):
+        ctx.group, ctx.reduce = group, reduce
+        return reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.reduce(grad, ctx.group), None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    """Concatenate every rank's equally wide last dimension; backward takes this rank's slice of the whole gradient."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.width, ctx.rank = x.shape[-1], ranks.rank
+        return torch.cat(collectives.all_gather(x, ranks.group), dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+def copy_to_ranks(x, group, reduce):
+    """x, whole, about to be used by every rank for its own part; backward all-reduces the gradient (x's bytes)."""
+    return x if group is None else _CopyToRanks.apply(x, group, reduce)
+
+
+def reduce_from_ranks(x, group, reduce):
+    """The sum of every rank's partial x, whole (one all-reduce of x's bytes); backward sends nothing."""
+    return x if group is None else _ReduceFromRanks.apply(x, group, reduce)
+
+
+def sum_over_ranks(x, group, reduce):
+    """The sum of every rank's partial x, which each rank then uses for its own channels: both directions all-reduce."""
+    return x if group is None else _SumOverRanks.apply(x, group, reduce)
+
+
+def gather_last(x, ranks: Ranks):
+    """(..., width) on each rank -> (..., width * ranks.size) on every rank; backward sends nothing."""
+    return x if ranks.group is None else _GatherLast.apply(x, ranks)
+
+
+class Packed(nn.Module):
+    """Fields that are separate parameters, because they are split differently, but are used as one tensor.
+
+    sizes: this rank's rows of each field; all fields share the trailing shape. The parameters are views of one storage,
+    so reading them as one costs nothing unless a gradient is wanted. A field named in `shared` is held by every rank
+    of the group given there, and its gradient is summed over that group in backward.
+    """
+
+    def __init__(self, sizes: dict, trailing=(), dtype=None, device=None, shared=None, exact=None):
+        super().__init__()
+        self.sizes, self.shared, self.exact = dict(sizes), dict(shared or {}), exact
+        self._storage = torch.empty(sum(sizes.values()), *trailing, dtype=dtype, device=device)
+        for name, rows in zip(sizes, self._storage.split(list(sizes.values())), strict=True):
+            self.register_parameter(name, nn.Parameter(rows))
+
+    def forward(self) -> torch.Tensor:
+        """(sum of rows, *trailing): the fields one below the other."""
+        fields = list(self.parameters(recurse=False))
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in fields)) and self._is_packed(fields):
+            return self._storage
+        return torch.cat([copy_to_ranks(p, self.shared.get(n), self.exact) for n, p in self.named_parameters()])
+
+    def _is_packed(self, fields) -> bool:
+        """Whether the parameters still are the storage's rows (optimizers and `.to()` may have moved them)."""
+        address = self._storage.data_ptr()
+        for field in fields:
+            if field.data_ptr() != address:
+                return False
+            address += field.numel() * field.element_size()
+        return self._storage.dtype == fields[0].dtype
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        fields = list(self.parameters(recurse=False))
+        self._storage = torch.cat([p.data for p in fields])
+        for field, rows in zip(fields, self._storage.split(list(self.sizes.values())), strict=True):
+            field.data = rows
+        return self
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W's rows split: x (..., in) whole -> y (..., sum of this rank's rows). Backward: one all-reduce.
+
+    `rows` maps each field (z, x, B, C, dt) to this rank's number of rows; `shared` maps the fields that several ranks
+    hold alike to the group of those ranks.
+    """
+
+    def __init__(self, in_features, rows: dict, bias, ranks: Ranks, dtype=None, device=None, shared=None):
+        super().__init__()
+        self.ranks = ranks
+        self.weight = Packed(rows, (in_features,), dtype, device, shared, ranks.exact)
+        self.bias = Packed(rows, (), dtype, device, shared, ranks.exact) if bias else None
+
+    def forward(self, x):
+        """(..., in_features) -> (..., this rank's rows of all fields)."""
+        x = copy_to_ranks(x, self.ranks.group, self.ranks.exact)
+        return F.linear(x, self.weight(), self.bias() if self.bias is not None else None)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W's columns split: x (..., this rank's columns) -> y (..., out) whole, by one all-reduce.
+
+    The bias is whole on every rank and added once, after the sum.
+    """
+
+    def __init__(self, in_features, out_features, bias, ranks: Ranks, dtype=None, device=None):
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x):
+        """(..., in_features on this rank) -> (..., out_features), the same on every rank."""
+        y = reduce_from_ranks(F.linear(x, self.weight), self.ranks.group, self.ranks.reduce)
+        return y if self.bias is None else y + self.bias
+
+
+def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:
+    """The ids [start, stop) of this rank: ceil(vocab/ranks) each, the last ranks fewer or none."""
+    width = -(-vocab_size // ranks.size)
+    return min(ranks.rank * width, vocab_size), min((ranks.rank + 1) * width, vocab_size)
+
+
+class VocabularyParallel(nn.Module):
+    """The embedding, or the language-model head, with its vocabulary split over the ranks (tied: one object is both)."""
+
+    def __init__(self, vocab_size, hidden_size, ranks: Ranks, dtype=None, device=None):
+        super().__init__()
+        self.vocab_size, self.ranks = vocab_size, ranks
+        self.start, self.stop = vocabulary_range(vocab_size, ranks)
+        self.weight = nn.Parameter(torch.empty(self.stop - self.start, hidden_size, dtype=dtype, device=device))
+
+    def embed(self, ids):
+        """ids (batch, seq) -> (batch, seq, hidden) on every rank: local lookup, zeros elsewhere, one exact all-reduce."""
+        if self.ranks.group is None:
+            return F.embedding(ids, self.weight)
+        mine = (ids >= self.start) & (ids < self.stop)
+        if self.start == self.stop:
+            part = self.weight.new_zeros(*ids.shape, self.weight.shape[1])
+        else:
+            part = F.embedding((ids - self.start).where(mine, 0), self.weight) * mine.unsqueeze(-1)
+        return reduce_from_ranks(part, self.ranks.group, self.ranks.exact)
+
+    def logits(self, x):
+        """x (..., hidden) whole -> (..., ceil(vocab/ranks)) at least fp32: this rank's ids, -inf where it has fewer."""
+        x = copy_to_ranks(x.to(self.weight.dtype), self.ranks.group, self.ranks.exact)
+        local = F.linear(x, self.weight)
+        local = local.to(at_least_fp32(local.dtype))
+        missing = -(-self.vocab_size // self.ranks.size) - local.shape[-1]
+        return F.pad(local, (0, missing), value=float("-inf")) if missing else local

@@ -1,0 +1,111 @@
+"""The Mamba-2 mixer, split by head over the tensor-parallel ranks (ssm.md A3).
+
+Each rank holds h/T heads: their rows of z, x and dt, and the B and C of their groups. With fewer groups than ranks,
+T/G neighbouring ranks hold the same B and C and add their gradients. There is no x_proj: what is left to cross the
+ranks is out_proj and, where a group of the gated norm spans several ranks, the norm's sum of squares:
+
+- groups % ranks == 0: the norm is local; one all-reduce a block.
+- one group: rsqrt(mean square) is one number per token and commutes with out_proj, so the sum of squares rides as one
+  more column of out_proj's all-reduce, and the result is scaled afterwards; still one.
+- 1 < groups < ranks: the sums of squares (G numbers per token) are reduced first; two.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .cache import LayerCache
+from .config import Config
+from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_from_ranks, sum_over_ranks
+from .mamba import Convolution
+from .scan import ssd
+
+
+class Mamba2Mixer(nn.Module):
+    """State-space duality block: x (batch, seq, hidden), whole, to the same shape, whole.
+
+    copies: the group of the ranks that hold the same B and C (None where each rank's groups are its own). Backward
+    sends one all-reduce of in_proj's input gradient, one of each shared parameter's, and, at 1 < groups < ranks, one
+    of the sums of squares'.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, copies=None, dtype=None, device=None):
+        super().__init__()
+        self.ranks, self.dtype, self.wide = ranks, dtype, at_least_fp32(dtype)
+        self.heads, self.head_dim, self.state_size = config.heads // ranks.size, config.head_dim, config.state_size
+        self.groups = max(1, config.groups // ranks.size)
+        self.all_groups, self.eps, self.dt_limit = config.groups, config.norm_eps, config.dt_limit
+        self.group_channels = config.intermediate_size // config.groups
+        self.kernel = config.conv_kernel
+        inner, bc = self.heads * self.head_dim, self.groups * self.state_size
+        self.rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": self.heads}
+        shared = {"B": copies, "C": copies}
+        for name in ("A_log", "D", "dt_bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=self.wide, device=device)))
+        self.norm_weight = nn.Parameter(torch.empty(inner, dtype=dtype, device=device))
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, self.rows, config.use_bias, ranks, dtype, device, shared
+        )
+        channels = {name: self.rows[name] for name in "xBC"}
+        self.conv = Convolution(channels, config.conv_kernel, config.conv_bias, ranks, dtype, device, shared)
+        self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
+
+    def new_cache(self, batch: int) -> LayerCache:
+        """An empty state of this rank's heads, and of its groups' B and C history, for `batch` sequences."""
+        where = dict(device=self.D.device)
+        channels = sum(self.rows[name] for name in "xBC")
+        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.dtype, **where)
+        state = torch.zeros(batch, self.heads, self.head_dim, self.state_size, dtype=self.wide, **where)
+        return LayerCache(conv, state)
+
+    def forward(self, hidden, mask=None, cache: LayerCache | None = None, first: bool = True):
+        """hidden: (batch, seq, hidden_size). mask: (batch, seq, 1), 0 where a row is padding. cache: read and updated.
+
+        dt is clamped to the configuration's limit except in a one-token call that continues a sequence (not `first`):
+        transformers' behaviour, on which checkpoints with a limit depend.
+        """
+        batch, seq, _ = hidden.shape
+        inner, bc = self.rows["x"], self.rows["B"]
+        z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
+        xBC = xBC if mask is None else xBC * mask
+        xBC, conv = self.conv(xBC, None if cache is None else cache.conv)
+        xBC = xBC if mask is None else xBC * mask
+        x, B, C = xBC.split([inner, bc, bc], dim=-1)
+        dt = F.softplus(dt + self.dt_bias)
+        if first or seq > 1:
+            dt = dt.clamp(*self.dt_limit) if self.dt_limit != (0.0, float("inf")) else dt
+        B, C = (t.view(batch, seq, self.groups, self.state_size) for t in (B, C))
+        x = x.view(batch, seq, self.heads, self.head_dim)
+        y, state = ssd(x, dt, -torch.exp(self.A_log), B, C, self.D, None if cache is None else cache.state)
+        if cache is not None:
+            cache.update(conv, state)
+        return self._project(y.reshape(batch, seq, inner), z)
+
+    def _project(self, y, z):
+        """out_proj(norm(y * silu(z)) * weight), the norm taken over each group's channels, wherever they are."""
+        y = y.to(self.wide) * F.silu(z.to(self.wide))
+        local = y.view(*y.shape[:-1], self.groups, -1)
+        squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
+        if self.ranks.size > 1 and self.all_groups == 1:
+            return self._project_fused(y, squares)
+        if self.all_groups < self.ranks.size:
+            squares = self._sum_of_group(squares)
+        scale = torch.rsqrt(squares / self.group_channels + self.eps)
+        y = (local * scale.unsqueeze(-1)).view_as(y)
+        return self.out_proj(self.norm_weight * y.to(self.dtype))
+
+    def _project_fused(self, y, squares):
+        """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
+        ranks, project = self.ranks, self.out_proj
+        part = F.linear(self.norm_weight * y.to(self.dtype), project.weight)
+        both = reduce_from_ranks(torch.cat([part.to(squares.dtype), squares], -1), ranks.group, ranks.reduce)
+        out, squares = both.split([both.shape[-1] - 1, 1], dim=-1)
+        out = (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
+        return out if project.bias is None else out + project.bias
+
+    def _sum_of_group(self, squares):
+        """squares (batch, seq, 1), this rank's share of its group's -> the group's, by an all-reduce of G columns."""
+        copies = self.ranks.size // self.all_groups
+        mine = self.ranks.rank // copies
+        columns = F.pad(squares, (mine, self.all_groups - 1 - mine))
+        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., mine : mine + 1]

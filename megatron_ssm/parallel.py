@@ -1,0 +1,104 @@
+"""Process groups. With `specs`, the only module that imports megatron.core, and only when groups are set up."""
+
+import datetime
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups this rank belongs to; None is one rank.
+
+    tensor: shares one replica of the model. data: holds the same part of other replicas. context: shares a sequence
+    (one rank for now). ranks, rank: the world's size and this rank in it.
+    """
+
+    tensor: object = None
+    context: object = None
+    data: object = None
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return 0 if self.data is None else dist.get_rank(self.data)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many replicas there are."""
+        return 1 if self.data is None else self.data.size()
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's place within its replica."""
+        return 0 if self.tensor is None else dist.get_rank(self.tensor)
+
+
+def launched_ranks() -> int:
+    """How many ranks torchrun, or the deepspeed launcher, started (1: none did)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(tensor: int, world: int) -> None:
+    """ValueError unless `tensor` ranks per replica divide the world."""
+    if tensor < 1 or world % tensor:
+        raise ValueError(f"{world} ranks do not divide into replicas of {tensor} tensor-parallel ranks ({world} % {tensor})")
+
+
+def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
+    """Join torch.distributed (as torchrun's environment says) and Megatron's parallel_state; returns this rank's groups.
+
+    tensor: ranks per replica; neighbouring ranks form a replica, and the world's other ranks are data parallel.
+    One rank needs neither torch.distributed nor Megatron. ValueError on every rank if `tensor` does not divide the world.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+    check_world(tensor, world)
+    if world == 1:
+        return Groups()
+    if not dist.is_initialized():
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+
+    minutes = timeout.total_seconds() / 60
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, context_parallel_size=1, distributed_timeout_minutes=minutes
+        )
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    tensor_group, data_group = (None if g.size() == 1 else g for g in groups)
+    return Groups(tensor_group, None, data_group, dist.get_rank(), world)
+
+
+def shut_down() -> None:
+    """Leave Megatron's parallel_state and torch.distributed, if they were joined."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def neighbours(group, count: int):
+    """The sub-group of `count` neighbouring ranks of `group` that this rank is in; every rank of `group` calls this."""
+    first = dist.get_rank(group) // count * count
+    members = [dist.get_global_rank(group, first + i) for i in range(count)]
+    return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
+
+
+def device_of_rank(device: str) -> torch.device:
+    """'cuda' on a machine with several GPUs: the one of this rank's LOCAL_RANK, made current."""
+    if device == "cuda":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+        torch.cuda.set_device(device)
+    return torch.device(device)

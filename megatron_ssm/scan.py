@@ -1,0 +1,181 @@
+"""The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with its plain twin.
+
+Both run on token-major tensors, (batch, seq, ...), on this rank's channels or heads alone: nothing is communicated.
+Both take the state before the first token and return the state after the last, differentiably in both directions, so
+that a sequence may be cut anywhere (chunked prefill, decoding, context parallelism). States and sums are at least fp32.
+In backward the states are recomputed chunk by chunk; no tensor over (seq, channels, state) is ever stored.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .layers import at_least_fp32
+
+SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
+SSD_CHUNK = 64  # tokens per block of the chunked matmul form
+
+
+def selective_scan_ref(x, dt, A, B, C, D, state=None):
+    """The plain form of `selective_scan`: one token after the other, differentiated by autograd."""
+    wide = at_least_fp32(x.dtype)
+    x_, dt, B, C = (t.to(wide) for t in (x, dt, B, C))
+    h = x_.new_zeros(x.shape[0], A.shape[1], x.shape[2]) if state is None else state
+    outputs = []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, None, :] * A.t())
+        h = decay * h + (dt[:, t] * x_[:, t])[:, None, :] * B[:, t, :, None]
+        outputs.append((h * C[:, t, :, None]).sum(1) + D * x_[:, t])
+    return torch.stack(outputs, 1).to(x.dtype), h
+
+
+def selective_scan(x, dt, A, B, C, D, state=None):
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t;  y_t = <C_t, h_t> + D x_t  (Mamba, Algorithm 2).
+
+    x, dt: (batch, seq, channels), dt after its softplus; A: (channels, N), negative; B, C: (batch, seq, N); D: (channels,).
+    state: (batch, N, channels), at least fp32 (None: zeros); channels stand last so that they are contiguous.
+    Returns y like x, and the final state.
+    """
+    wide = at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        x_, dt, B, C = (t.to(wide) for t in (x, dt, B, C))
+        if state is None:
+            state = x_.new_zeros(x.shape[0], A.shape[1], x.shape[2])
+        y, state = _SelectiveScan.apply(x_, dt, A.to(wide).t().contiguous(), B, C, state)
+        return torch.addcmul(y, D, x_).to(x.dtype), state
+
+
+def _decays_and_inputs(x, dt, A, B):
+    """exp(dt A) and dt x B for a chunk: two (batch, chunk, N, channels) tensors."""
+    return torch.exp(dt.unsqueeze(2) * A), (dt * x).unsqueeze(2) * B.unsqueeze(3)
+
+
+def _advance(decay, entry, state):
+    """Overwrite `entry` (batch, chunk, N, channels) with the states h_t, starting from `state`; returns `entry`."""
+    for t in range(entry.shape[1]):
+        state = torch.addcmul(entry[:, t], decay[:, t], state, out=entry[:, t])
+    return entry
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Forward keeps the state before each chunk; backward recomputes a chunk's states and runs the adjoint through them.
+
+    With g_t = dLoss/dh_t:  g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}, starting from the final state's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dt, A, B, C, state):
+        outputs, entering = [], []
+        for chunk in range(0, x.shape[1], SELECTIVE_CHUNK):
+            part = slice(chunk, chunk + SELECTIVE_CHUNK)
+            entering.append(state)
+            states = _advance(*_decays_and_inputs(x[:, part], dt[:, part], A, B[:, part]), state)
+            outputs.append(torch.matmul(C[:, part].unsqueeze(2), states).squeeze(2))
+            state = states[:, -1].clone()
+        ctx.save_for_backward(x, dt, A, B, C, *entering)
+        return torch.cat(outputs, 1), state
+
+    @staticmethod
+    def backward(ctx, dy, adjoint):
+        x, dt, A, B, C, *entering = ctx.saved_tensors
+        dx, ddt, dB, dC = (torch.empty_like(t) for t in (x, dt, B, C))
+        dA = torch.zeros_like(A)
+        adjoint = adjoint.contiguous()
+        for i in reversed(range(len(entering))):
+            part = slice(i * SELECTIVE_CHUNK, (i + 1) * SELECTIVE_CHUNK)
+            x_, dt_, B_, C_, dy_ = (t[:, part] for t in (x, dt, B, C, dy))
+            decay, entry = _decays_and_inputs(x_, dt_, A, B_)
+            states = _advance(decay, entry, entering[i])
+            dC[:, part] = torch.matmul(states, dy_.unsqueeze(3)).squeeze(3)
+            g = C_.unsqueeze(3) * dy_.unsqueeze(2)
+            for t in reversed(range(g.shape[1])):
+                adjoint = decay[:, t] * g[:, t].add_(adjoint)
+            before = torch.cat([entering[i].unsqueeze(1), states[:, :-1]], 1)
+            dexponent = before.mul_(decay).mul_(g)  # gradient of dt A
+            dA += (dexponent * dt_.unsqueeze(2)).sum((0, 1))
+            dinput = torch.matmul(B_.unsqueeze(2), g).squeeze(2)  # gradient of dt x
+            dx[:, part] = dinput * dt_
+            ddt[:, part] = torch.addcmul((dexponent * A).sum(2), dinput, x_)
+            dB[:, part] = torch.matmul(g, (dt_ * x_).unsqueeze(3)).squeeze(3)
+        return dx, ddt, dA, dB, dC, adjoint
+
+
+def ssd_ref(x, dt, A, B, C, D, state=None):
+    """The plain form of `ssd`: one token after the other, differentiated by autograd."""
+    wide = at_least_fp32(x.dtype)
+    batch, seq, heads, head_dim = x.shape
+    repeat = heads // B.shape[2]
+    x_, dt = x.to(wide), dt.to(wide)
+    B, C = (t.to(wide).repeat_interleave(repeat, dim=2) for t in (B, C))
+    h = x_.new_zeros(batch, heads, head_dim, B.shape[3]) if state is None else state
+    outputs = []
+    for t in range(seq):
+        decay = torch.exp(dt[:, t] * A)[:, :, None, None]
+        h = decay * h + (dt[:, t, :, None] * x_[:, t])[..., None] * B[:, t, :, None, :]
+        outputs.append((h * C[:, t, :, None, :]).sum(-1) + D[:, None] * x_[:, t])
+    return torch.stack(outputs, 1).to(x.dtype), h
+
+
+def ssd(x, dt, A, B, C, D, state=None):
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t;  y_t = h_t C_t + D x_t  (Mamba-2, section 6: block decomposition).
+
+    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads), after softplus; A, D: (heads,), A negative;
+    B, C: (batch, seq, groups, N), each group serving heads/groups neighbouring heads.
+    state: (batch, heads, head_dim, N), at least fp32 (None: zeros). Returns y like x, and the final state.
+    """
+    wide = at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        inputs = [t.to(wide) for t in (x, dt, A, B, C)]
+        if state is None:
+            state = inputs[0].new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3])
+        if x.shape[1] == 1:
+            y, state = _ssd_step(*inputs, state)
+        elif torch.is_grad_enabled():
+            y, state = checkpoint(_ssd_chunks, *inputs, state, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, state = _ssd_chunks(*inputs, state)
+        return torch.addcmul(y, D.to(wide).unsqueeze(-1), inputs[0]).to(x.dtype), state
+
+
+def _ssd_step(x, dt, A, B, C, state):
+    """One token."""
+    batch, _, heads, head_dim = x.shape
+    groups, size = B.shape[2:]
+    decay = torch.exp(dt[:, 0] * A)[..., None, None]
+    scaled = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, -1, 1)
+    state = torch.addcmul((scaled * B.view(batch, groups, 1, size)).view_as(state), decay, state)
+    y = torch.matmul(state.view(batch, groups, -1, size), C.view(batch, groups, size, 1))
+    return y.view(batch, 1, heads, head_dim), state
+
+
+def _ssd_chunks(x, dt, A, B, C, state):
+    """Within a chunk of q tokens as one masked product (C B^T * decay) x, between chunks by a recurrence over states."""
+    batch, seq, heads, head_dim = x.shape
+    groups, size = B.shape[2:]
+    q = min(SSD_CHUNK, seq)
+    pad = -seq % q
+    if pad:  # with dt = 0 a token neither decays nor feeds the state
+        x, dt, B, C = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)) for t in (x, dt, B, C))
+    chunks = (seq + pad) // q
+    by_group = (batch, chunks, q, groups, heads // groups)
+    decay = (dt * A).double().view(by_group).permute(0, 1, 3, 4, 2).cumsum(-1)  # (b, n, g, r, q): exponents add up in fp64
+    lower = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    within = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).to(x.dtype).masked_fill(~lower, float("-inf")).exp()
+    to_end = (decay[..., -1:] - decay).to(x.dtype).exp()  # (b, n, g, r, q)
+    decay = decay.to(x.dtype).exp()
+
+    fed = (dt.unsqueeze(-1) * x).view(*by_group, head_dim).permute(0, 1, 3, 4, 2, 5)  # (b, n, g, r, q, p)
+    B, C = (t.view(batch, chunks, q, groups, size).transpose(2, 3) for t in (B, C))  # (b, n, g, q, N)
+    scores = torch.matmul(C, B.transpose(-1, -2)).unsqueeze(3)  # (b, n, g, 1, q, q)
+    y = torch.matmul(scores * within, fed)  # (b, n, g, r, q, p)
+    added = torch.matmul((fed * to_end.unsqueeze(-1)).transpose(-1, -2), B.unsqueeze(3))  # (b, n, g, r, p, N)
+
+    state = state.view(batch, groups, heads // groups, head_dim, size)
+    entering = []
+    for n in range(chunks):
+        entering.append(state)
+        state = torch.addcmul(added[:, n], decay[:, n, ..., -1, None, None], state)
+    carried = torch.matmul(C.unsqueeze(3), torch.stack(entering, 1).transpose(-1, -2))  # (b, n, g, r, q, p)
+    y = torch.addcmul(y, decay.unsqueeze(-1), carried)
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, seq + pad, heads, head_dim)[:, :seq]
+    return y, state.reshape(batch, heads, head_dim, size)

@@ -1,0 +1,1 @@
+"""sparsefusion: moving fewer bytes between ranks, and knowing what bytes cost."""
