@@ -63,7 +63,7 @@ def split_documents(documents, held_out, seed):
     if not 0 < held_out < 1:
         raise ValueError(f"the held-out share is {held_out}, not between 0 and 1")
     if len(documents) < 2:
-        raise ValueError(f"{len(documents)} document(s) do not split into training and held-out text: at least 2 needed")
+        raise ValueError(f"{len(documents)} document(s): at least 2 are needed for training and held-out text")
     sizes = [len(document.encode()) for document in documents]
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
@@ -195,9 +195,9 @@ def ngrams(texts, n):
 
 
 def ngram_overlap(held_out, train, n=60):
-    """The share (0 to 1) of the held-out texts' character n-grams, every position counted, that occur in a training text.
+    """The share (0 to 1) of the held-out texts' character n-grams that occur in a training text.
 
-    Both are lists of str. Held-out texts without any n-gram: 0.
+    Both are lists of str; every position of the held-out texts counts. Held-out texts without any n-gram: 0.
     """
     wanted = ngrams(held_out, n)
     shared = set()

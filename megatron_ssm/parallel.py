@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -52,20 +53,38 @@ def check_world(tensor: int, world: int) -> None:
         raise ValueError(f"{world} ranks do not divide into replicas of {tensor} tensor-parallel ranks ({world} % {tensor})")
 
 
-def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
-    """Join torch.distributed (as torchrun's environment says) and Megatron's parallel_state; returns this rank's groups.
+def join(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> int:
+    """Join torch.distributed as torchrun's environment says, unless that is done or this is the only rank.
 
-    tensor: ranks per replica; neighbouring ranks form a replica, and the world's other ranks are data parallel.
-    One rank needs neither torch.distributed nor Megatron. ValueError on every rank if `tensor` does not divide the world.
+    Returns the world's size; ValueError on every rank if `tensor` does not divide it.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world)
-    if world == 1:
-        return Groups()
-    if not dist.is_initialized():
+    if world > 1 and not dist.is_initialized():
         backend = "nccl" if device.startswith("cuda") else "gloo"
         rank = int(os.environ["RANK"])
         dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world)
+    return world
+
+
+def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
+    """Groups for serving: replicas of `tensor` neighbouring ranks that know nothing of each other; needs no Megatron."""
+    world = join(tensor, device, timeout, init_method)
+    if world == 1:
+        return Groups()
+    group = None if tensor == 1 else dist.group.WORLD if tensor == world else neighbours(dist.group.WORLD, tensor)
+    return Groups(group, None, None, dist.get_rank(), world)
+
+
+def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
+    """Groups for training: `join`, then Megatron's parallel_state, and this rank's groups out of it.
+
+    tensor: ranks per replica; neighbouring ranks form a replica, and the world's other ranks are data parallel.
+    One rank needs neither torch.distributed nor Megatron.
+    """
+    world = join(tensor, device, timeout, init_method)
+    if world == 1:
+        return Groups()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -83,9 +102,8 @@ def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_metho
 def shut_down() -> None:
     """Leave Megatron's parallel_state and torch.distributed, if they were joined."""
     if dist.is_initialized():
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        if "megatron.core.parallel_state" in sys.modules:
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         dist.destroy_process_group()
 
 

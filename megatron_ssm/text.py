@@ -107,8 +107,8 @@ class TextStream:
 
     A push costs the same however much was generated before. For tokenizers of bytes (ByteLevel; the <0xE2> tokens of
     ByteFallback) the bytes go through an incremental UTF-8 decoder. Any other token is decoded together with the token
-    before it, and that one's text is taken off: where decoding depends on a neighbour (the leading space of Metaspace, the
-    ## of WordPiece), it is this one.
+    before it, and that one's text is taken off: where decoding depends on a neighbour (the leading space of Metaspace,
+    the ## of WordPiece), it is this one.
     """
 
     def __init__(self, tokenizer, stop_strings=(), special_ids=()):

@@ -1,0 +1,119 @@
+"""What the commands of `python -m megatron_ssm` do, once torch may be imported."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .checkpoint import load
+from .config import Config, token_ids
+from .generation import stream
+from .parallel import check_world, device_of_rank, launched_ranks, replicas, shut_down
+from .text import TextStream, load_tokenizer
+
+
+def generate(arguments) -> None:
+    """`generate`: on every rank; rank 0 prints. Everything that can be wrong is found before ranks communicate."""
+    directory = Path(arguments.model)
+    if not directory.is_dir():
+        local = directory.name or "model"
+        raise ValueError(f"{arguments.model} is not a directory; to fetch it: hf download {arguments.model} --local-dir {local}")
+    config = Config.read(directory)
+    tokenizer = load_tokenizer(directory)
+    prompt = _prompt_ids(arguments, tokenizer, config)
+    tensor = arguments.tp or launched_ranks()
+    check_world(tensor, launched_ranks())
+    config.check_ranks(tensor)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        groups = replicas(tensor, device, init_method=arguments.rendezvous)
+        model = load(
+            directory, groups.tensor, dtype=getattr(torch, arguments.dtype), device=device_of_rank(device), reduce=arguments.reduce
+        )
+        _continue(model, tokenizer, prompt, arguments, speaks=groups.rank == 0)
+    finally:
+        shut_down()
+
+
+def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
+    """The prompt as ids that the model knows."""
+    if arguments.prompt_file is not None:
+        try:
+            text = Path(arguments.prompt_file).read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{arguments.prompt_file} is not UTF-8 (byte {error.start})") from None
+    else:
+        text = arguments.prompt
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= config.vocab_size:
+        raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
+    ids = tokenizer.encode(text).ids
+    if not ids:
+        raise ValueError("the prompt is empty")
+    return ids
+
+
+def _stop_tokens(model) -> tuple[int, ...]:
+    """The checkpoint's eos_token_id: generation_config.json's, else config.json's."""
+    path = model.directory / "generation_config.json"
+    if path.is_file():
+        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        if given is not None:
+            return token_ids(given)
+    return model.config.eos_token_ids
+
+
+def _continue(model, tokenizer, prompt, arguments, speaks) -> None:
+    """Generate, printing text as it becomes certain, or one JSON object at the end."""
+    eos = () if arguments.ignore_eos else _stop_tokens(model)
+    text = TextStream(tokenizer, arguments.stop, eos)
+    out = Printer(speaks and not arguments.json)
+    tokens, pieces, times, sent = [], [], [], []
+    start = time.perf_counter()
+    for column in stream(
+        model, torch.tensor([prompt], device=model.device), None, arguments.max_new_tokens, arguments.temperature,
+        arguments.top_k, arguments.top_p, arguments.repetition_penalty, eos, arguments.stop, arguments.seed,
+    ):  # fmt: skip
+        times.append(time.perf_counter())
+        sent.append(model.counter.nbytes)
+        tokens.append(int(column[0]))
+        pieces.append(text.push(tokens[-1]))
+        out.print(pieces[-1])
+    pieces.append(text.finish())
+    out.print(pieces[-1] + "\n")
+    if speaks and arguments.json:
+        steps = len(tokens) - 1
+        report = {
+            "text": "".join(pieces),
+            "tokens": tokens,
+            "prompt_tokens": len(prompt),
+            "ttft_s": times[0] - start,
+            "tpot_s": (times[-1] - times[0]) / steps if steps else None,
+            "tokens_per_s": len(tokens) / (times[-1] - start),
+            "tp": model.ranks.size,
+            "reduce": arguments.reduce,
+            "bytes_sent_per_token": 0 if model.ranks.size == 1 else (sent[-1] - sent[0]) // steps if steps else None,
+            "cache_bytes": model.new_cache(1).nbytes,
+        }
+        Printer(True).print(json.dumps(report) + "\n")
+
+
+class Printer:
+    """UTF-8 on stdout, flushed at once; a reader who has gone is no error, and the ranks finish together."""
+
+    def __init__(self, speaks: bool):
+        self.speaks = speaks
+
+    def print(self, text: str) -> None:
+        """Write `text`, or nothing on the ranks that are silent."""
+        if not self.speaks or not text:
+            return
+        try:
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            self.speaks = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

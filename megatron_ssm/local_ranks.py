@@ -1,0 +1,70 @@
+"""Start this command once per rank on this machine: what `--tp N` does when no launcher did. Imports no torch."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+GRACE_S = 5.0  # for the other ranks to end by themselves after one has
+
+
+def run_local_ranks(argv: list[str], ranks: int) -> int:
+    """Run `python -m megatron_ssm ARGV` as `ranks` processes that meet over a file; the exit code of the whole.
+
+    0 when all end well; the first failing rank's code otherwise (1 if a signal killed it, and a line saying so), after
+    which the others are ended; 130 after Ctrl-C. No rank outlives this call.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:
+        command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
+        processes = [subprocess.Popen(command, env=_environment(rank, ranks)) for rank in range(ranks)]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            return _wait(processes)
+        except KeyboardInterrupt:
+            _end(processes, signal.SIGINT)
+            return 130
+        finally:
+            _end(processes, signal.SIGTERM)
+
+
+def _environment(rank, ranks) -> dict:
+    """torchrun's variables for one local rank; the cores are shared out unless OMP_NUM_THREADS says otherwise."""
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    given = {"OMP_NUM_THREADS": threads, **os.environ}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        given.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return {**given, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def _wait(processes) -> int:
+    """Until all have ended, or one has failed and the rest have had their time to follow."""
+    deadline, failed = None, None
+    while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
+        if failed is None:
+            failed = next((p for p in processes if p.poll()), None)
+            deadline = failed and time.monotonic() + GRACE_S
+        time.sleep(0.02)
+    failed = failed or next((p for p in processes if p.poll()), None)
+    if failed is None:
+        return 0
+    if failed.returncode > 0:
+        return failed.returncode
+    name = signal.Signals(-failed.returncode).name
+    print(f"megatron_ssm: rank {processes.index(failed)} of {len(processes)} was killed by {name}", file=sys.stderr)
+    return 1
+
+
+def _end(processes, signum) -> None:
+    """Ask those still running to end, then make them."""
+    running = [p for p in processes if p.poll() is None]
+    for process in running:
+        process.send_signal(signum)
+    for process in running:
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
