@@ -11,6 +11,10 @@ import warnings
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
+class Failure(Exception):
+    """A run that cannot go on: one line, exit code 1."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line (from rank 0) and exit code 2, and which suggests the flag that was meant."""
 
@@ -71,6 +75,9 @@ def run(name: str, command) -> int:
     except INPUT_ERRORS as error:
         say(f"{name}: {' '.join(str(error).split())}")
         return 2
+    except Failure as error:
+        say(f"{name}: {error}")
+        return 1
     except KeyboardInterrupt:
         return 130
     except Exception:

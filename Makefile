@@ -1,0 +1,46 @@
+# Everything runs in .venv, which `make env` builds and every other target brings up to date.
+
+TORCH ?= torch==2.13.0
+# A package index for torch alone, for instance one that holds CPU builds.
+TORCH_INDEX ?=
+
+PYTHON := .venv/bin/python
+# -qq: errors only; pip's warnings are about its own configuration.
+PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
+BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+
+.PHONY: env demo test test-all lint bench
+.DELETE_ON_ERROR:
+
+env: .venv/stamp
+	@cat .venv/stamp
+
+# The stamp's text is the line that `make env` prints.
+.venv/stamp: setup.py pyproject.toml Makefile
+	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (a minute or two)"
+	@test -x .venv/bin/pip || \
+	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/constraints.txt
+	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[test,lint,bench]'
+	@echo "env: $$(cat .venv/constraints.txt), .venv has $$(du -sm .venv | cut -f1) MB" > $@
+
+demo: .venv/stamp
+	@$(PYTHON) examples/demo.py
+
+test: .venv/stamp
+	@$(PYTHON) -m pytest -q
+
+test-all: .venv/stamp
+	@$(PYTHON) -m pytest -q --full
+
+lint: .venv/stamp
+	@$(PYTHON) -m ruff check .
+
+# The first line of a benchmark is its docstring, which ends in "(about N min)".
+bench: .venv/stamp
+	@awk 'FNR == 1 { gsub(/"""/, ""); print FILENAME ": " $$0; \
+	                 if (match($$0, /about [0-9]+ min/)) minutes += substr($$0, RSTART + 6) } \
+	      END { print "bench: about " minutes + 0 " min in all" }' $(BENCHMARKS) < /dev/null
+	@set -e; for file in $(BENCHMARKS); do echo; echo "== $$file"; $(PYTHON) "$$file"; done

@@ -1,0 +1,133 @@
+"""The demo's text: real English technical prose that every CPython carries, so that nothing is downloaded.
+
+python examples/corpus.py DIRECTORY writes DIRECTORY/train/*.txt and DIRECTORY/held_out/*.txt and prints what they are.
+
+The text is that of `help("topic")` (pydoc_data: 79 topics, about 465 KB) and the docstrings of the standard library.
+Many topics repeat others almost verbatim, so a held-out split taken at random measures memory. The held-out topics
+below repeat no other (measured on Python 3.10 to 3.13), and what repeats them is kept out of the training text.
+"""
+
+import argparse
+import ast
+import sys
+import sysconfig
+from pathlib import Path
+
+from megatron_ssm.data import bigram_nats_per_byte, ngram_overlap, ngrams
+
+HELD_OUT = ("binary", "calls", "dict", "import", "objects", "power", "raise", "subscriptions")
+NGRAM = 60
+# A topic with more than this share of the held-out 60-grams is no training text; a docstring must have none.
+TOPIC_LIMIT = 0.01
+
+DOCSTRING_BYTES = 2_000_000
+SHORTEST_DOCSTRING = 100  # characters: shorter ones are hardly prose
+# Not documented for users, or tests, or tables.
+NO_PROSE = {"antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this",
+            "turtledemo"}  # fmt: skip
+
+
+def write_corpus(directory, extra=True):
+    """Write the corpus below `directory`; return (train_paths, held_out_paths), sorted lists of Path.
+
+    One file per topic (train/topic-NAME.txt, held_out/topic-NAME.txt), and with `extra` one per module of the standard
+    library (train/docstrings-NAME.txt). Files of these names from an earlier call are removed. The same Python version
+    writes the same bytes. FileNotFoundError if this Python has no pydoc_data.
+    """
+    topics = _topics()
+    held_out = {name: topics[name] for name in HELD_OUT if name in topics}
+    held_out_ngrams = ngrams(held_out.values(), NGRAM)
+    train = {
+        f"topic-{name}": text
+        for name, text in topics.items()
+        if name not in held_out and _shared(text, held_out_ngrams) <= TOPIC_LIMIT * len(held_out_ngrams)
+    }
+    if extra:
+        train |= {f"docstrings-{name}": text for name, text in _docstrings(held_out_ngrams).items()}
+    held_out_files = {f"topic-{name}": text for name, text in held_out.items()}
+    return _write(Path(directory) / "train", train), _write(Path(directory) / "held_out", held_out_files)
+
+
+def _topics():
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"{sys.executable} carries no pydoc_data, the demo's text; on Debian and Ubuntu it comes with the packages "
+            "python3 and libpython3-stdlib (python3-minimal lacks it)"
+        ) from error
+    return topics
+
+
+def _shared(text, held_out_ngrams):
+    """How many held-out 60-grams the text has."""
+    return len(held_out_ngrams & ngrams([text], NGRAM))
+
+
+def _docstrings(held_out_ngrams):
+    """The docstrings of each public module or package of the standard library: a dict from its name to one text.
+
+    Modules in alphabetical order, each docstring where it first occurs, up to DOCSTRING_BYTES in all.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts, seen, room = {}, set(), DOCSTRING_BYTES
+    for name in sorted(sys.stdlib_module_names):
+        if name.startswith("_") or name in NO_PROSE:
+            continue
+        found = [text for file in _sources(library, name) for text in _docstrings_of(file)]
+        new = [text for text in dict.fromkeys(found) if text not in seen and not _shared(text, held_out_ngrams)]
+        seen.update(new)
+        text = "\n\n\n".join(new) + "\n"
+        room -= len(text.encode())
+        if room < 0:
+            break
+        if new:
+            texts[name] = text
+    return texts
+
+
+def _sources(library, name):
+    """The Python files of a module or package, sorted."""
+    files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
+    return [file for file in files if file.is_file() and NO_PROSE.isdisjoint(file.relative_to(library).parts)]
+
+
+def _docstrings_of(file):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, documented))
+    docstrings = (ast.get_docstring(node) for node in nodes)
+    return [text for text in docstrings if text and len(text) >= SHORTEST_DOCSTRING]
+
+
+def _write(directory, texts):
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in ("topic-*.txt", "docstrings-*.txt"):
+        for stale in directory.glob(pattern):
+            stale.unlink()
+    for name, text in texts.items():
+        (directory / f"{name}.txt").write_text(text, encoding="utf-8", newline="\n")
+    return sorted(directory / f"{name}.txt" for name in texts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write the demo's text files and print what they are.")
+    parser.add_argument("directory")
+    train_paths, held_out_paths = write_corpus(parser.parse_args().directory)
+    train = {path.name: path.read_bytes().decode() for path in train_paths}
+    held_out = [path.read_bytes().decode() for path in held_out_paths]
+    print(f"held out: {len(held_out)} topics, {_size(held_out)}: {', '.join(HELD_OUT)}")
+    topics = [text for name, text in train.items() if name.startswith("topic-")]
+    for title, texts in (("topics", topics), ("topics and docstrings", list(train.values()))):
+        print(
+            f"training text: {title}: {len(texts)} files, {_size(texts)}; "
+            f"{NGRAM}-gram overlap {ngram_overlap(held_out, texts, NGRAM):.2%}; "
+            f"bigram baseline {bigram_nats_per_byte(texts, held_out):.3f} nats/byte"
+        )
+
+
+def _size(texts):
+    return f"{sum(len(text.encode()) for text in texts):,} bytes"
+
+
+if __name__ == "__main__":
+    main()

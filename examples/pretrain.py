@@ -1,0 +1,30 @@
+"""Pretrain a Mamba or Mamba-2 language model on text files, on one rank or many.
+
+torchrun --nproc-per-node 2 examples/pretrain.py --tensor-model-parallel-size 2 --data TEXT... --out DIR
+"""
+
+import os
+import sys
+
+from megatron_ssm.arguments import quiet, run
+from megatron_ssm.options import parse_options
+
+
+def main():
+    """Parse the options (before torch is imported), then train."""
+    options = parse_options()
+    quiet()
+
+    def command():
+        from megatron_ssm.pretraining import pretrain
+
+        pretrain(options)
+
+    return run("pretrain.py", command)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if code else sys.exit(0)

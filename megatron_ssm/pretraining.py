@@ -1,0 +1,253 @@
+"""A whole pretraining run: data and tokenizer in, training with checkpoints on the way, a Hugging Face directory out.
+
+What can be wrong with the input is found by every rank before any of them communicates.
+"""
+
+import json
+import os
+import shutil
+import sys
+import zlib
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from .checkpoint import COMPANIONS, build, load, save
+from .config import Config
+from .data import Batches, read_documents, split_documents, tokenize
+from .initialization import initialize as initialize_parameters
+from .options import Options
+from .parallel import check_world, device_of_rank, initialize, launched_ranks, shut_down
+from .text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
+from .training import Clock, Trainer, evaluate
+from .training_checkpoint import KEPT, load_training, newest_checkpoint, save_training
+
+
+def pretrain(options: Options) -> None:
+    """Train as the options say, on every rank of the launcher's world."""
+    check_world(options.tensor_model_parallel_size, launched_ranks())
+    options.accumulation(launched_ranks() // options.tensor_model_parallel_size)
+    out = _writable(options.out)
+    text = Text(options)
+    config = Config.read(options.init_from) if options.init_from else text.new_model(options)
+    text.check(config)
+    config.check_ranks(options.tensor_model_parallel_size)
+    batches = Batches(text.train, options.seq_length, options.global_batch_size, options.seed)
+    agreement = _agreement(options, config, text)
+    found = newest_checkpoint(out / "checkpoints", agreement) if options.resume else None
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        groups = initialize(options.tensor_model_parallel_size, device)
+        torch.manual_seed(options.seed)
+        model = _model(options, config, groups, device_of_rank(device))
+        trainer = Trainer(model, groups, options)
+        report = Report(options, groups, found[1] if found else 0)
+        report.say(f"pretrain: {options.describe()}")
+        report.say(_summary(model, groups, text, out, found))
+        if found:
+            load_training(*found, model, trainer.optimizer)
+        done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
+        if done == options.train_iters:
+            _finish(model, text, out, report)
+    finally:
+        shut_down()
+
+
+def _train(trainer, batches, text, agreement, out, report, start) -> int:
+    """The steps from `start` on; returns how many have been done in all."""
+    options, step = trainer.options, start
+    for step in range(start + 1, options.train_iters + 1):
+        result = trainer.step(batches, step - 1)
+        report.step(step, result)
+        last = step == options.train_iters
+        leave = options.exit_interval and step % options.exit_interval == 0
+        if text.held_out is not None and (last or _due(step, options.eval_interval)):
+            report.evaluated(step, evaluate(trainer.model, text.held_out, trainer.groups, options))
+        if last or leave or _due(step, options.save_interval):
+            first = not options.resume and report.saves == 0  # an earlier run's checkpoints give way to the first of this
+            save_training(
+                out / "checkpoints", step, trainer.model, trainer.optimizer, agreement, kept=1 if first else KEPT
+            )
+            report.saves += 1
+        if leave and not last:
+            report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
+            break
+    report.close()
+    return step
+
+
+def _due(step, interval) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _finish(model, text, out, report) -> None:
+    """Write the Hugging Face directory, with its tokenizer."""
+    if report.speaks:
+        text.write_tokenizer(out)
+    save(model, out)
+    report.say(f"saved {out}")
+
+
+def _model(options, config, groups, device):
+    dtype = getattr(torch, options.params_dtype)
+    if options.init_from:
+        return load(options.init_from, groups.tensor, dtype=dtype, device=device, data_group=groups.data)
+    return initialize_parameters(build(config, groups.tensor, groups.data, dtype, device), options.seed)
+
+
+def _writable(path) -> Path:
+    """The output directory, made and tried; ValueError if it cannot be written."""
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to --out {out}: {error.strerror}") from None
+    return out
+
+
+def _agreement(options, config, text) -> dict:
+    """What a resumed run must have in common with the saved one, as JSON gives it back."""
+    shape = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "unknown")}
+    run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
+    tokens = {"training_tokens": len(text.train.ids), "training_text": zlib.crc32(text.train.ids.numpy())}
+    return json.loads(json.dumps({**shape, **run, **tokens}))
+
+
+def _summary(model, groups, text, out, found) -> str:
+    size = sum(torch.Size(p.field.shape).numel() for p in model.parameters())
+    start = f"resuming {found[0]}" if found else "overwriting" if (out / "config.json").exists() else "writing"
+    held_out = f"{text.held_out.text_bytes:,} held out" if text.held_out else "nothing held out: one document"
+    return (
+        f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel ranks; "
+        f"{text.train.text_bytes:,} bytes of text, {held_out}; {start}{'' if found else f' {out}'}"
+    )
+
+
+class Text:
+    """The training and the held-out text as tokens, and the tokenizer they came from."""
+
+    def __init__(self, options: Options):
+        separator = options.document_separator or None
+        documents = read_documents(options.data, separator)
+        held_out = read_documents(options.valid_data_path, separator) if options.valid_data_path else []
+        if not held_out and len(documents) > 1:
+            documents, held_out = split_documents(documents, options.held_out, options.seed)
+        self.source = None if options.tokenizer_model == "byte" else _tokenizer_folder(options.tokenizer_model)
+        if self.source is None:
+            self.vocab_size, self.end = BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID
+            tokenizer = _ByteTokenizer()
+        else:
+            tokenizer = load_tokenizer(self.source)
+            self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+            self.end = _end_of_text(tokenizer, self.source)
+        self.train = tokenize(documents, tokenizer, self.end)
+        self.held_out = tokenize(held_out, tokenizer, self.end) if held_out else None
+
+    def new_model(self, options: Options) -> Config:
+        """The configuration of a new model for this tokenizer."""
+        return Config.from_dict(options.model_config(self.vocab_size, self.end))
+
+    def check(self, config: Config) -> None:
+        """ValueError if the model does not know all of the tokenizer's ids."""
+        if self.vocab_size > config.vocab_size:
+            raise ValueError(f"the tokenizer is larger than the model: {self.vocab_size} ids, vocab_size {config.vocab_size}")
+
+    def write_tokenizer(self, out: Path) -> None:
+        """The tokenizer's files beside the model."""
+        if self.source is None:
+            write_byte_tokenizer(out)
+            return
+        for name in COMPANIONS:
+            if (self.source / name).is_file():
+                shutil.copyfile(self.source / name, out / name)
+
+
+class _ByteTokenizer:
+    """A text's UTF-8 bytes as ids: what `text.write_byte_tokenizer` encodes, without a file."""
+
+    def encode(self, text, add_special_tokens=False):
+        """Like tokenizers.Tokenizer.encode."""
+        self.ids = list(text.encode("utf-8"))
+        return self
+
+
+def _tokenizer_folder(path) -> Path:
+    path = Path(path)
+    return path.parent if path.name == "tokenizer.json" else path
+
+
+def _end_of_text(tokenizer, folder: Path) -> int:
+    """The id of the tokenizer's end-of-text token: its configuration's eos_token, else one of the usual names."""
+    names = [END_OF_TEXT, "</s>"]
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        names.insert(0, token["content"] if isinstance(token, dict) else token)
+    for name in names:
+        if name is not None and tokenizer.token_to_id(name) is not None:
+            return tokenizer.token_to_id(name)
+    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")
+
+
+class Report:
+    """Rank 0's progress: a line per logged step (a bar on a terminal), and the same as JSON lines."""
+
+    def __init__(self, options: Options, groups, start: int):
+        self.options, self.speaks, self.saves = options, groups.rank == 0, 0
+        self.clock = Clock(options.train_iters - start, options.global_batch_size * options.seq_length)
+        on_terminal = self.speaks and sys.stderr.isatty()
+        self.bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not on_terminal)
+        self.file = self._open(start) if self.speaks and options.log else None
+
+    def _open(self, start):
+        """The log; a resumed run keeps the lines up to where it starts."""
+        path, kept = Path(self.options.log), []
+        if start and path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= start]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+        file.writelines(line + "\n" for line in kept)
+        return file
+
+    def say(self, line: str) -> None:
+        """A line on stdout."""
+        if self.speaks:
+            self.bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def step(self, step: int, result) -> None:
+        """One step is done; every --log-interval, and at the first and the last, it is told."""
+        self.clock.tick()
+        self.bar.update()
+        if not (_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
+            return
+        rate, left = self.clock.read()
+        self.say(
+            f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+        )
+        tokens = step * self.options.global_batch_size * self.options.seq_length
+        self._log(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens, tokens_per_s=rate)
+
+    def evaluated(self, step: int, nats: float) -> None:
+        """The held-out text was evaluated."""
+        self.say(f"step {step:>5}/{self.options.train_iters}  held-out {nats:.4f} nats/byte")
+        self._log(step=step, held_out_nats_per_byte=nats)
+        self.clock.read()
+
+    def _log(self, **values):
+        if self.file:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        """The run is over."""
+        self.bar.close()
+        if self.file:
+            self.file.close()

@@ -1,0 +1,160 @@
+"""Resumable checkpoints: torch DCP, readable at any tensor-parallel degree.
+
+A checkpoint `step-000010` holds the unpadded parameters, one entry per field of the layout, as DTensors (so DCP knows
+which rank has which rows), the same for both Adam moments, the random state, and `training.json`: the step and what a
+resumed run must agree on. It is written under a hidden name and renamed, so a folder with that name is whole.
+"""
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KEPT = 2  # the newest checkpoints stay
+
+
+def save_training(directory, step: int, model, optimizer, agreement: dict, kept: int = KEPT) -> None:
+    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `kept` (1: all others).
+
+    agreement: what a run that resumes from here must have in common with this one (JSON values).
+    """
+    directory = Path(directory)
+    hidden, final = directory / f".step-{step:06d}", directory / f"step-{step:06d}"
+    if _first():
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+    _wait()
+    dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
+    if _first():
+        (hidden / "training.json").write_text(json.dumps({"step": step, **agreement}, indent=2), encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        hidden.rename(final)
+        others = [path for path in find_checkpoints(directory) if path != final]
+        for old in others[: len(others) - kept + 1]:
+            shutil.rmtree(old)
+    _wait()
+
+
+def find_checkpoints(directory) -> list[Path]:
+    """The whole checkpoints in a directory, oldest first."""
+    found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted((p for p in found if (p / "training.json").is_file()), key=lambda p: int(p.name[5:]))
+
+
+def newest_checkpoint(directory, agreement: dict) -> tuple[Path, int]:
+    """The newest checkpoint and its step; ValueError if there is none, or if it is of another run.
+
+    Needs no process group: every rank finds the same before any communication.
+    """
+    found = find_checkpoints(directory)
+    if not found:
+        raise ValueError(f"nothing to resume: {directory} holds no checkpoint")
+    path = found[-1]
+    try:
+        saved = json.loads((path / "training.json").read_text(encoding="utf-8"))
+        step = int(saved.pop("step"))
+    except (ValueError, KeyError, AttributeError):
+        raise ValueError(f"{path / 'training.json'} is not a checkpoint's") from None
+    for name in {**agreement, **saved}:
+        if agreement.get(name) != saved.get(name):
+            raise ValueError(f"cannot resume from {path}: it has {name}={saved.get(name)!r}, this run {agreement.get(name)!r}")
+    return path, step
+
+
+def load_training(path, step: int, model, optimizer) -> None:
+    """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
+
+    ValueError if it is damaged or of another model.
+    """
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), dtype=torch.float32),
+            **{name: torch.zeros_like(parameter) for name in MOMENTS},
+        }
+    state = _state(model, optimizer)
+    try:
+        dcp.load(state, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
+    except (CheckpointException, RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
+        cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+        raise ValueError(f"{path} is damaged or of another model: {cause}") from None
+    torch.set_rng_state(state["rng"])
+
+
+def _state(model, optimizer) -> dict:
+    """{entry: DTensor or tensor}; the tensors are the model's and the optimizer's own, so loading fills them."""
+    state = {"rng": torch.get_rng_state()}
+    for parameter in model.parameters():
+        field = parameter.field
+        state[f"model.{field.name}"] = _distributed(parameter.detach(), field, model.ranks)
+        for moment in MOMENTS:
+            tensor = optimizer.state[parameter][moment]
+            state[f"{moment}.{field.name}"] = _distributed(tensor, field, model.ranks)
+    return state
+
+
+def _distributed(tensor, field, ranks):
+    """This rank's piece as a DTensor of the whole field over the tensor-parallel ranks (one rank: the tensor itself).
+
+    The mesh is (pieces, copies): split along the field's dimension, and repeated where several ranks hold a piece.
+    It only describes; no communication goes through it.
+    """
+    if ranks.group is None:
+        return tensor
+    members = torch.tensor(dist.get_process_group_ranks(ranks.group))
+    mesh = members.view(-1, field.copies(ranks.size))
+    placements = [Replicate() if field.split is None else Shard(field.split), Replicate()]
+    whole = torch.empty(field.shape, device="meta")
+    return DTensor.from_local(
+        tensor,
+        DeviceMesh(tensor.device.type, mesh, _init_backend=False),
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, except that its metadata, a pickle, may name nothing but DCP's own records."""
+
+    def read_metadata(self, *args, **kwargs):
+        """The checkpoint's table of contents."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads the classes that describe tensors in a checkpoint, and no others."""
+
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+             *(("torch", f"{kind}") for kind in ("float64", "float32", "bfloat16", "float16", "uint8"))}  # fmt: skip
+
+    def find_class(self, module, name):
+        """The class, if it may be loaded."""
+        if module in self.MODULES and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type):
+            return super().find_class(module, name)
+        if (module, name) in self.NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its metadata names {module}.{name}")

@@ -1,0 +1,231 @@
+"""Forked gloo ranks: how the tests run more than one rank.
+
+A rank is a fork of the test process, so it starts in milliseconds, needs no pickling of its function and arguments,
+and shares what was imported before. It reports through a pipe and then waits to be killed: were it to leave, the other
+ranks would see a broken connection and not the error that came first.
+"""
+
+import faulthandler
+import io
+import os
+import pickle
+import selectors
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HEADER = struct.Struct("<Q")  # the length of the report that follows
+
+
+@dataclass
+class Rank:
+    """A running rank as its parent sees it."""
+
+    rank: int
+    pid: int
+    pipe: int
+    dump: Path
+    report: bytearray = field(default_factory=bytearray, repr=False)
+    reaped: bool = False
+
+
+@dataclass
+class Failure:
+    """An exception that a rank raised, or its death; `at` is the monotonic time at which it was noticed."""
+
+    rank: int
+    at: float
+    kind: type
+    message: str
+    trace: str
+
+    def exception(self, world_size):
+        """An exception of the same type, or a RuntimeError, whose message names the rank and ends in its traceback."""
+        text = f"rank {self.rank} of {world_size}: {self.message}\n\n{self.trace}"
+        try:
+            error = self.kind(text)
+            if str(error) in (text, repr(text)):  # repr: KeyError shows its argument so
+                return error
+        except Exception as refused:
+            text += f"\n(a RuntimeError, for {self.kind.__name__} cannot be built from a message: {refused})"
+        return RuntimeError(text)
+
+
+def run_ranks(function, world_size, *args, timeout=60):
+    """The list of function(rank, *args) of `world_size` gloo ranks, each a fork of this process with one thread.
+
+    The default process group exists when `function` is called. Every rank starts with this process's random state.
+    Results travel by torch.save; tensors may be of any size. If a rank raises, the earliest exception is raised here,
+    with the same type where a message is enough to build it, the rank's number before its message and the traceback
+    after it; if a rank dies, RuntimeError; if some have not finished after `timeout` seconds, TimeoutError that shows
+    where they were. No rank outlives the call, or this process if that is killed.
+    """
+    __tracebackhide__ = True  # pytest shows the rank's traceback, not this file's
+    if torch.get_num_threads() != 1:
+        raise RuntimeError(
+            f"refusing to fork: torch uses {torch.get_num_threads()} threads, and after a computation on several "
+            "a fork hangs; call torch.set_num_threads(1) before any operation"
+        )
+    ranks = []
+    leash = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        try:
+            for rank in range(world_size):
+                ranks.append(_fork(rank, world_size, function, args, Path(directory), leash, timeout))
+            return _collect(ranks, timeout)
+        finally:
+            _end(ranks)
+            os.close(leash[0])
+            os.close(leash[1])
+
+
+# In the parent
+
+
+def _fork(rank, world_size, function, args, directory, leash, timeout):
+    """Start one rank; in the child this does not return."""
+    reader, writer = os.pipe()
+    dump = directory / f"where-{rank}"
+    dump.touch()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            watcher = _prepare(dump, leash)
+            report = _report(function, rank, world_size, args, directory / "store", timeout)
+            _send(writer, report)
+            watcher.join()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    return Rank(rank, pid, reader, dump)
+
+
+def _collect(ranks, timeout):
+    """Drain the pipes until every rank has reported its result; raise at the first failure or the time-out."""
+    __tracebackhide__ = True
+    deadline = time.monotonic() + timeout
+    results = {}
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        while len(results) < len(ranks):
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            closed = [key.data for key, _ in ready if _drain(key.data)]
+            for rank in closed:
+                selector.unregister(rank.pipe)
+                results[rank.rank] = _outcome(rank)
+            failures = [outcome for outcome in results.values() if isinstance(outcome, Failure)]
+            if failures:
+                raise min(failures, key=lambda failure: failure.at).exception(len(ranks))
+            hung = [rank for rank in ranks if rank.rank not in results]
+            if hung and time.monotonic() > deadline:
+                raise TimeoutError(_unfinished(hung, len(ranks), timeout))
+    return [results[rank.rank][0] for rank in ranks]
+
+
+def _drain(rank):
+    """Take what one rank's pipe holds; True once the rank has closed it."""
+    chunk = os.read(rank.pipe, 1 << 16)
+    rank.report += chunk
+    return not chunk
+
+
+def _outcome(rank):
+    """What a rank whose pipe has closed reported: (result,) or a Failure; a Failure too if it died before the end."""
+    report = memoryview(rank.report)[HEADER.size :]
+    if len(rank.report) >= HEADER.size and HEADER.unpack_from(rank.report)[0] == len(report):
+        return torch.load(io.BytesIO(report), weights_only=False)
+    _, status = os.waitpid(rank.pid, 0)
+    rank.reaped = True
+    code = os.waitstatus_to_exitcode(status)
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    # A death comes before every exception noticed with it: the others then saw its connections break.
+    return Failure(rank.rank, 0.0, RuntimeError, f"died without a result ({how})", rank.dump.read_text())
+
+
+def _unfinished(hung, world_size, timeout):
+    """The message of a time-out: which ranks had not finished, and where each was."""
+    for rank in hung:
+        os.kill(rank.pid, signal.SIGUSR1)
+    time.sleep(0.3)  # for their faulthandlers to write
+    numbers = ", ".join(str(rank.rank) for rank in hung)
+    places = "\n".join(f"rank {rank.rank} was at\n{rank.dump.read_text()}" for rank in hung)
+    return f"of {world_size} ranks, {numbers} had not finished after {timeout} s\n\n{places}"
+
+
+def _end(ranks):
+    """Kill and reap every rank that is left."""
+    alive = [rank for rank in ranks if not rank.reaped]
+    for rank in alive:
+        os.kill(rank.pid, signal.SIGKILL)
+    for rank in alive:
+        os.waitpid(rank.pid, 0)
+    for rank in ranks:
+        os.close(rank.pipe)
+
+
+# In a rank
+
+
+def _prepare(dump, leash):
+    """Write crashes and, on SIGUSR1, stacks to `dump`; return a thread that ends this rank when its parent is gone."""
+    file = open(dump, "w")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+    os.close(leash[1])  # now only the parent holds the writing end, and a read returns when it is gone
+
+    def watch():
+        os.read(leash[0], 1)
+        os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    return watcher
+
+
+def _report(function, rank, world_size, args, store, timeout):
+    """The serialised (result,) or Failure of one rank."""
+    try:
+        # Longer than the parent waits, so that the parent's time-out, which says where every rank is, comes first.
+        limit = timedelta(seconds=timeout + 30)
+        dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world_size, timeout=limit)
+        return _serialised((function(rank, *args),))
+    except BaseException as error:
+        kind = type(error) if _importable(type(error)) else RuntimeError
+        return _serialised(Failure(rank, time.monotonic(), kind, str(error), traceback.format_exc()))
+
+
+def _serialised(outcome):
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer, pickle_protocol=pickle.DEFAULT_PROTOCOL)  # 2 turns FileNotFoundError into OSError
+    return buffer.getbuffer()
+
+
+def _importable(kind):
+    """Whether the parent can look this class up by its name."""
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
+
+
+def _send(writer, report):
+    """Write the report and close the pipe, which tells the parent that nothing follows."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(writer, "wb") as pipe:
+        pipe.write(HEADER.pack(len(report)))
+        pipe.write(report)

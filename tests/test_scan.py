@@ -1,0 +1,271 @@
+"""The scans and the convolution; oracles: their token-by-token twins differentiated by autograd, finite differences."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ssm.conv import causal_conv, causal_conv_ref
+from megatron_ssm.scan import SELECTIVE_CHUNK, SSD_CHUNK, selective_scan, selective_scan_ref, ssd, ssd_ref
+
+KINDS = {  # the fast form and its plain twin
+    "selective": (selective_scan, selective_scan_ref),
+    "ssd": (ssd, ssd_ref),
+    "conv": (causal_conv, causal_conv_ref),
+}
+SEQUENCES = {"selective": ("x", "dt", "B", "C"), "ssd": ("x", "dt", "B", "C"), "conv": ("x",)}  # cut in time
+PREVIOUS = {"selective": "state", "ssd": "state", "conv": "history"}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, groups=2, size=4, kernel=4, seed=0):
+    """Random inputs of one of the three functions by name, leaves that want a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    wide = torch.promote_types(dtype, torch.float32)  # the dtype of dt, A, D and of states in a model of `dtype`
+    if kind == "conv":
+        inputs = dict(
+            x=normal(batch, seq, channels),
+            weight=normal(channels, 1, kernel),
+            bias=normal(channels),
+            history=normal(batch, kernel - 1, channels),
+        )
+    elif kind == "selective":
+        inputs = dict(
+            x=normal(batch, seq, channels),
+            dt=normal(batch, seq, channels, dtype=wide).exp() / 4,
+            A=-normal(channels, size, dtype=wide).exp(),
+            B=normal(batch, seq, size),
+            C=normal(batch, seq, size),
+            D=normal(channels, dtype=wide),
+            state=normal(batch, size, channels, dtype=wide),
+        )
+    else:
+        inputs = dict(
+            x=normal(batch, seq, heads, channels),
+            dt=normal(batch, seq, heads, dtype=wide).exp() / 4,
+            A=-normal(heads, dtype=wide).exp(),
+            B=normal(batch, seq, groups, size),
+            C=normal(batch, seq, groups, size),
+            D=normal(heads, dtype=wide),
+            state=normal(batch, heads, channels, size, dtype=wide),
+        )
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+
+
+def everything(function, inputs, autocast=False):
+    """The output, what is carried on, and the gradient of every input when both of those have one."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, carried = function(**inputs)
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in (y, carried)]
+    loss = (y * weights[0]).sum() + (carried * weights[1]).sum()
+    wanted = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return dict(y=y, carried=carried, **dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True)))
+
+
+def error(ours, theirs):
+    """||ours - theirs|| / ||theirs||, absolute where theirs vanishes; both of one shape and dtype."""
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    scale = theirs.double().norm()
+    return ((ours.double() - theirs.double()).norm() / (scale if scale > 1e-8 else 1)).item()
+
+
+def worst(ours, theirs):
+    """The largest error over a dictionary of tensors."""
+    assert list(ours) == list(theirs)
+    return max(error(ours[name], theirs[name]) for name in theirs)
+
+
+# The fast form against its twin
+
+CHUNKS = {"selective": SELECTIVE_CHUNK, "ssd": SSD_CHUNK, "conv": 4}
+AROUND = [
+    pytest.param(kind, seq, id=f"{kind}-{seq}")
+    for kind, chunk in CHUNKS.items()
+    for seq in (1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1)
+]
+
+
+@pytest.mark.parametrize("kind, seq", AROUND)
+def test_the_twin_at_every_chunk_boundary(kind, seq):
+    fast, plain = KINDS[kind]
+    inputs = inputs_of(kind, seq=seq)
+    assert worst(everything(fast, inputs), everything(plain, inputs)) <= 1e-12
+
+
+# (of the twin, of float64): a chunk's matmuls and the twin round bf16 results alike, once; fp32 sums in another order
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 1e-2)])
+@kinds
+def test_dtypes(kind, dtype, tolerance):
+    fast, plain = KINDS[kind]
+    inputs = inputs_of(kind, seq=70, dtype=dtype)
+    ours = everything(fast, inputs)
+    assert worst(ours, everything(plain, inputs)) <= tolerance
+    assert ours["y"].dtype == dtype
+    if kind != "conv":
+        assert ours["carried"].dtype == ours["state"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+def test_bf16_inputs_are_summed_in_fp32(kind):
+    inputs = inputs_of(kind, seq=200, dtype=torch.bfloat16)
+    narrow, wide = KINDS[kind][0](**inputs), KINDS[kind][1](**{name: t.double() for name, t in inputs.items()})
+    assert error(narrow[0].double(), wide[0]) <= 2**-8  # the rounding of y
+    assert error(narrow[1].double(), wide[1]) <= 1e-6  # the state is not rounded
+
+
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+def test_autocast_does_not_reach_the_state(kind):
+    inputs = inputs_of(kind, seq=70, dtype=torch.float32)
+    ours = everything(KINDS[kind][0], inputs, autocast=True)
+    assert worst(ours, everything(KINDS[kind][1], inputs)) <= 5e-6
+
+
+@kinds
+def test_nothing_before_is_zeros_before(kind):
+    """None: a sequence's start."""
+    inputs = inputs_of(kind, seq=20)
+    zeros = torch.zeros_like(inputs.pop(PREVIOUS[kind]))
+    for function in KINDS[kind]:
+        from_zeros = partial(function, **{PREVIOUS[kind]: zeros})
+        assert worst(everything(function, inputs), everything(from_zeros, inputs)) == 0
+
+
+def test_convolution_without_bias():
+    inputs = {**inputs_of("conv"), "bias": None}
+    assert worst(everything(causal_conv, inputs), everything(causal_conv_ref, inputs)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+@pytest.mark.parametrize("steps", (1e-6, 1.0, 1e4))
+def test_very_small_and_very_large_steps(kind, steps):
+    """A state that hardly decays, or not at all survives: no overflow, and no 0 * inf in a gradient."""
+    inputs = inputs_of(kind, seq=2 * SSD_CHUNK + 1, dtype=torch.float32)
+    inputs["dt"] = (inputs["dt"].detach() * steps).requires_grad_()
+    ours = everything(KINDS[kind][0], inputs)
+    assert all(tensor.isfinite().all() for tensor in ours.values())
+    exact = everything(KINDS[kind][1], {name: t.detach().double().requires_grad_() for name, t in inputs.items()})
+    assert worst({name: t.double() for name, t in ours.items()}, exact) <= 1e-5
+
+
+SHAPES = st.fixed_dictionaries(
+    dict(
+        batch=st.integers(1, 3),
+        seq=st.integers(1, 2 * SSD_CHUNK + 3),
+        channels=st.integers(1, 5),
+        size=st.integers(1, 6),
+        kernel=st.integers(2, 5),
+        seed=st.integers(0, 99),
+    )
+)
+
+
+def check_shape(kind, shape, groups, repeat):
+    """The fast form against its twin on inputs of this shape."""
+    inputs = inputs_of(kind, heads=groups * repeat, groups=groups, **shape)
+    fast, plain = KINDS[kind]
+    assert worst(everything(fast, inputs), everything(plain, inputs)) <= 1e-12
+
+
+any_shape = given(shape=SHAPES, groups=st.integers(1, 3), repeat=st.integers(1, 3))
+test_any_shape = kinds(settings(max_examples=30, deadline=None)(any_shape(check_shape)))
+test_any_shape_often = pytest.mark.full(kinds(settings(max_examples=400, deadline=None)(any_shape(check_shape))))
+
+
+# One call, or several
+
+
+def in_pieces(kind, inputs, cuts):
+    """The function called on consecutive pieces of the sequence, each continuing from the one before."""
+    function, previous = KINDS[kind][0], PREVIOUS[kind]
+    outputs, carried = [], inputs[previous]
+    for start, stop in zip([0, *cuts], [*cuts, inputs["x"].shape[1]], strict=True):
+        piece = {name: t[:, start:stop] if name in SEQUENCES[kind] else t for name, t in inputs.items()}
+        y, carried = function(**{**piece, previous: carried})
+        outputs.append(y)
+    return torch.cat(outputs, 1), carried
+
+
+def check_pieces(kind, seq, data):
+    """Pieces cut at random against one call: outputs and, through all the states between, gradients."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, seq - 1), max_size=4)))
+    inputs = inputs_of(kind, seq=seq)
+    pieces = everything(lambda **inputs: in_pieces(kind, inputs, cuts), inputs)
+    assert worst(pieces, everything(KINDS[kind][0], inputs)) <= 1e-12
+
+
+any_pieces = given(seq=st.integers(2, SSD_CHUNK + 20), data=st.data())
+test_any_pieces = kinds(settings(max_examples=30, deadline=None)(any_pieces(check_pieces)))
+test_any_pieces_often = pytest.mark.full(kinds(settings(max_examples=400, deadline=None)(any_pieces(check_pieces))))
+
+
+@kinds
+def test_token_by_token(kind):
+    """As decoding does it."""
+    inputs = inputs_of(kind, seq=SSD_CHUNK + 3)
+    steps = everything(lambda **inputs: in_pieces(kind, inputs, range(1, SSD_CHUNK + 3)), inputs)
+    assert worst(steps, everything(KINDS[kind][0], inputs)) <= 1e-12
+
+
+# Backward
+
+
+@kinds
+@pytest.mark.parametrize("seq", (1, 5, 18))
+def test_finite_differences(kind, seq):
+    inputs = inputs_of(kind, batch=1, seq=seq, channels=2, heads=2, groups=1, size=2)
+
+    def positional(*values):
+        return KINDS[kind][0](**dict(zip(inputs, values, strict=True)))
+
+    assert torch.autograd.gradcheck(positional, tuple(inputs.values()))
+
+
+@kinds
+@pytest.mark.parametrize("used", (0, 1), ids=("only the output", "only the state"))
+def test_a_gradient_on_one_of_the_results(kind, used):
+    """The other's gradient is then None or zero; x, dt, B and C of the last tokens do not reach the state of a conv."""
+    inputs = inputs_of(kind, seq=20)
+    gradients = []
+    for function in KINDS[kind]:
+        result = function(**inputs)[used]
+        wanted = [t for t in inputs.values() if t.requires_grad]
+        gradients.append(torch.autograd.grad(result.square().sum(), wanted, allow_unused=True, materialize_grads=True))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert error(ours, theirs) <= 1e-12
+
+
+def bytes_saved(function, inputs):
+    """Bytes of the distinct storages that autograd keeps for backward."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(**inputs)
+    del result
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+def test_backward_keeps_no_states_of_single_tokens(kind):
+    """Kept: the inputs, and by the selective scan a state per SELECTIVE_CHUNK tokens; the twin keeps every token's."""
+    seq = 256
+    inputs = inputs_of(kind, batch=1, seq=seq, dtype=torch.float32, channels=64, heads=4, groups=1, size=16)
+    given = sum(t.nbytes for t in inputs.values())
+    state = inputs["state"].nbytes
+    between = state * math.ceil(seq / SELECTIVE_CHUNK) if kind == "selective" else 0
+    fast, plain = (bytes_saved(function, inputs) for function in KINDS[kind])
+    assert fast <= given + between + 4096
+    assert fast < seq * state / 3
+    assert plain > seq * state
