@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from .arguments import Parser, quiet, run
+from .arguments import Parser, leave_on_interrupt, quiet, run
 from .local_ranks import run_local_ranks
 
 
@@ -22,7 +22,7 @@ def parser() -> Parser:
     generate.add_argument("--top-k", type=int, metavar="K")
     generate.add_argument("--top-p", type=float, metavar="P")
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -43,6 +43,7 @@ def main(argv=None) -> int:
         parser().error(f"--tp {arguments.tp} must be at least 1")
     if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:
         return run_local_ranks(argv, arguments.tp)
+    leave_on_interrupt()
     quiet()
 
     def command():

@@ -4,10 +4,13 @@ import argparse
 import difflib
 import logging
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 
+RANK_0_SPEAKS_S = 5.0
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -53,13 +56,18 @@ def this_rank() -> int:
 
 
 def say(line: str) -> None:
-    """One line on stderr, from rank 0."""
+    """One line on stderr, from rank 0, before an end that all ranks have in common.
+
+    torchrun ends all ranks with the first that leaves, so the others wait for it: rank 0 could be late to speak.
+    """
     if this_rank() == 0:
         print(line, file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(RANK_0_SPEAKS_S)
 
 
 def quiet() -> None:
-    """Keep third parties' warnings off the terminal, in Python and in C++; our own come through logging. Before torch."""
+    """Keep third parties' warnings off the terminal, in Python and in C++; ours come through logging. Before torch."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -67,8 +75,13 @@ def quiet() -> None:
     logging.getLogger("megatron_ssm").setLevel(logging.INFO)
 
 
+def leave_on_interrupt() -> None:
+    """Let Ctrl-C end this process at once with 130: as an exception it gets lost in imports and in collectives."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+
 def run(name: str, command) -> int:
-    """Run `command()`; the exit code: 0; 2 and one line for bad input; 130 after Ctrl-C; 1 and a traceback otherwise."""
+    """Run `command()`; the exit code: 0; 2 and one line for bad input; 130 after Ctrl-C; else 1 and a traceback."""
     try:
         command()
         return 0

@@ -84,8 +84,11 @@ def _open(directory: Path, stack) -> dict:
     elif (directory / INDEX).is_file():
         try:
             files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            foreign = [name for name in files if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{directory / INDEX} is not an index of safetensors files") from None
+            foreign = True
+        if foreign:
+            raise ValueError(f"{directory / INDEX} is not an index of safetensors files in its directory")
     else:
         raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}")
     tensors = {}
@@ -121,9 +124,9 @@ def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
 
 def _aliases(name: str, config: Config):
     """The names under which checkpoints have kept a tensor: old ones, and those saved without the head."""
-    yield name
-    yield name.replace("backbone.embeddings.", "backbone.embedding.")
-    yield name.removeprefix("backbone.")
+    for spelling in (name, name.replace("backbone.embeddings.", "backbone.embedding.")):
+        yield spelling
+        yield spelling.removeprefix("backbone.")
     if config.tie_embeddings and name == "backbone.embeddings.weight":
         yield "lm_head.weight"
 
@@ -219,6 +222,7 @@ def _gather(model, hf, parameters):
                     piece = torch.empty(shape, dtype=parameter.dtype, device=model.device)
                     dist.recv(piece, group=ranks.group, group_src=rank)
                 whole[_in_file(field, rank, ranks.size)] = piece
+                del piece  # or it would stay while the next one is received
             elif ranks.rank == rank:
                 dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)
     if whole is not None and parameters[0].field.fp32:
@@ -263,9 +267,9 @@ class _Writer:
             if model.directory is not None and (model.directory / name).is_file():
                 shutil.copyfile(model.directory / name, self.hidden / name)
         new = os.listdir(self.hidden)
+        for name in new:
+            os.replace(self.hidden / name, self.directory / name)
         for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
             if old.name not in new:
                 old.unlink(missing_ok=True)
-        for name in new:
-            os.replace(self.hidden / name, self.directory / name)
         self.hidden.rmdir()

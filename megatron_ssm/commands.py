@@ -20,7 +20,8 @@ def generate(arguments) -> None:
     directory = Path(arguments.model)
     if not directory.is_dir():
         local = directory.name or "model"
-        raise ValueError(f"{arguments.model} is not a directory; to fetch it: hf download {arguments.model} --local-dir {local}")
+        fetch = f"hf download {arguments.model} --local-dir {local}"
+        raise ValueError(f"{arguments.model} is not a directory; to fetch it: {fetch}")
     config = Config.read(directory)
     tokenizer = load_tokenizer(directory)
     prompt = _prompt_ids(arguments, tokenizer, config)
@@ -28,11 +29,12 @@ def generate(arguments) -> None:
     check_world(tensor, launched_ranks())
     config.check_ranks(tensor)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
     try:
         groups = replicas(tensor, device, init_method=arguments.rendezvous)
-        model = load(
-            directory, groups.tensor, dtype=getattr(torch, arguments.dtype), device=device_of_rank(device), reduce=arguments.reduce
-        )
+        dtype = getattr(torch, arguments.dtype)
+        model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce)
         _continue(model, tokenizer, prompt, arguments, speaks=groups.rank == 0)
     finally:
         shut_down()
@@ -41,12 +43,13 @@ def generate(arguments) -> None:
 def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
     """The prompt as ids that the model knows."""
     if arguments.prompt_file is not None:
-        try:
-            text = Path(arguments.prompt_file).read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{arguments.prompt_file} is not UTF-8 (byte {error.start})") from None
+        name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()
     else:
-        text = arguments.prompt
+        name, data = "--prompt", arguments.prompt.encode("utf-8", "surrogateescape")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start})") from None
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
         raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
@@ -105,7 +108,7 @@ class Printer:
     """UTF-8 on stdout, flushed at once; a reader who has gone is no error, and the ranks finish together."""
 
     def __init__(self, speaks: bool):
-        self.speaks = speaks
+        self.speaks = speaks and sys.stdout is not None  # None: closed before the start
 
     def print(self, text: str) -> None:
         """Write `text`, or nothing on the ranks that are silent."""

@@ -105,7 +105,7 @@ class Config:
         values = {**_SHARED_DEFAULTS, **_DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
         for name, allowed in _ONLY.items():
             if name in raw and raw[name] not in allowed:
-                raise ValueError(f"{family} with {name}={raw[name]!r} is not implemented (only {allowed[-1]!r})")
+                raise ValueError(f"{family} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
         known = {*_SHARED_DEFAULTS, *_DEFAULTS[family], *_ONLY, *_IRRELEVANT}
         return cls(
             family=family,
@@ -115,12 +115,12 @@ class Config:
             state_size=_positive(values, "state_size"),
             num_layers=_positive(values, "num_hidden_layers"),
             conv_kernel=_positive(values, "conv_kernel"),
-            norm_eps=float(values["layer_norm_epsilon"]),
-            use_bias=bool(values["use_bias"]),
-            conv_bias=bool(values["use_conv_bias"]),
-            residual_in_fp32=bool(values["residual_in_fp32"]),
-            tie_embeddings=bool(values["tie_word_embeddings"]),
-            dt_init=tuple(float(values[f"time_step_{k}"]) for k in ("min", "max", "floor")),
+            norm_eps=_number(values, "layer_norm_epsilon"),
+            use_bias=_flag(values, "use_bias"),
+            conv_bias=_flag(values, "use_conv_bias"),
+            residual_in_fp32=_flag(values, "residual_in_fp32"),
+            tie_embeddings=_flag(values, "tie_word_embeddings"),
+            dt_init=tuple(_number(values, f"time_step_{k}") for k in ("min", "max", "floor")),
             eos_token_ids=token_ids(raw.get("eos_token_id")),
             raw=dict(raw),
             unknown=tuple(sorted(set(raw) - known)),
@@ -155,8 +155,8 @@ class Config:
 
 
 def _mamba_fields(values) -> dict:
-    rank = values["time_step_rank"]
-    return dict(dt_rank=math.ceil(values["hidden_size"] / 16) if rank == "auto" else int(rank))
+    auto = values["time_step_rank"] == "auto"
+    return dict(dt_rank=math.ceil(values["hidden_size"] / 16) if auto else _positive(values, "time_step_rank"))
 
 
 def _mamba2_fields(values) -> dict:
@@ -166,8 +166,7 @@ def _mamba2_fields(values) -> dict:
         raise ValueError(f"{heads} heads of {head_dim} are {heads * head_dim} channels, not expand * hidden_size = {inner}")
     if heads % groups:
         raise ValueError(f"{heads} heads do not divide over {groups} groups ({heads} % {groups} = {heads % groups})")
-    low, high = (_number(v) for v in values["time_step_limit"])
-    return dict(heads=heads, head_dim=head_dim, groups=groups, dt_limit=(low, high))
+    return dict(heads=heads, head_dim=head_dim, groups=groups, dt_limit=_limits(values, "time_step_limit"))
 
 
 _PARTS = {"mamba": _mamba_fields, "mamba2": _mamba2_fields}
@@ -180,16 +179,33 @@ def _positive(values, name) -> int:
     return value
 
 
+def _flag(values, name) -> bool:
+    if not isinstance(values[name], bool):
+        raise ValueError(f"config.json: {name}={values[name]!r} must be true or false")
+    return values[name]
+
+
+def _number(values, name) -> float:
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: {name}={value!r} must be a number")
+    return float(value)
+
+
+def _limits(values, name) -> tuple[float, float]:
+    """Two numbers; transformers may write infinity as {"__float__": "Infinity"}."""
+    try:
+        low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in values[name])
+    except (TypeError, ValueError, KeyError):
+        raise ValueError(f"config.json: {name}={values[name]!r} must be two numbers") from None
+    return low, high
+
+
 def _intermediate(values) -> int:
-    inner = int(values["expand"] * values["hidden_size"])
+    inner = int(_number(values, "expand") * values["hidden_size"])
     if values.get("intermediate_size", inner) != inner:
         raise ValueError(f"intermediate_size={values['intermediate_size']} is not expand * hidden_size = {inner}")
     return inner
-
-
-def _number(value) -> float:
-    """A float that may be written as transformers writes infinity: {"__float__": "Infinity"}."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
 
 
 def _divides(count, size, what):
@@ -199,8 +215,7 @@ def _divides(count, size, what):
 
 def token_ids(value) -> tuple[int, ...]:
     """A config's eos_token_id (None, an id, or a list of ids) as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
-
-
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"eos_token_id={value!r} is neither a token id nor a list of them")
+    return ids

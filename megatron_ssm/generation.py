@@ -4,6 +4,7 @@ No rank samples alone. Greedy: each rank offers its slice's (largest logit, id),
 k best; otherwise its whole slice. From what they gathered, all ranks compute the same choice.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,18 +29,19 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite")
 
 
 def generate(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
-             repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0) -> torch.Tensor:  # fmt: skip
+             repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None,
+             pad_token_id=0) -> torch.Tensor:  # fmt: skip
     """The tokens that follow input_ids (batch, seq): (batch, new), int64, the same on every rank.
 
     attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` it produces, or the
@@ -56,7 +58,8 @@ def generate(model: Model, input_ids, attention_mask=None, max_new_tokens=64, te
 
 
 def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
-           repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0) -> Iterator[torch.Tensor]:  # fmt: skip
+           repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None,
+           pad_token_id=0) -> Iterator[torch.Tensor]:  # fmt: skip
     """As `generate`, but yields each step's (batch,) tokens as soon as they are known. Every rank must draw as many."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
@@ -110,6 +113,8 @@ class Decoding:
         self.generators = []
         if sampling.temperature > 0:
             seed = _agree_on_seed(seed, model.ranks)
+            if not -(2**63) <= seed <= 2**64 - batch:
+                raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
             self.generators = [torch.Generator().manual_seed(seed + row) for row in range(batch)]
         self.seen = None
         if sampling.repetition_penalty != 1:
@@ -164,7 +169,7 @@ def _agree_on_seed(seed, ranks: Ranks) -> int:
 
 
 def _offers(values, ids, ranks, counter):
-    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids travel as floats, exact below 2^24."""
+    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as floats, exact below 2^24."""
     parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, counter)
     values, ids = torch.cat(parts, dim=-1)
     return values, ids.long()

@@ -13,6 +13,7 @@ The third is the one that state-space models add: the sum is whole, but what eac
 gradient arrives in parts.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,8 +33,8 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 class Ranks:
     """The tensor-parallel ranks a model is split over; `group` None is one rank.
 
-    `exact` and `reduce` are `(tensor, group) -> tensor` sums over the group; `reduce` may be a quantized one and serves
-    the large outputs (out_proj), `exact` everything else.
+    `exact` and `reduce` are `(tensor, group) -> tensor` sums over the group. `exact` adds in at least fp32, whatever the
+    tensor's dtype; `reduce` serves the large outputs (out_proj) and may be a quantized one.
     """
 
     group: object = None
@@ -49,7 +50,7 @@ class Ranks:
         group = None if size == 1 else group
 
         def exact(tensor, group):
-            return collectives.all_reduce(tensor, group, counter)
+            return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, counter).to(tensor.dtype)
 
         return cls(group, 0 if group is None else group.rank(), size, exact, reduce or exact)
 
@@ -145,7 +146,9 @@ class Packed(nn.Module):
         fields = list(self.parameters(recurse=False))
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in fields)) and self._is_packed(fields):
             return self._storage
-        return torch.cat([copy_to_ranks(p, self.shared.get(n), self.exact) for n, p in self.named_parameters()])
+        runs = itertools.groupby(self.sizes, key=self.shared.get)  # neighbours that the same ranks share go together
+        rows = [(group, torch.cat([getattr(self, name) for name in names])) for group, names in runs]
+        return torch.cat([copy_to_ranks(tensor, group, self.exact) for group, tensor in rows])
 
     def _is_packed(self, fields) -> bool:
         """Whether the parameters still are the storage's rows (optimizers and `.to()` may have moved them)."""
@@ -158,11 +161,19 @@ class Packed(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
+        self._pack()
+        return self
+
+    def __setstate__(self, state):  # a deep copy's
+        super().__setstate__(state)
+        self._pack()
+
+    def _pack(self):
+        """Move the parameters into one storage again."""
         fields = list(self.parameters(recurse=False))
         self._storage = torch.cat([p.data for p in fields])
         for field, rows in zip(fields, self._storage.split(list(self.sizes.values())), strict=True):
             field.data = rows
-        return self
 
 
 class ColumnParallelLinear(nn.Module):
@@ -223,7 +234,7 @@ class VocabularyParallel(nn.Module):
             return F.embedding(ids, self.weight)
         mine = (ids >= self.start) & (ids < self.stop)
         if self.start == self.stop:
-            part = self.weight.new_zeros(*ids.shape, self.weight.shape[1])
+            part = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()  # 0, but on the graph
         else:
             part = F.embedding((ids - self.start).where(mine, 0), self.weight) * mine.unsqueeze(-1)
         return reduce_from_ranks(part, self.ranks.group, self.ranks.exact)

@@ -15,19 +15,22 @@ def run_local_ranks(argv: list[str], ranks: int) -> int:
     """Run `python -m megatron_ssm ARGV` as `ranks` processes that meet over a file; the exit code of the whole.
 
     0 when all end well; the first failing rank's code otherwise (1 if a signal killed it, and a line saying so), after
-    which the others are ended; 130 after Ctrl-C. No rank outlives this call.
+    which the others are ended; 130 after Ctrl-C, which the ranks themselves do not see. No rank outlives this call.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:
         command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
-        processes = [subprocess.Popen(command, env=_environment(rank, ranks)) for rank in range(ranks)]
+        processes = []
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
+            for rank in range(ranks):
+                processes.append(subprocess.Popen(command, env=_environment(rank, ranks)))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             return _wait(processes)
         except KeyboardInterrupt:
-            _end(processes, signal.SIGINT)
             return 130
         finally:
-            _end(processes, signal.SIGTERM)
+            _end(processes)
 
 
 def _environment(rank, ranks) -> dict:
@@ -36,7 +39,8 @@ def _environment(rank, ranks) -> dict:
     given = {"OMP_NUM_THREADS": threads, **os.environ}
     if "lo" in (name for _, name in socket.if_nameindex()):
         given.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return {**given, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return given | {name: str(value) for name, value in places.items()}
 
 
 def _wait(processes) -> int:
@@ -44,10 +48,10 @@ def _wait(processes) -> int:
     deadline, failed = None, None
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
         if failed is None:
-            failed = next((p for p in processes if p.poll()), None)
+            failed = _first_failed(processes)
             deadline = failed and time.monotonic() + GRACE_S
         time.sleep(0.02)
-    failed = failed or next((p for p in processes if p.poll()), None)
+    failed = failed or _first_failed(processes)
     if failed is None:
         return 0
     if failed.returncode > 0:
@@ -57,11 +61,16 @@ def _wait(processes) -> int:
     return 1
 
 
-def _end(processes, signum) -> None:
+def _first_failed(processes):
+    """A process that failed, or None. One that a signal killed comes before those that then lost their connection."""
+    return min((p for p in processes if p.poll()), key=lambda p: p.returncode > 0, default=None)
+
+
+def _end(processes) -> None:
     """Ask those still running to end, then make them."""
     running = [p for p in processes if p.poll() is None]
     for process in running:
-        process.send_signal(signum)
+        process.terminate()
     for process in running:
         try:
             process.wait(GRACE_S)

@@ -1,6 +1,7 @@
 """The options of a training run: one dataclass, from which the command line and the YAML file are read. No torch."""
 
 import argparse
+import contextlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,7 +24,7 @@ class Options:
     valid_data_path: tuple[str, ...] = _option((), "held-out text (default: a share of the documents)")
     held_out: float = _option(0.05, "share of the documents' bytes that is held out without --valid-data-path")
     document_separator: str = _option("", "a line that separates documents within a file")
-    tokenizer_model: str = _option("byte", "'byte', a tokenizer.json, or the folder of one")
+    tokenizer_model: str = _option("", "'byte', a tokenizer.json, or its folder (default: --init-from, else 'byte')")
     init_from: str = _option("", "a Hugging Face directory to start from, instead of a new model")
 
     model_type: str = _option("mamba2", "family of a new model", choices=("mamba", "mamba2"))
@@ -62,7 +63,8 @@ class Options:
 
     def __post_init__(self):
         for name in ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
-                     "tensor_model_parallel_size", "num_layers", "hidden_size"):  # fmt: skip
+                     "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
+                     "mamba_num_groups"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
         if self.context_parallel_size != 1:
@@ -73,16 +75,16 @@ class Options:
         once = self.micro_batch_size * data_ranks
         if self.global_batch_size % once:
             raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of --micro-batch-size {self.micro_batch_size}"
-                f" x {data_ranks} data-parallel ranks ({self.global_batch_size} % {once} = {self.global_batch_size % once})"
+                f"--global-batch-size {self.global_batch_size} is no multiple of --micro-batch-size "
+                f"{self.micro_batch_size} x {data_ranks} data-parallel ranks "
+                f"({self.global_batch_size} % {once} = {self.global_batch_size % once})"
             )
         return self.global_batch_size // once
 
     def model_config(self, vocab_size: int, eos: int) -> dict:
         """The config.json of a new model."""
-        mamba2 = dict(
-            head_dim=self.mamba_head_dim, num_heads=2 * self.hidden_size // self.mamba_head_dim, n_groups=self.mamba_num_groups
-        )
+        heads = 2 * self.hidden_size // self.mamba_head_dim
+        mamba2 = dict(head_dim=self.mamba_head_dim, num_heads=heads, n_groups=self.mamba_num_groups)
         return {
             "architectures": ["MambaForCausalLM" if self.model_type == "mamba" else "Mamba2ForCausalLM"],
             "model_type": self.model_type,
@@ -157,16 +159,22 @@ def _of_type(value, option, where):
     """A YAML value as the option's type; YAML reads 3e-3 as text."""
     kind = type(option.default)
     if kind is tuple:
-        return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
-    if kind is bool or isinstance(value, bool):
-        if kind is not bool or not isinstance(value, bool):
-            raise ValueError(f"{where}: {value!r} is not {'true or false' if kind is bool else kind.__name__}")
-        return value
-    try:
-        value = kind(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {value!r} is not {kind.__name__}") from None
+        return tuple(_converted(item, str, where) for item in (value if isinstance(value, list) else [value]))
+    value = _converted(value, kind, where)
     choices = option.metadata.get("choices")
     if choices and value not in choices:
         raise ValueError(f"{where}: {value!r} is not one of {', '.join(choices)}")
     return value
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _converted(value, kind, where):
+    """A YAML value as bool, int, float or str; ValueError unless it says just that."""
+    if isinstance(value, bool) == (kind is bool) and isinstance(value, bool | int | float | str):
+        with contextlib.suppress(ValueError, OverflowError):
+            converted = kind(value)
+            if converted == value or not isinstance(value, float):
+                return converted
+    raise ValueError(f"{where}: {value!r} is not {_KINDS[kind]}")

@@ -5,7 +5,6 @@ What can be wrong with the input is found by every rank before any of them commu
 
 import json
 import os
-import shutil
 import sys
 import zlib
 from dataclasses import fields
@@ -38,6 +37,9 @@ def pretrain(options: Options) -> None:
     batches = Batches(text.train, options.seq_length, options.global_batch_size, options.seed)
     agreement = _agreement(options, config, text)
     found = newest_checkpoint(out / "checkpoints", agreement) if options.resume else None
+    if found and found[1] > options.train_iters:
+        raise ValueError(f"{found[0]} has done {found[1]} steps, more than --train-iters {options.train_iters}")
+    _check_log(options.log)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         groups = initialize(options.tensor_model_parallel_size, device)
@@ -61,16 +63,15 @@ def _train(trainer, batches, text, agreement, out, report, start) -> int:
     options, step = trainer.options, start
     for step in range(start + 1, options.train_iters + 1):
         result = trainer.step(batches, step - 1)
-        report.step(step, result)
-        last = step == options.train_iters
-        leave = options.exit_interval and step % options.exit_interval == 0
-        if text.held_out is not None and (last or _due(step, options.eval_interval)):
+        last, leave = step == options.train_iters, _due(step, options.exit_interval)
+        evaluates = text.held_out is not None and (last or _due(step, options.eval_interval))
+        report.step(step, result, logged=evaluates)
+        if evaluates:
             report.evaluated(step, evaluate(trainer.model, text.held_out, trainer.groups, options))
+        report.log()
         if last or leave or _due(step, options.save_interval):
-            first = not options.resume and report.saves == 0  # an earlier run's checkpoints give way to the first of this
-            save_training(
-                out / "checkpoints", step, trainer.model, trainer.optimizer, agreement, kept=1 if first else KEPT
-            )
+            kept = KEPT if options.resume or report.saves else 1  # an earlier run's give way to the first of this
+            save_training(out / "checkpoints", step, trainer.model, trainer.optimizer, agreement, kept)
             report.saves += 1
         if leave and not last:
             report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
@@ -85,9 +86,9 @@ def _due(step, interval) -> bool:
 
 def _finish(model, text, out, report) -> None:
     """Write the Hugging Face directory, with its tokenizer."""
+    save(model, out)
     if report.speaks:
         text.write_tokenizer(out)
-    save(model, out)
     report.say(f"saved {out}")
 
 
@@ -111,6 +112,16 @@ def _writable(path) -> Path:
     return out
 
 
+def _check_log(path) -> None:
+    """ValueError if the log cannot be written."""
+    if path:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).open("a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
+
+
 def _agreement(options, config, text) -> dict:
     """What a resumed run must have in common with the saved one, as JSON gives it back."""
     shape = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "unknown")}
@@ -121,16 +132,17 @@ def _agreement(options, config, text) -> dict:
 
 def _summary(model, groups, text, out, found) -> str:
     size = sum(torch.Size(p.field.shape).numel() for p in model.parameters())
-    start = f"resuming {found[0]}" if found else "overwriting" if (out / "config.json").exists() else "writing"
     held_out = f"{text.held_out.text_bytes:,} held out" if text.held_out else "nothing held out: one document"
+    fresh = "overwriting" if (out / "config.json").exists() else "writing"
     return (
-        f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel ranks; "
-        f"{text.train.text_bytes:,} bytes of text, {held_out}; {start}{'' if found else f' {out}'}"
+        f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel "
+        f"ranks; {text.train.text_bytes:,} bytes of text, {held_out}; "
+        + (f"resuming {found[0]}" if found else f"{fresh} {out}")
     )
 
 
 class Text:
-    """The training and the held-out text as tokens, and the tokenizer they came from."""
+    """The training and the held-out text as tokens, and the tokenizer they came from (`files`: None for bytes)."""
 
     def __init__(self, options: Options):
         separator = options.document_separator or None
@@ -138,14 +150,18 @@ class Text:
         held_out = read_documents(options.valid_data_path, separator) if options.valid_data_path else []
         if not held_out and len(documents) > 1:
             documents, held_out = split_documents(documents, options.held_out, options.seed)
-        self.source = None if options.tokenizer_model == "byte" else _tokenizer_folder(options.tokenizer_model)
-        if self.source is None:
+        source = options.tokenizer_model or options.init_from or "byte"
+        if source == "byte":
+            self.files, tokenizer = None, _ByteTokenizer()
             self.vocab_size, self.end = BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID
-            tokenizer = _ByteTokenizer()
         else:
-            tokenizer = load_tokenizer(self.source)
+            folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
+            tokenizer = load_tokenizer(folder)
+            tokenizer.no_truncation()  # documents are as long as they are
+            tokenizer.no_padding()
+            self.files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
             self.vocab_size = 1 + max(tokenizer.get_vocab().values())
-            self.end = _end_of_text(tokenizer, self.source)
+            self.end = _end_of_text(tokenizer, folder)
         self.train = tokenize(documents, tokenizer, self.end)
         self.held_out = tokenize(held_out, tokenizer, self.end) if held_out else None
 
@@ -156,16 +172,18 @@ class Text:
     def check(self, config: Config) -> None:
         """ValueError if the model does not know all of the tokenizer's ids."""
         if self.vocab_size > config.vocab_size:
-            raise ValueError(f"the tokenizer is larger than the model: {self.vocab_size} ids, vocab_size {config.vocab_size}")
+            sizes = f"{self.vocab_size} ids, vocab_size {config.vocab_size}"
+            raise ValueError(f"the tokenizer is larger than the model: {sizes}")
 
     def write_tokenizer(self, out: Path) -> None:
-        """The tokenizer's files beside the model."""
-        if self.source is None:
+        """The tokenizer's files beside the model, in place of any other tokenizer's."""
+        for name in COMPANIONS:
+            (out / name).unlink(missing_ok=True)
+        if self.files is None:
             write_byte_tokenizer(out)
             return
-        for name in COMPANIONS:
-            if (self.source / name).is_file():
-                shutil.copyfile(self.source / name, out / name)
+        for name, content in self.files.items():
+            (out / name).write_bytes(content)
 
 
 class _ByteTokenizer:
@@ -177,20 +195,18 @@ class _ByteTokenizer:
         return self
 
 
-def _tokenizer_folder(path) -> Path:
-    path = Path(path)
-    return path.parent if path.name == "tokenizer.json" else path
-
-
 def _end_of_text(tokenizer, folder: Path) -> int:
     """The id of the tokenizer's end-of-text token: its configuration's eos_token, else one of the usual names."""
     names = [END_OF_TEXT, "</s>"]
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        names.insert(0, token["content"] if isinstance(token, dict) else token)
+        try:
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError):
+            raise ValueError(f"{path} is not a tokenizer's configuration") from None
+        names.insert(0, token.get("content") if isinstance(token, dict) else token)
     for name in names:
-        if name is not None and tokenizer.token_to_id(name) is not None:
+        if isinstance(name, str) and tokenizer.token_to_id(name) is not None:
             return tokenizer.token_to_id(name)
     raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")
 
@@ -199,7 +215,7 @@ class Report:
     """Rank 0's progress: a line per logged step (a bar on a terminal), and the same as JSON lines."""
 
     def __init__(self, options: Options, groups, start: int):
-        self.options, self.speaks, self.saves = options, groups.rank == 0, 0
+        self.options, self.speaks, self.saves, self.line = options, groups.rank == 0, 0, None
         self.clock = Clock(options.train_iters - start, options.global_batch_size * options.seq_length)
         on_terminal = self.speaks and sys.stderr.isatty()
         self.bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not on_terminal)
@@ -209,8 +225,7 @@ class Report:
         """The log; a resumed run keeps the lines up to where it starts."""
         path, kept = Path(self.options.log), []
         if start and path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= start]
-        path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= start]
         file = path.open("w", encoding="utf-8")
         file.writelines(line + "\n" for line in kept)
         return file
@@ -221,11 +236,11 @@ class Report:
             self.bar.write(line, file=sys.stdout)
             sys.stdout.flush()
 
-    def step(self, step: int, result) -> None:
-        """One step is done; every --log-interval, and at the first and the last, it is told."""
+    def step(self, step: int, result, logged: bool) -> None:
+        """One step is done; every --log-interval, at the first and the last, and if `logged`, it is told."""
         self.clock.tick()
         self.bar.update()
-        if not (_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
+        if not (logged or _due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
             return
         rate, left = self.clock.read()
         self.say(
@@ -233,21 +248,32 @@ class Report:
             f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
         )
         tokens = step * self.options.global_batch_size * self.options.seq_length
-        self._log(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens, tokens_per_s=rate)
+        self.line = dict(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens,
+                         tokens_per_s=rate)  # fmt: skip
 
     def evaluated(self, step: int, nats: float) -> None:
-        """The held-out text was evaluated."""
+        """The held-out text was evaluated after this step."""
         self.say(f"step {step:>5}/{self.options.train_iters}  held-out {nats:.4f} nats/byte")
-        self._log(step=step, held_out_nats_per_byte=nats)
+        self.line["held_out_nats_per_byte"] = nats
         self.clock.read()
 
-    def _log(self, **values):
-        if self.file:
-            self.file.write(json.dumps(values) + "\n")
+    def log(self) -> None:
+        """Write the step's line, if it has one."""
+        if self.file and self.line:
+            self.file.write(json.dumps(self.line) + "\n")
             self.file.flush()
+        self.line = None
 
     def close(self) -> None:
         """The run is over."""
         self.bar.close()
         if self.file:
             self.file.close()
+
+
+def _step_of(line) -> float:
+    """The step of a line of the log; infinite if that is no such line, as when a run was killed while it wrote."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

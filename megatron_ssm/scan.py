@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from .layers import at_least_fp32
 
 SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
-SSD_CHUNK = 64  # tokens per block of the chunked matmul form
+SSD_CHUNK = 32  # tokens per block of the chunked matmul form
 
 
 def selective_scan_ref(x, dt, A, B, C, D, state=None):

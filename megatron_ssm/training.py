@@ -60,11 +60,11 @@ def grad_norm(model: Model) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: Model, norm: torch.Tensor, largest: float) -> None:
-    """Scale every gradient by largest / norm where that is below 1 (largest 0: leave them)."""
+    """Scale every gradient by largest / (norm + 1e-6), as torch and Megatron do, where norm > largest (0: no limit)."""
     if largest and norm > largest:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_((largest / norm).to(parameter.grad.dtype))
+                parameter.grad.mul_((largest / (norm + 1e-6)).to(parameter.grad.dtype))
 
 
 class _Loss(nn.Module):

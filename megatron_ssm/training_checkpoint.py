@@ -9,12 +9,13 @@ import json
 import pickle
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,7 +40,7 @@ def save_training(directory, step: int, model, optimizer, agreement: dict, kept:
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(directory) if path != final]
-        for old in others[: len(others) - kept + 1]:
+        for old in others[: max(0, len(others) - kept + 1)]:
             shutil.rmtree(old)
     _wait()
 
@@ -62,30 +63,37 @@ def newest_checkpoint(directory, agreement: dict) -> tuple[Path, int]:
     try:
         saved = json.loads((path / "training.json").read_text(encoding="utf-8"))
         step = int(saved.pop("step"))
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{path / 'training.json'} is not a checkpoint's") from None
     for name in {**agreement, **saved}:
         if agreement.get(name) != saved.get(name):
-            raise ValueError(f"cannot resume from {path}: it has {name}={saved.get(name)!r}, this run {agreement.get(name)!r}")
+            theirs, ours = saved.get(name), agreement.get(name)
+            raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
     return path, step
 
 
 def load_training(path, step: int, model, optimizer) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
-    ValueError if it is damaged or of another model.
+    ValueError, on every rank, if it is damaged or of another model; what its table of contents and the sizes of its
+    files tell is found before any communication.
     """
     for parameter in model.parameters():
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), dtype=torch.float32),
+            "step": torch.tensor(float(step), dtype=torch.float32, device=parameter.device),
             **{name: torch.zeros_like(parameter) for name in MOMENTS},
         }
     state = _state(model, optimizer)
     try:
-        dcp.load(state, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
-        cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+        reader = _Reader(path)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{path} is damaged or of another model: {error}") from None
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
+            cause = "what a file holds is no tensor"
         raise ValueError(f"{path} is damaged or of another model: {cause}") from None
     torch.set_rng_state(state["rng"])
 
@@ -134,27 +142,46 @@ def _wait() -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, except that its metadata, a pickle, may name nothing but DCP's own records."""
+    """DCP's reader, except that its metadata, a pickle, may name nothing but DCP's own records.
+
+    Error if the metadata cannot be read, or a file it names is missing or shorter than it says.
+    """
+
+    def __init__(self, path):
+        super().__init__(path)
+        with open(Path(path) / ".metadata", "rb") as file:
+            self.metadata = _Unpickler(file).load()
+        if not isinstance(self.metadata, Metadata):
+            raise ValueError(f"its metadata is a {type(self.metadata).__name__}")
+        for entry in self.metadata.storage_data.values():
+            size, wanted = (Path(path) / entry.relative_path).stat().st_size, entry.offset + entry.length
+            if size < wanted:
+                raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
 
     def read_metadata(self, *args, **kwargs):
         """The checkpoint's table of contents."""
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return self.metadata
+
+
+# BytesStorageMetadata is not among them: DCP unpickles what such an entry holds, whatever that is.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "float64", "float32", "bfloat16", "float16", "uint8"),
+}  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads the classes that describe tensors in a checkpoint, and no others."""
-
-    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-             *(("torch", f"{kind}") for kind in ("float64", "float32", "bfloat16", "float16", "uint8"))}  # fmt: skip
+    """Loads the records that describe tensors in a checkpoint, and nothing else."""
 
     def find_class(self, module, name):
         """The class, if it may be loaded."""
-        if module in self.MODULES and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type):
-            return super().find_class(module, name)
-        if (module, name) in self.NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return PurePath  # where it was written; Python 3.13 names another module
+        if name not in _RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+        return super().find_class(module, name)

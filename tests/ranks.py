@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 
 HEADER = struct.Struct("<Q")  # the length of the report that follows
+# Seconds given to the other ranks after a failure: when a rank dies, the broken connection that another one reports can
+# be here before the end of the dead one's pipe.
+GRACE = 0.2
 
 
 @dataclass
@@ -113,7 +116,7 @@ def _fork(rank, world_size, function, args, directory, leash, timeout):
 
 
 def _collect(ranks, timeout):
-    """Drain the pipes until every rank has reported its result; raise at the first failure or the time-out."""
+    """Drain the pipes until every rank has reported its result; raise soon after a failure, or at the time-out."""
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     results = {}
@@ -128,10 +131,14 @@ def _collect(ranks, timeout):
                 results[rank.rank] = _outcome(rank)
             failures = [outcome for outcome in results.values() if isinstance(outcome, Failure)]
             if failures:
-                raise min(failures, key=lambda failure: failure.at).exception(len(ranks))
-            hung = [rank for rank in ranks if rank.rank not in results]
-            if hung and time.monotonic() > deadline:
-                raise TimeoutError(_unfinished(hung, len(ranks), timeout))
+                deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline:
+                break
+    if failures:
+        raise min(failures, key=lambda failure: failure.at).exception(len(ranks))
+    hung = [rank for rank in ranks if rank.rank not in results]
+    if hung:
+        raise TimeoutError(_unfinished(hung, len(ranks), timeout))
     return [results[rank.rank][0] for rank in ranks]
 
 

@@ -1,0 +1,108 @@
+"""The main job on real text: train a small language model on two ranks, save it, and generate from it on one and on two.
+
+python examples/demo.py [DIRECTORY]   (default: demo; `make demo` runs it)
+
+Nothing is downloaded: the text is Python's own documentation, which every CPython carries (see corpus.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from corpus import HELD_OUT, NGRAM, write_corpus
+
+from megatron_ssm.arguments import quiet, run
+from megatron_ssm.data import bigram_nats_per_byte, longest_shared, ngram_overlap
+
+HERE = Path(__file__).resolve().parent
+PROMPT = "The import statement"
+LIMIT = 0.10  # of the held-out text's 60-grams may stand in the training text
+
+
+def main(directory="demo") -> None:
+    """Run the demo; files go to `directory`."""
+    directory = Path(directory)
+    train, held_out, bigram = prepare_text(directory / "text")
+    nats = train_model(directory, train, held_out)
+    print(f"\nheld-out loss {nats:.3f} nats/byte; bigram baseline {bigram:.3f}, {bigram - nats:.3f} above")
+    print(f"\n$ python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r} --temperature 0.6 --seed 1")
+    one, two = (generate(directory / "model", ranks) for ranks in (1, 2))
+    print(PROMPT + one["text"])
+    shared = longest_shared(one["text"], [path.read_text(encoding="utf-8") for path in train])
+    print(f"\nlongest piece of it in the training text: {len(shared)} characters, {shared!r}")
+    if one["tokens"] != two["tokens"]:
+        raise ValueError(f"1 and 2 ranks generated different tokens: {one['tokens']} and {two['tokens']}")
+    print(f"1 and 2 ranks generated the same {len(one['tokens'])} tokens")
+    compare_with_transformers(directory / "model")
+
+
+def prepare_text(folder):
+    """Write the text and say what it is: (training paths, held-out paths, the bigram baseline in nats/byte)."""
+    paths = write_corpus(folder)
+    train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
+    overlap, bigram = ngram_overlap(held_out, train, NGRAM), bigram_nats_per_byte(train, held_out)
+    sizes = [sum(len(text.encode()) for text in side) for side in (train, held_out)]
+    print(f"text: Python's documentation, {sizes[0]:,} bytes to train on; {sizes[1]:,} held out, whole topics:")
+    print(f"  {', '.join(HELD_OUT)}")
+    print(f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte")
+    if overlap > LIMIT:
+        raise ValueError(f"the held-out text is not held out: {overlap:.1%} of its {NGRAM}-grams are in the training text")
+    return *paths, bigram
+
+
+def train_model(directory, train, held_out) -> float:
+    """Two tensor-parallel ranks under torchrun, a core each; returns the held-out loss in nats/byte."""
+    log = directory / "train.jsonl"
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
+               str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--data", str(train[0].parent),
+               "--valid-data-path", str(held_out[0].parent), "--out", str(directory / "model"), "--log", str(log)]  # fmt: skip
+    print("\n$ " + " ".join(command), flush=True)
+    start = time.perf_counter()
+    run_quietly([sys.executable, "-m", "torch.distributed.run", *command[1:]])
+    print(f"trained in {time.perf_counter() - start:.0f} s, starting and saving included")
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "held_out_nats_per_byte" in line][-1]["held_out_nats_per_byte"]
+
+
+def generate(model, ranks) -> dict:
+    """The command line's JSON answer, from 1 or 2 ranks."""
+    command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", str(model), "--prompt", PROMPT, "--json",
+               "--max-new-tokens", "200", "--temperature", "0.6", "--seed", "1", "--tp", str(ranks)]  # fmt: skip
+    return json.loads(run_quietly(command, stdout=subprocess.PIPE).stdout)
+
+
+def run_quietly(command, **options):
+    """Run a command, one thread per rank; ValueError if it fails (it has said why)."""
+    done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
+    if done.returncode:
+        raise ValueError(f"{command[2]} failed with exit code {done.returncode}")
+    return done
+
+
+def compare_with_transformers(model) -> None:
+    """Load the checkpoint with transformers, where it is installed, and compare the logits."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        print("transformers is not installed: its logits were not compared")
+        return
+    import torch
+
+    import megatron_ssm
+
+    ids = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(model)(ids).logits
+        difference = (megatron_ssm.load(model)(ids) - theirs).abs().max().item()
+    print(f"transformers loads the checkpoint and gives the same logits: largest difference {difference:.1e}")
+    if not difference < 1e-3:
+        raise ValueError("the logits differ from transformers'")
+
+
+if __name__ == "__main__":
+    quiet()
+    sys.exit(run("demo", lambda: main(*sys.argv[1:])))

@@ -1,0 +1,281 @@
+"""Logits; oracle: transformers in fp32 with weights drawn again, one-shot prefill and its own cached decoding."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES, SEQ, Oracle, oracle
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megatron_ssm
+
+__all__ = ["oracle"]
+
+TOLERANCE = 5e-5  # of logits whose standard deviation is 1 to 4
+DECODED = 3
+
+
+def tokens_one_by_one(model, ids, cache, steps):
+    """The logits after each of the last `steps` ids, given one at a time."""
+    steps = range(ids.shape[1] - steps, ids.shape[1])
+    return torch.cat([model(ids[:, i : i + 1], cache=cache) for i in steps], dim=1)
+
+
+def random_cuts(seed, seq, smallest):
+    """Where five pieces of a sequence begin and end: two of them `smallest` tokens, the others random."""
+    draw = random.Random(seed)
+    inner = sorted(draw.sample(range(smallest, seq - 3 * smallest, smallest), 2))
+    return [0, inner[0], inner[0] + smallest, inner[1] + smallest, inner[1] + 2 * smallest, seq]
+
+
+def in_chunks(model, ids, cuts, mask=None):
+    """The logits of a prefill in the given chunks; the mask goes with the first."""
+    cache = model.new_cache(len(ids))
+    chunks = [
+        model(ids[:, start:stop], None if start or mask is None else mask[:, :stop], cache)
+        for start, stop in zip(cuts, cuts[1:], strict=False)
+    ]
+    return torch.cat(chunks, dim=1)
+
+
+@torch.no_grad()
+def decoded_by_transformers(model, ids, steps):
+    """The logits after each of the last `steps` ids, by transformers' cache; its name differs between models."""
+    output = model(ids[:, :-steps], use_cache=True)
+    logits = []
+    for i in range(ids.shape[1] - steps, ids.shape[1]):
+        output = model(ids[:, i : i + 1], cache_params=output.cache_params, use_cache=True)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+def check_against_transformers(ranks, tp, oracle, smallest=1):
+    """Prefill, decoding, and prefill in random chunks, on `tp` ranks, each of which must return the same logits.
+
+    Also: the prefill is about as near to our float64 logits as transformers' is (root mean square).
+    """
+    ids = oracle.ids
+    cuts = random_cuts(f"{oracle.directory}{tp}", SEQ, smallest)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        whole, cache = model(ids), model.new_cache(2)
+        model(ids[:, :-DECODED], cache=cache)
+        decoded = tokens_one_by_one(model, ids, cache, DECODED)
+        assert cache.tokens == SEQ
+        return whole, decoded, in_chunks(model, ids, cuts)
+
+    whole = oracle.logits()
+    expected = whole, decoded_by_transformers(oracle.model, ids, DECODED), whole
+    results = ranks(run, tp)
+    errors = [(logits - oracle.exact).square().mean().sqrt() for logits in (results[0][0], whole)]
+    assert errors[0] <= 2.5 * errors[1]
+    for ours, theirs in zip(results[0], expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+# One token that continues a sequence is not clamped to time_step_limit, so a chunk of one differs from one call.
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_decode_and_chunks(ranks, tp, name, oracle):
+    check_against_transformers(ranks, tp, oracle(name), smallest=2 if name == "mamba2-dt-limit" else 1)
+
+
+def random_configuration(seed):
+    """(family, changes) that every tensor-parallel degree of 1, 2 and 4 can split."""
+    draw = random.Random(seed)
+    shared = dict(
+        vocab_size=draw.randint(2, 90),
+        num_hidden_layers=draw.randint(1, 3),
+        state_size=draw.choice((1, 3, 8, 16)),
+        conv_kernel=draw.randint(2, 5),
+        use_bias=draw.random() < 0.5,
+        use_conv_bias=draw.random() < 0.5,
+        tie_word_embeddings=draw.random() < 0.5,
+        residual_in_fp32=draw.random() < 0.5,
+    )
+    if draw.random() < 0.4:
+        expand = draw.choice((1, 2, 3))
+        hidden = 4 * draw.randint(2, 12)
+        return "mamba", dict(shared, hidden_size=hidden, expand=expand, time_step_rank=draw.choice(("auto", 1, 7)))
+    heads, head_dim, expand = draw.choice((4, 8, 12)), draw.choice((2, 6, 8)), draw.choice((1, 2))
+    groups = draw.choice([g for g in (1, 2, 4, 8, 12) if heads % g == 0])
+    return "mamba2", dict(
+        shared,
+        num_heads=heads,
+        head_dim=head_dim,
+        n_groups=groups,
+        expand=expand,
+        hidden_size=heads * head_dim // expand,
+    )
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 60))])
+def test_random_configurations(ranks, tp, seed, tmp_path):
+    check_against_transformers(ranks, tp, Oracle(tmp_path, *random_configuration(seed)))
+
+
+# Left padding
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("name", ("mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied"))
+def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
+    """Rows of 40, 35 and 1 tokens, then 6 more: one call, chunks, and decoding after it, against each row alone."""
+    oracle = oracle(name)
+    lengths, prompt, more = (40, 35, 1), 40, 6
+    ids = torch.randint(oracle.vocab, (3, prompt + more), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : prompt - length] = 0
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        cache = model.new_cache(3)
+        prefill = model(ids[:, :prompt], mask[:, :prompt], cache)
+        then = tokens_one_by_one(model, ids, cache, more)
+        return model(ids, mask), torch.cat([prefill, then], 1), in_chunks(model, ids, [0, 41, 42, 46], mask)
+
+    for results in ranks(run, tp):
+        for padded in results:
+            for row, length in enumerate(lengths):
+                alone = oracle.logits(ids[row : row + 1, prompt - length :])[0]
+                torch.testing.assert_close(padded[row, prompt - length :], alone, rtol=0, atol=TOLERANCE)
+
+
+def refused(model, *arguments, **keywords):
+    """The message of the ValueError that a call must raise, on one line."""
+    with pytest.raises(ValueError) as caught:
+        model(*arguments, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+def test_masks_and_ids_that_cannot_be_meant(ranks, tp, oracle):
+    """Refused on every rank alike, before anything is sent; the model can still be used."""
+    oracle = oracle("mamba2-2-groups")
+    ids = oracle.ids[:, :4]
+
+    def mask(*row):
+        return torch.tensor([[1, 1, 1, 1], row])
+
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        cache = model.new_cache(2)
+        with torch.no_grad():
+            model(ids, cache=cache)
+        model.counter.reset()
+        found = [
+            refused(model, ids, mask(1, 1, 1, 0)),
+            refused(model, ids, mask(0, 1, 0, 1)),
+            refused(model, ids, mask(1, 1, 2, 1)),
+            refused(model, ids, mask(-1, 1, 1, 1)),
+            refused(model, ids, mask(0.5, 1.0, 1.0, 1.0)),
+            refused(model, ids, mask(0, 0, 0, 0)),
+            refused(model, ids, mask(0, 1, 1, 1), cache),
+            refused(model, ids, mask(1, 1, 1, 1)[:, :3]),
+            refused(model, ids[:, :0]),
+            refused(model, ids[0]),
+            refused(model, ids[:1], cache=cache),
+            refused(model, ids + oracle.vocab),
+            refused(model, ids - oracle.vocab),
+        ]
+        assert not model.counter.calls
+        with torch.no_grad():
+            model(ids, mask(1, 1, 1, 1), cache)  # a mask of ones is none
+        return found
+
+    found, *others = ranks(run, tp)
+    assert all(other == found for other in others)
+    hints = ["left", "left", "0 or 1", "0 or 1", "0 or 1", "row 1", "after 4 tokens", "(2, 3)", "at least one", "(4,)"]
+    for message, hint in zip(found, [*hints, "2 sequences", "vocabulary of 61", "vocabulary of 61"], strict=True):
+        assert hint in message
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
+def test_logits_to_keep(ranks, tp, name, oracle):
+    oracle = oracle(name)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        local = model.local_logits(oracle.ids, logits_to_keep=3)
+        assert local.shape == (2, 3, -(-oracle.vocab // tp))
+        cache = model.new_cache(2)
+        model(oracle.ids[:, :-1], cache=cache, logits_to_keep=1)
+        last = model(oracle.ids[:, -1:], cache=cache)
+        return [model(oracle.ids, logits_to_keep=keep) for keep in (0, 1, 3, SEQ, SEQ + 1)] + [last]
+
+    whole = oracle.logits()
+    for results in ranks(run, tp):
+        for kept, keep in zip(results, (SEQ, 1, 3, SEQ, SEQ, 1), strict=True):
+            torch.testing.assert_close(kept, whole[:, -keep:], rtol=0, atol=TOLERANCE)
+
+
+# Other dtypes
+
+
+@pytest.mark.parametrize("tp", (1, 4))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "mamba2-2-groups-biases-tied"))
+def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
+    oracle = oracle(name)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD, dtype=torch.bfloat16)
+        kept = {n.rpartition(".")[2] for n, p in model.named_parameters() if p.dtype == torch.float32}
+        assert kept == {"A_log", "D", "dt_bias"}
+        cache = model.new_cache(2)
+        assert {t.dtype for layer in cache.layers for t in (layer.state,)} == {torch.float32}
+        prefill = model(oracle.ids[:, :-DECODED], cache=cache)
+        return torch.cat([prefill, tokens_one_by_one(model, oracle.ids, cache, DECODED)], dim=1)
+
+    expected = oracle.logits()
+    for ours in ranks(run, tp):
+        assert ours.dtype == torch.float32
+        assert (ours - expected).std() <= 0.05 * expected.std()
+        assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.95
+
+
+class OnlyFloat64(TorchDispatchMode):
+    """Fails on any operation whose result has another floating-point dtype."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                assert tensor.dtype == torch.float64, f"{function} returned {tensor.dtype}"
+        return result
+
+
+def float64_logits(oracle, group=None):
+    """Our float64 model's: one call, decoding, and padding on the left."""
+    model = megatron_ssm.load(oracle.directory, group, dtype=torch.float64)
+    with OnlyFloat64():
+        cache, mask = model.new_cache(2), torch.ones_like(oracle.ids)
+        mask[1, :7] = 0
+        model.loss(oracle.ids, oracle.ids).backward()
+        with torch.no_grad():
+            model(oracle.ids[:, :-DECODED], cache=cache)
+            decoded = tokens_one_by_one(model, oracle.ids, cache, DECODED)
+            return torch.cat([model(oracle.ids), decoded, model(oracle.ids, mask)[:, 7:]], dim=1)
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "mamba2-2-groups-biases-tied", "mamba2-4-groups"))
+def test_float64_is_float64_throughout(ranks, tp, name, oracle):
+    """Every operation is, loss and backward included; then TP N equals our own TP 1 to 1e-10."""
+    oracle = oracle(name)
+    alone = float64_logits(oracle)
+    for logits in ranks(lambda rank: float64_logits(oracle, dist.group.WORLD), tp):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-10)
