@@ -19,6 +19,7 @@ from megatron_ssm.data import bigram_nats_per_byte, longest_shared, ngram_overla
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
+SAMPLING = ["--temperature", "0.6", "--seed", "1"]
 LIMIT = 0.10  # of the held-out text's 60-grams may stand in the training text
 
 
@@ -28,7 +29,9 @@ def main(directory="demo") -> None:
     train, held_out, bigram = prepare_text(directory / "text")
     nats = train_model(directory, train, held_out)
     print(f"\nheld-out loss {nats:.3f} nats/byte; bigram baseline {bigram:.3f}, {bigram - nats:.3f} above")
-    print(f"\n$ python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r} --temperature 0.6 --seed 1")
+    print(
+        f"\n$ python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r} --temperature 0.6 --seed 1"
+    )
     one, two = (generate(directory / "model", ranks) for ranks in (1, 2))
     print(PROMPT + one["text"])
     shared = longest_shared(one["text"], [path.read_text(encoding="utf-8") for path in train])
@@ -41,15 +44,19 @@ def main(directory="demo") -> None:
 
 def prepare_text(folder):
     """Write the text and say what it is: (training paths, held-out paths, the bigram baseline in nats/byte)."""
-    paths = write_corpus(folder)
+    paths = write_corpus(folder, extra=False)
     train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
     overlap, bigram = ngram_overlap(held_out, train, NGRAM), bigram_nats_per_byte(train, held_out)
     sizes = [sum(len(text.encode()) for text in side) for side in (train, held_out)]
     print(f"text: Python's documentation, {sizes[0]:,} bytes to train on; {sizes[1]:,} held out, whole topics:")
     print(f"  {', '.join(HELD_OUT)}")
-    print(f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte")
+    print(
+        f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte"
+    )
     if overlap > LIMIT:
-        raise ValueError(f"the held-out text is not held out: {overlap:.1%} of its {NGRAM}-grams are in the training text")
+        raise ValueError(
+            f"the held-out text is not held out: {overlap:.1%} of its {NGRAM}-grams are in the training text"
+        )
     return *paths, bigram
 
 
@@ -70,7 +77,7 @@ def train_model(directory, train, held_out) -> float:
 def generate(model, ranks) -> dict:
     """The command line's JSON answer, from 1 or 2 ranks."""
     command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", str(model), "--prompt", PROMPT, "--json",
-               "--max-new-tokens", "200", "--temperature", "0.6", "--seed", "1", "--tp", str(ranks)]  # fmt: skip
+               "--max-new-tokens", "200", *SAMPLING, "--tp", str(ranks)]  # fmt: skip
     return json.loads(run_quietly(command, stdout=subprocess.PIPE).stdout)
 
 

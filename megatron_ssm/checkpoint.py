@@ -32,7 +32,9 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def load(directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None) -> Model:
+def load(
+    directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None
+) -> Model:
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
     group: the tensor-parallel process group (None: one rank). data_group: the ranks that hold other tokens of the same
@@ -112,13 +114,17 @@ def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
         if name is None:
             raise ValueError(f"{directory} has no tensor {hf} {shape}")
         if tuple(tensors[name].get_shape()) != shape:
-            raise ValueError(f"{directory}: {name} is {tuple(tensors[name].get_shape())}, its configuration says {shape}")
+            raise ValueError(
+                f"{directory}: {name} is {tuple(tensors[name].get_shape())}, its configuration says {shape}"
+            )
         if tensors[name].get_dtype() not in FLOATS:
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         names[hf] = name
     left = sorted(set(tensors) - set(names.values()) - {"lm_head.weight"})
     if left:
-        raise ValueError(f"{directory} has {len(left)} tensors that a {config.family} model does not use, such as {left[0]}")
+        raise ValueError(
+            f"{directory} has {len(left)} tensors that a {config.family} model does not use, such as {left[0]}"
+        )
     return names
 
 

@@ -25,6 +25,7 @@ def generate(arguments) -> None:
     config = Config.read(directory)
     tokenizer = load_tokenizer(directory)
     prompt = _prompt_ids(arguments, tokenizer, config)
+    eos = () if arguments.ignore_eos else _stop_tokens(directory, config)
     tensor = arguments.tp or launched_ranks()
     check_world(tensor, launched_ranks())
     config.check_ranks(tensor)
@@ -35,7 +36,7 @@ def generate(arguments) -> None:
         groups = replicas(tensor, device, init_method=arguments.rendezvous)
         dtype = getattr(torch, arguments.dtype)
         model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce)
-        _continue(model, tokenizer, prompt, arguments, speaks=groups.rank == 0)
+        _continue(model, tokenizer, prompt, eos, arguments, speaks=groups.rank == 0)
     finally:
         shut_down()
 
@@ -59,19 +60,19 @@ def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
     return ids
 
 
-def _stop_tokens(model) -> tuple[int, ...]:
+def _stop_tokens(directory: Path, config: Config) -> tuple[int, ...]:
     """The checkpoint's eos_token_id: generation_config.json's, else config.json's."""
-    path = model.directory / "generation_config.json"
-    if path.is_file():
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        if given is not None:
-            return token_ids(given)
-    return model.config.eos_token_ids
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return config.eos_token_ids
+    try:
+        return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a generation configuration") from None
 
 
-def _continue(model, tokenizer, prompt, arguments, speaks) -> None:
+def _continue(model, tokenizer, prompt, eos, arguments, speaks) -> None:
     """Generate, printing text as it becomes certain, or one JSON object at the end."""
-    eos = () if arguments.ignore_eos else _stop_tokens(model)
     text = TextStream(tokenizer, arguments.stop, eos)
     out = Printer(speaks and not arguments.json)
     tokens, pieces, times, sent = [], [], [], []
@@ -87,8 +88,9 @@ def _continue(model, tokenizer, prompt, arguments, speaks) -> None:
         out.print(pieces[-1])
     pieces.append(text.finish())
     out.print(pieces[-1] + "\n")
+    steps = len(tokens) - 1
+    sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
     if speaks and arguments.json:
-        steps = len(tokens) - 1
         report = {
             "text": "".join(pieces),
             "tokens": tokens,
@@ -98,10 +100,18 @@ def _continue(model, tokenizer, prompt, arguments, speaks) -> None:
             "tokens_per_s": len(tokens) / (times[-1] - start),
             "tp": model.ranks.size,
             "reduce": arguments.reduce,
-            "bytes_sent_per_token": 0 if model.ranks.size == 1 else (sent[-1] - sent[0]) // steps if steps else None,
+            "bytes_sent_per_token": sent_per_token,
             "cache_bytes": model.new_cache(1).nbytes,
         }
         Printer(True).print(json.dumps(report) + "\n")
+
+
+def _bytes_of_a_step(model, arguments) -> int:
+    """What one decoded token sends, when none was decoded: a prompt of one token sends the same. On every rank."""
+    before = model.counter.nbytes
+    next(stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
+                arguments.top_k, seed=0))  # fmt: skip
+    return model.counter.nbytes - before
 
 
 class Printer:

@@ -163,7 +163,9 @@ def _mamba2_fields(values) -> dict:
     heads, head_dim, groups = (_positive(values, k) for k in ("num_heads", "head_dim", "n_groups"))
     inner = _intermediate(values)
     if heads * head_dim != inner:
-        raise ValueError(f"{heads} heads of {head_dim} are {heads * head_dim} channels, not expand * hidden_size = {inner}")
+        raise ValueError(
+            f"{heads} heads of {head_dim} are {heads * head_dim} channels, not expand * hidden_size = {inner}"
+        )
     if heads % groups:
         raise ValueError(f"{heads} heads do not divide over {groups} groups ({heads} % {groups} = {heads % groups})")
     return dict(heads=heads, head_dim=head_dim, groups=groups, dt_limit=_limits(values, "time_step_limit"))
@@ -210,7 +212,9 @@ def _intermediate(values) -> int:
 
 def _divides(count, size, what):
     if count % size:
-        raise ValueError(f"{count} {what} do not divide over {size} tensor-parallel ranks ({count} % {size} = {count % size})")
+        raise ValueError(
+            f"{count} {what} do not divide over {size} tensor-parallel ranks ({count} % {size} = {count % size})"
+        )
 
 
 def token_ids(value) -> tuple[int, ...]:

@@ -83,7 +83,9 @@ def _mamba(c: Config, ours: str, theirs: str) -> Iterator[Field]:
     parts = {"x": inner, "z": inner}
     yield Field(ours + "A_log", theirs + "A_log", (inner, state), 0, inner, fp32=True, init="A_log")
     yield Field(ours + "D", theirs + "D", (inner,), 0, inner, fp32=True, init="one")
-    yield from _packed(ours + "in_proj.", theirs + "in_proj.", parts, dict.fromkeys(parts, inner), (hidden,), c.use_bias)
+    yield from _packed(
+        ours + "in_proj.", theirs + "in_proj.", parts, dict.fromkeys(parts, inner), (hidden,), c.use_bias
+    )
     yield from _packed(ours + "conv.", theirs + "conv1d.", {"x": inner}, {"x": inner}, (1, c.conv_kernel), c.conv_bias)
     yield Field(ours + "x_proj", theirs + "x_proj.weight", (rank + 2 * state, inner), 1, inner)
     yield Field(ours + "dt_proj", theirs + "dt_proj.weight", (inner, rank), 0, inner, init="dt_proj")

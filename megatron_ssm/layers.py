@@ -5,9 +5,9 @@ rank) or *partial* (each rank holds a summand). The operators lead from one to t
 
 | operator | forward | backward | stands |
 |---|---|---|---|
-| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer, and before a parameter that several ranks share |
-| `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer whose sum every rank uses whole |
-| `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum only for its own channels (x_proj, norm statistics) |
+| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer; before shared parameters |
+| `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer: every rank uses the sum whole |
+| `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum for its own channels only (x_proj, norms) |
 
 The third is the one that state-space models add: the sum is whole, but what each rank does with it is not, so its
 gradient arrives in parts.

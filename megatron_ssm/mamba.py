@@ -50,9 +50,7 @@ class MambaMixer(nn.Module):
         self.x_proj = nn.Parameter(torch.empty(rank + 2 * state, inner, dtype=dtype, device=device))
         self.dt_proj = nn.Parameter(torch.empty(inner, rank, dtype=dtype, device=device))
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
-        self.out_proj = RowParallelLinear(
-            inner, config.hidden_size, config.use_bias, ranks, dtype, device
-        )
+        self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's channels for `batch` sequences."""

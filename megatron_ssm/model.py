@@ -160,17 +160,23 @@ class Model(nn.Module):
             raise ValueError(f"a cache for {cache.batch} sequences was given {input_ids.shape[0]}")
         if attention_mask is None:
             return None
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask {tuple(attention_mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}")
-        if not ((attention_mask == 0) | (attention_mask == 1)).all() or (attention_mask.diff(dim=1) < 0).any():
+        return self._check_mask(attention_mask, input_ids, 0 if cache is None else cache.tokens)
+
+    def _check_mask(self, mask, input_ids, before):
+        """The mask as (batch, seq, 1), None if it hides nothing; `before`: the tokens of earlier calls."""
+        if mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}"
+            )
+        if not ((mask == 0) | (mask == 1)).all() or (mask.long().diff(dim=1) < 0).any():
             raise ValueError("attention_mask must be 0 or 1 with zeros only on the left of each row")
-        if not attention_mask[:, -1].all():
-            raise ValueError(f"row {int((attention_mask[:, -1] == 0).nonzero()[0])} of attention_mask has no token")
-        if attention_mask.all():
+        if not mask[:, -1].all():
+            raise ValueError(f"row {int((mask[:, -1] == 0).nonzero()[0])} of attention_mask has no token")
+        if mask.all():
             return None
-        if cache is not None and cache.tokens:
-            raise ValueError(f"attention_mask has zeros after {cache.tokens} tokens: padding stands only before a sequence")
-        return attention_mask.unsqueeze(-1).to(self.dtype)
+        if before:
+            raise ValueError(f"attention_mask has zeros after {before} tokens: padding stands only before a sequence")
+        return mask.unsqueeze(-1).to(self.dtype)
 
     def _check_ids(self, ids, what):
         if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= self.config.vocab_size):

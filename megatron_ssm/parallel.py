@@ -50,7 +50,9 @@ def launched_ranks() -> int:
 def check_world(tensor: int, world: int) -> None:
     """ValueError unless `tensor` ranks per replica divide the world."""
     if tensor < 1 or world % tensor:
-        raise ValueError(f"{world} ranks do not divide into replicas of {tensor} tensor-parallel ranks ({world} % {tensor})")
+        raise ValueError(
+            f"{world} ranks do not divide into replicas of {tensor} tensor-parallel ranks ({world} % {tensor})"
+        )
 
 
 def join(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> int:

@@ -158,7 +158,9 @@ def _ssd_chunks(x, dt, A, B, C, state):
         x, dt, B, C = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)) for t in (x, dt, B, C))
     chunks = (seq + pad) // q
     by_group = (batch, chunks, q, groups, heads // groups)
-    decay = (dt * A).double().view(by_group).permute(0, 1, 3, 4, 2).cumsum(-1)  # (b, n, g, r, q): exponents add up in fp64
+    decay = (
+        (dt * A).double().view(by_group).permute(0, 1, 3, 4, 2).cumsum(-1)
+    )  # (b, n, g, r, q): exponents add up in fp64
     lower = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
     within = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).to(x.dtype).masked_fill(~lower, float("-inf")).exp()
     to_end = (decay[..., -1:] - decay).to(x.dtype).exp()  # (b, n, g, r, q)

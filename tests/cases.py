@@ -4,9 +4,9 @@ from functools import cache, cached_property
 
 import pytest
 import torch
-from hf import SMALL, hf_model
 
 import megatron_ssm
+from hf import SMALL, hf_model
 from megatron_ssm.families import hf_shapes
 
 SEQ = 70  # more than one chunk of either scan

@@ -8,7 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61, expand=2, conv_kernel=4)
-CONFIGS = {"mamba": (MambaConfig, dict(state_size=8)), "mamba2": (Mamba2Config, dict(num_heads=8, head_dim=8, n_groups=1, state_size=8))}
+CONFIGS = {
+    "mamba": (MambaConfig, dict(state_size=8)),
+    "mamba2": (Mamba2Config, dict(num_heads=8, head_dim=8, n_groups=1, state_size=8)),
+}
 
 
 def hf_model(family, seed=0, dtype=torch.float32, **changes):

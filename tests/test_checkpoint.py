@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, oracle
-from hf import save_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import megatron_ssm
+from cases import CASES, oracle
+from hf import save_hf
 from megatron_ssm import Config
 
 __all__ = ["oracle"]

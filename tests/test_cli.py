@@ -95,7 +95,9 @@ def test_two_local_ranks_print_the_same_text(directory):
 
 
 def test_torchrun_replicas_are_silent(directory):
-    assert answer(*all_of_it(directory), "--tp", 1, launcher=tuple(TORCHRUN)) == answer(*all_of_it(directory))
+    report = answer(*all_of_it(directory), "--tp", 1, "--json", launcher=tuple(TORCHRUN))
+    assert (report["tp"], report["bytes_sent_per_token"]) == (1, 0)
+    assert report["text"] == answer(*all_of_it(directory))
 
 
 def test_json(directory):

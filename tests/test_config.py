@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hf import SMALL, save_hf
 from transformers import AutoConfig, Mamba2Config, MambaConfig
 
 import megatron_ssm
+from hf import SMALL, save_hf
 from megatron_ssm import Config
 
 MAMBA = dict(model_type="mamba", **SMALL, state_size=8)

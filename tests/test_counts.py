@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from hf import save_hf
 
 import megatron_ssm
+from hf import save_hf
 
 LAYERS, HIDDEN, STATE, KERNEL, VOCAB, BATCH = 3, 32, 8, 4, 61, 2
 INNER, RANK = 2 * HIDDEN, HIDDEN // 16

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import CASES, assemble, oracle
 
 import megatron_ssm
+from cases import CASES, assemble, oracle
 from megatron_ssm.families import layout
 
 __all__ = ["oracle"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import assemble
 
+from cases import assemble
 from megatron_ssm import Config, build, initialize
 from megatron_ssm.families import layout
 

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, SEQ, Oracle, oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_ssm
+from cases import CASES, SEQ, Oracle, oracle
 
 __all__ = ["oracle"]
 
@@ -80,11 +80,29 @@ def check_against_transformers(ranks, tp, oracle, smallest=1):
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-# One token that continues a sequence is not clamped to time_step_limit, so a chunk of one differs from one call.
+# Where there is a time_step_limit, one token that continues a sequence is not clamped to it: no chunks of one there.
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_decode_and_chunks(ranks, tp, name, oracle):
     check_against_transformers(ranks, tp, oracle(name), smallest=2 if name == "mamba2-dt-limit" else 1)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-dt-limit"))
+def test_a_sequence_of_one_token(ranks, tp, name, oracle):
+    """The first token is a prefill, clamped to time_step_limit, even when it is alone; the following are decoded."""
+    oracle = oracle(name)
+    ids = oracle.ids[:, : 1 + DECODED]
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        cache = model.new_cache(2)
+        return model(ids[:, :1], cache=cache), tokens_one_by_one(model, ids, cache, DECODED)
+
+    expected = oracle.logits(ids[:, :1]), decoded_by_transformers(oracle.model, ids, DECODED)
+    for result in ranks(run, tp):
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE)
 
 
 def random_configuration(seed):

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 import torch
 import torch.nn.functional as F
 import yaml
-from hf import save_hf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatron_ssm
+import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from hf import save_hf
 from megatron_ssm.arguments import run
 from megatron_ssm.data import Batches, read_documents, split_documents, tokenize
 from megatron_ssm.options import Options, parse_options

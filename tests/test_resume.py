@@ -7,10 +7,10 @@ import pickle
 import shutil
 
 import pytest
-import tiny
 import torch
 import torch.distributed.checkpoint as dcp
 
+import tiny
 from megatron_ssm.training_checkpoint import (
     MOMENTS,
     find_checkpoints,
@@ -28,6 +28,11 @@ MODELS = {
     "mamba2 groups untied": dict(mamba_num_groups=2, untie_embeddings_and_output_weights=True),
 }
 AGREED = {"global_batch_size": 4, "vocab_size": tiny.VOCAB}
+
+
+def options(**changes):
+    """A tiny run of one layer, changed as asked."""
+    return tiny.options(**{"num_layers": 1, **changes})
 
 
 def everything(trainer):
@@ -65,7 +70,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("model", ("mamba", "mamba2 untied"))
 def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
-    run = tiny.options(**MODELS[model])
+    run = options(**MODELS[model])
     straight = tiny.trainer(run)
     save_after(straight, 10, tmp_path)
     rest = tiny.curve(straight, start=10)
@@ -77,7 +82,7 @@ def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
 
 def check_bitwise(ranks, tmp_path, tp, dp, model):
     """10 steps, a checkpoint, 10 steps; and from the checkpoint again, in new processes."""
-    run = tiny.options(**MODELS[model])
+    run = options(**MODELS[model])
 
     def straight(rank):
         trainer = tiny.trainer_on(tp, run)
@@ -109,13 +114,13 @@ def test_resuming_is_bitwise_in_every_layout(ranks, tmp_path, tp, dp, model):
 @pytest.mark.parametrize("tp", (1, 2))
 def test_the_random_state_comes_back(ranks, tmp_path, tp):
     def save(rank):
-        trainer = tiny.trainer_on(tp, tiny.options())
+        trainer = tiny.trainer_on(tp, options())
         torch.manual_seed(5)
         save_after(trainer, 1, tmp_path)
         return torch.rand(3)
 
     def load(rank):
-        resume(tiny.trainer_on(tp, tiny.options()), tmp_path)
+        resume(tiny.trainer_on(tp, options()), tmp_path)
         return torch.rand(3)
 
     for before, after in zip(ranks(save, tp), ranks(load, tp), strict=True):
@@ -128,12 +133,12 @@ def test_the_random_state_comes_back(ranks, tmp_path, tp):
 @functools.cache
 def one_rank(model, vocab):
     """The oracle: the curve of 20 steps of one rank, the whole batch at once."""
-    return tiny.curve(tiny.trainer(tiny.options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
+    return tiny.curve(tiny.trainer(options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
 
 
 def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
     """10 steps in layout `before`, a checkpoint, 10 steps as tp x dp: the losses and norms of one rank."""
-    run = tiny.options(**MODELS[model], micro_batch_size=2)
+    run = options(**MODELS[model])
 
     def start(rank):
         return save_after(tiny.trainer_on(before[0], run, vocab), 10, directory, vocab)
@@ -179,7 +184,7 @@ def test_every_other_layout(ranks, tmp_path, before, tp, dp, model, vocab):
 )
 def test_entries_are_whole_and_unpadded(ranks, tmp_path, tp, dp, model, vocab):
     """One entry per field and moment, of the unsplit shape, each element written once; torch reads them back."""
-    run = tiny.options(**MODELS[model])
+    run = options(**MODELS[model])
     fields = [parameter.field for parameter in tiny.trainer(run, vocab=vocab).model.parameters()]
 
     def save(rank):
@@ -207,7 +212,7 @@ def test_entries_are_whole_and_unpadded(ranks, tmp_path, tp, dp, model, vocab):
 
 
 def test_old_checkpoints_are_removed(tmp_path):
-    trainer = tiny.trainer(tiny.options())
+    trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
 
     def names(step, kept):
@@ -227,7 +232,7 @@ def test_old_checkpoints_are_removed(tmp_path):
 
 
 def test_an_interrupted_checkpoint_is_not_found(tmp_path):
-    trainer = tiny.trainer(tiny.options())
+    trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
     with pytest.raises(TypeError):  # the tensors are written, what JSON cannot write ends it
         save_training(tmp_path, 1, trainer.model, trainer.optimizer, {"global_batch_size": object()})
@@ -237,7 +242,7 @@ def test_an_interrupted_checkpoint_is_not_found(tmp_path):
         newest_checkpoint(tmp_path, AGREED)
     save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
     assert os.listdir(tmp_path) == ["step-000001"]
-    resumed = tiny.trainer(tiny.options())
+    resumed = tiny.trainer(options())
     resume(resumed, tmp_path)
     assert_same(everything(resumed), everything(trainer))
 
@@ -304,21 +309,21 @@ def refusals(trainer, paths):
 
 @pytest.mark.parametrize("tp, dp", [(2, 1), (4, 1), (1, 2)])
 def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
-    ranks(lambda rank: save_after(tiny.trainer_on(tp, tiny.options()), 2, tmp_path), tp * dp)
+    ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 2, tmp_path), tp * dp)
     for name, damage in DAMAGE.items():
         damage(shutil.copytree(tmp_path / "step-000002", tmp_path / name))
     paths = [tmp_path / name for name in DAMAGE]
-    for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, tiny.options()), paths), tp * dp):
+    for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), paths), tp * dp):
         assert len(lines) == len(DAMAGE)
 
 
 @pytest.mark.parametrize("tp", (1, 2))
 def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp):
-    save_after(tiny.trainer(tiny.options()), 2, tmp_path)
+    save_after(tiny.trainer(options()), 2, tmp_path)
     changes = (dict(hidden_size=32), dict(num_layers=3), dict(model_type="mamba"))
 
     def refused(rank):
-        trainers = [tiny.trainer_on(tp, tiny.options(**change)) for change in changes]
+        trainers = [tiny.trainer_on(tp, options(**change)) for change in changes]
         return [refusals(trainer, [tmp_path / "step-000002"]) for trainer in trainers]
 
     for lines in ranks(refused, tp):
@@ -342,7 +347,7 @@ def test_metadata_that_calls_something_is_refused_unexecuted(tmp_path, module, n
     pickle.loads(call(module, name, made))  # the attack works where nobody looks
     made.rmdir()
     (tmp_path / ".metadata").write_bytes(call(module, name, made))
-    assert f"its metadata names {module}.{name}" in refusals(tiny.trainer(tiny.options()), [tmp_path])[0]
+    assert f"its metadata names {module}.{name}" in refusals(tiny.trainer(options()), [tmp_path])[0]
     assert not made.exists()
 
 
@@ -350,12 +355,12 @@ def test_metadata_that_calls_something_is_refused_unexecuted(tmp_path, module, n
 def test_only_records_may_be_named(tmp_path, name):
     """Not what DCP's module imports, nor what it does."""
     (tmp_path / ".metadata").write_bytes(call(FILESYSTEM, name, 1))
-    assert refusals(tiny.trainer(tiny.options()), [tmp_path])[0].endswith(f"its metadata names {FILESYSTEM}.{name}")
+    assert refusals(tiny.trainer(options()), [tmp_path])[0].endswith(f"its metadata names {FILESYSTEM}.{name}")
 
 
 def test_entries_of_bytes_are_refused(tmp_path):
     """torch would unpickle what they hold."""
-    trainer = tiny.trainer(tiny.options())
+    trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
     made = tmp_path / "made"
 

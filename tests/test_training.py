@@ -5,12 +5,12 @@ import math
 import re
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import tiny
 from megatron_ssm.arguments import Failure
 from megatron_ssm.data import Tokens, windows
 from megatron_ssm.families import layout
@@ -110,7 +110,7 @@ def plain_curve(model, module, run, rank=0, ranks=1, steps=20):
 
 def check_against_torch(model):
     """One rank is torch's own loop over its own logits."""
-    run = tiny.options(**MODELS[model], micro_batch_size=2)
+    run = tiny.options(**MODELS[model])
     plain = tiny.trainer(run).model
     trainer = tiny.trainer(run)
     assert largest(tiny.curve(trainer), plain_curve(plain, plain, run)) <= EXACT
@@ -131,7 +131,7 @@ def test_one_rank_against_torch_in_every_model(model):
 
 @pytest.mark.parametrize("dp", (2, 4))
 def test_data_parallel_against_torchs_ddp(ranks, dp):
-    run = tiny.options()
+    run = tiny.options(micro_batch_size=1)
 
     def train(rank):
         ours = tiny.curve(tiny.trainer_on(1, run), 5)[1]

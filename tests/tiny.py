@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 VOCAB = 61  # does not divide: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
-    num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=1,
+    num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,
     global_batch_size=4, train_iters=20, lr=1e-2, lr_warmup_iters=3, clip_grad=0.5, params_dtype="float64", seed=7,
 )  # fmt: skip
 

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=megatron-ssm
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+# Pretrain on several nodes: sbatch launch/slurm.sh [options of examples/pretrain.py]; one torchrun per node, one rank per GPU.
+# Set --tensor-model-parallel-size to at most the GPUs of a node: a block's all-reduces should stay on NVLink.
+set -euo pipefail
+here=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+ranks=${SLURM_GPUS_PER_NODE:-1}
+exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${ranks##*:}" \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
+    -- "$here/examples/pretrain.py" "$@"
