@@ -13,7 +13,7 @@ SEQ = 70  # more than one chunk of either scan
 
 # name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks.
 CASES = {
-    "mamba": ("mamba", dict(num_hidden_layers=4)),
+    "mamba": ("mamba", {}),
     "mamba-biases-untied": ("mamba", dict(use_bias=True, tie_word_embeddings=False, vocab_size=64)),
     "mamba-no-conv-bias": ("mamba", dict(use_conv_bias=False, time_step_rank=5, conv_kernel=3, residual_in_fp32=False)),
     "mamba2-1-group": ("mamba2", dict(n_groups=1, num_hidden_layers=4)),

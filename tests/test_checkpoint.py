@@ -68,15 +68,11 @@ def edit_config(directory, **changes):
 # There and back
 
 FEW = ("mamba-biases-untied", "mamba2-2-groups-biases-tied", "mamba2-4-groups")
-ROUND_TRIPS = [
-    pytest.param(name, dtype, marks=[] if dtype == torch.float32 or name in FEW else pytest.mark.full)
-    for name in CASES
-    for dtype in (torch.float32, torch.bfloat16)
-]
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
-@pytest.mark.parametrize("name, dtype", ROUND_TRIPS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):
     """In one file, and in several (from which it is loaded once more); transformers reads them to the same logits."""
     oracle = oracle(name, dtype)
@@ -184,7 +180,7 @@ def only_the_head(name):
     return "lm_head.weight" if name == "backbone.embeddings.weight" else name
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 @pytest.mark.parametrize("rename", (old_embedding, no_prefix, old_and_no_prefix, only_the_head))
 def test_old_names_of_tensors(ranks, tp, family, rename, tmp_path):
@@ -294,7 +290,7 @@ def good(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_directories(ranks, tp, broken, good, tmp_path):
     """Every rank says the same, in one line, and sends nothing."""

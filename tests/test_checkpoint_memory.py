@@ -1,5 +1,6 @@
 """Memory of load and save on a 430 MB model; oracle: RssAnon of each rank, read from /proc by another process."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -38,6 +39,7 @@ print(max(most, anonymous()) - first)
 def growth():
     """`.bytes`, afterwards: by how much this process's anonymous memory grew at its peak."""
     grown = SimpleNamespace(bytes=None)
+    ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests freed would be used again, unseen
     command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
         sampler.stdout.readline()
@@ -78,6 +80,6 @@ def test_load_and_save_hold_little(ranks, tp, large, tmp_path):
         return sum(sizes), max(sizes), loading.bytes, saving.bytes
 
     for rank, (parameters, piece, loading, saving) in enumerate(ranks(run, tp)):
-        assert 0.9 * parameters < loading <= parameters + 2 * piece + SLACK
+        assert 0.8 * parameters < loading <= parameters + 2 * piece + SLACK
         assert saving <= (FILE_BYTES if rank == 0 else 0) + piece + SLACK
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) >= 4

@@ -15,6 +15,7 @@ __all__ = ["oracle"]
 
 TOLERANCE = 5e-5  # of logits whose standard deviation is 1 to 4
 DECODED = 3
+BIASED = ("mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied")
 
 
 def tokens_one_by_one(model, ids, cache, steps):
@@ -144,7 +145,7 @@ def test_random_configurations(ranks, tp, seed, tmp_path):
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
-@pytest.mark.parametrize("name", ("mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied"))
+@pytest.mark.parametrize("name", BIASED)
 def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
     """Rows of 40, 35 and 1 tokens, then 6 more: one call, chunks, and decoding after it, against each row alone."""
     oracle = oracle(name)
@@ -244,7 +245,7 @@ def test_logits_to_keep(ranks, tp, name, oracle):
 
 
 @pytest.mark.parametrize("tp", (1, 4))
-@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "mamba2-2-groups-biases-tied"))
+@pytest.mark.parametrize("name", BIASED)
 def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
     oracle = oracle(name)
 
@@ -290,7 +291,7 @@ def float64_logits(oracle, group=None):
 
 
 @pytest.mark.parametrize("tp", (2, 4))
-@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "mamba2-2-groups-biases-tied", "mamba2-4-groups"))
+@pytest.mark.parametrize("name", (*BIASED, "mamba2-4-groups"))
 def test_float64_is_float64_throughout(ranks, tp, name, oracle):
     """Every operation is, loss and backward included; then TP N equals our own TP 1 to 1e-10."""
     oracle = oracle(name)
