@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 PYTHON := .venv/bin/python
+# Two at a time: a test's ranks wait for one another more than they compute.
+WORKERS := -n 2 --dist worksteal
 # -qq: errors only; pip's warnings are about its own configuration.
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
@@ -30,10 +32,10 @@ demo: .venv/stamp
 	@$(PYTHON) examples/demo.py
 
 test: .venv/stamp
-	@$(PYTHON) -m pytest -q
+	@$(PYTHON) -m pytest -q $(WORKERS)
 
 test-all: .venv/stamp
-	@$(PYTHON) -m pytest -q --full
+	@$(PYTHON) -m pytest -q $(WORKERS) --full
 
 lint: .venv/stamp
 	@$(PYTHON) -m ruff check .

@@ -24,7 +24,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.16"],
         "hf": ["transformers"],
-        "test": ["pytest", "hypothesis", "transformers"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers"],
         "lint": ["ruff"],
         "bench": ["matplotlib", "transformers"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'

@@ -20,7 +20,8 @@ from megatron_ssm.data import bigram_nats_per_byte, longest_shared, ngram_overla
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
 SAMPLING = ["--temperature", "0.6", "--seed", "1"]
-LIMIT = 0.10  # of the held-out text's 60-grams may stand in the training text
+LIMIT = 0.10  # of the held-out text's n-grams may stand in the training text
+WORST, MARGIN = 1.5, 0.8  # the held-out loss in nats/byte is at most WORST, and at least MARGIN below the bigram baseline
 
 
 def main(directory="demo") -> None:
@@ -29,9 +30,10 @@ def main(directory="demo") -> None:
     train, held_out, bigram = prepare_text(directory / "text")
     nats = train_model(directory, train, held_out)
     print(f"\nheld-out loss {nats:.3f} nats/byte; bigram baseline {bigram:.3f}, {bigram - nats:.3f} above")
-    print(
-        f"\n$ python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r} --temperature 0.6 --seed 1"
-    )
+    if not (nats <= WORST and bigram - nats >= MARGIN):  # nan is neither
+        raise ValueError(f"the held-out loss is not at most {WORST} nats/byte and {MARGIN} below the bigram baseline")
+    command = f"python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r}"
+    print(f"\n$ {command} {' '.join(SAMPLING)}")
     one, two = (generate(directory / "model", ranks) for ranks in (1, 2))
     print(PROMPT + one["text"])
     shared = longest_shared(one["text"], [path.read_text(encoding="utf-8") for path in train])
@@ -94,6 +96,7 @@ def compare_with_transformers(model) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
     except ImportError:
         print("transformers is not installed: its logits were not compared")
         return
@@ -101,6 +104,7 @@ def compare_with_transformers(model) -> None:
 
     import megatron_ssm
 
+    disable_progress_bar()
     ids = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model)(ids).logits

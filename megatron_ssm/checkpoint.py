@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ from .config import Config
 from .families import hf_shapes, layout
 from .layers import Ranks
 from .model import Model
-from .parallel import neighbours
 
 log = logging.getLogger("megatron_ssm")
 
@@ -68,15 +68,9 @@ def load(
 
 def build(config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32") -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
-    size = 1 if group is None else group.size()
-    config.check_ranks(size)
-    counter = Counter()
-    ranks = Ranks.of(group, counter, reduce if callable(reduce) else None)
-    copies = None
-    if config.family == "mamba2" and config.groups < size:
-        copies = ranks.group if config.groups == 1 else neighbours(ranks.group, size // config.groups)
+    ranks = Ranks.of(group, Counter(), reduce if callable(reduce) else None)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
-    return Model(config, ranks, copies, data_group, counter, dtype, device)
+    return Model(config, ranks, data_group, dtype, device)
 
 
 def _open(directory: Path, stack) -> dict:
@@ -241,20 +235,21 @@ class _Writer:
     """Rank 0's side of `save`: files are written in a hidden folder and moved into place together."""
 
     def __init__(self, directory: Path):
-        self.directory, self.hidden = directory, directory / ".saving"
+        self.directory, self.hidden = directory, None
 
     def attempt(self, step, *arguments) -> str | None:
         """Run a step; an error becomes a line of text, and leaves nothing behind."""
         try:
             step(*arguments)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(self.hidden, ignore_errors=True)
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            if self.hidden is not None:
+                shutil.rmtree(self.hidden, ignore_errors=True)
             return f"cannot save to {self.directory}: {error}"
 
     def open(self):
-        """Make the folders."""
-        shutil.rmtree(self.hidden, ignore_errors=True)
-        self.hidden.mkdir(parents=True)
+        """Make the directory, and a hidden folder of this writer's own in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
 
     def write(self, name, tensors):
         """One file of tensors."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sparsefusion import collectives
 
-from .layers import Ranks
+from .layers import Ranks, gather_last
 from .model import Model
 from .text import TextStream, load_tokenizer
 
@@ -153,8 +153,8 @@ class Decoding:
             local = local.where(~self.seen, torch.where(local > 0, local / penalty, local * penalty))
         model, sampling = self.model, self.sampling
         if not sampling.temperature:
-            return _greedy(local, model.ranks, model.counter).cpu()
-        values, ids = _candidates(local, sampling.top_k, model.ranks, model.counter)
+            return _greedy(local, model.ranks).cpu()
+        values, ids = _candidates(local, sampling.top_k, model.ranks)
         return _sample(values.cpu(), ids.cpu(), sampling, self.generators)
 
 
@@ -168,28 +168,33 @@ def _agree_on_seed(seed, ranks: Ranks) -> int:
     return box[0]
 
 
-def _offers(values, ids, ranks, counter):
+def _offers(values, ids, ranks: Ranks):
     """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as floats, exact below 2^24."""
-    parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, counter)
+    parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, ranks.counter)
     values, ids = torch.cat(parts, dim=-1)
     return values, ids.long()
 
 
-def _greedy(local, ranks: Ranks, counter=None):
+def _greedy(local, ranks: Ranks):
     """(batch,) ids of the largest logits, the lowest id among equals. Sends 2 numbers per sequence."""
     index = local.argmax(-1, keepdim=True)
-    values, ids = _offers(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks, counter)
+    values, ids = _offers(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
     return ids.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def _candidates(local, top_k, ranks: Ranks, counter=None):
-    """Logits and ids (batch, n) that may be drawn, by falling logit, then id: all, or the top_k of all."""
+def _candidates(local, top_k, ranks: Ranks):
+    """Logits and ids (batch, n) that may be drawn, by falling logit, then id: all, or the top_k of all.
+
+    Sends the whole slice, or 2 top_k numbers per sequence.
+    """
     width = local.shape[-1]
-    count = width if top_k is None else min(top_k, width)
-    values, index = _largest(local, count)
-    values, ids = _offers(values, index + ranks.rank * width, ranks, counter)
+    if top_k is None or top_k >= width * ranks.size:
+        values, ids = gather_last(local, ranks), None
+    else:
+        values, index = _largest(local, min(top_k, width))
+        values, ids = _offers(values, index + ranks.rank * width, ranks)
     values, order = values.sort(dim=-1, descending=True, stable=True)  # ranks hold rising ids: equals stay in order
-    return values[:, :top_k], ids.gather(-1, order)[:, :top_k]
+    return values[:, :top_k], (order if ids is None else ids.gather(-1, order))[:, :top_k]
 
 
 def _largest(local, count):

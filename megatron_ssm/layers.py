@@ -5,7 +5,7 @@ rank) or *partial* (each rank holds a summand). The operators lead from one to t
 
 | operator | forward | backward | stands |
 |---|---|---|---|
-| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer; before shared parameters |
+| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer |
 | `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer: every rank uses the sum whole |
 | `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum for its own channels only (x_proj, norms) |
 
@@ -13,7 +13,6 @@ The third is the one that state-space models add: the sum is whole, but what eac
 gradient arrives in parts.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,26 +32,33 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 class Ranks:
     """The tensor-parallel ranks a model is split over; `group` None is one rank.
 
-    `exact` and `reduce` are `(tensor, group) -> tensor` sums over the group. `exact` adds in at least fp32, whatever the
-    tensor's dtype; `reduce` serves the large outputs (out_proj) and may be a quantized one.
+    counter: adds up what this rank sends. reduce: the `(tensor, group) -> tensor` sum of the large outputs (out_proj),
+    which may be a quantized one; None: `exact`, which serves everything else.
     """
 
     group: object = None
     rank: int = 0
     size: int = 1
-    exact: Callable = collectives.all_reduce
-    reduce: Callable = collectives.all_reduce
+    counter: collectives.Counter | None = None
+    reduce: Callable | None = None
+
+    def __post_init__(self):
+        if self.reduce is None:
+            object.__setattr__(self, "reduce", self.exact)
 
     @classmethod
     def of(cls, group, counter=None, reduce=None) -> "Ranks":
-        """The ranks of a process group (None or a group of one: one rank), counting what they send in `counter`."""
-        size = 1 if group is None else group.size()
-        group = None if size == 1 else group
+        """The ranks of a process group (None, or a group of one: one rank)."""
+        if group is None or group.size() == 1:
+            return cls(counter=counter, reduce=reduce)
+        return cls(group, group.rank(), group.size(), counter, reduce)
 
-        def exact(tensor, group):
-            return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, counter).to(tensor.dtype)
+    def __deepcopy__(self, memo):
+        return self  # process groups are handles
 
-        return cls(group, 0 if group is None else group.rank(), size, exact, reduce or exact)
+    def exact(self, tensor, group):
+        """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
+        return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -99,7 +105,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.width, ctx.rank = x.shape[-1], ranks.rank
-        return torch.cat(collectives.all_gather(x, ranks.group), dim=-1)
+        return torch.cat(collectives.all_gather(x, ranks.group, ranks.counter), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -126,17 +132,31 @@ def gather_last(x, ranks: Ranks):
     return x if ranks.group is None else _GatherLast.apply(x, ranks)
 
 
+class _Pack(torch.autograd.Function):
+    """Fields as the tensor they are rows of; backward cuts its gradient up, `share` adding up what several ranks hold."""
+
+    @staticmethod
+    def forward(ctx, whole, share, *fields):
+        ctx.share = share
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, *ctx.share(grad)
+
+
 class Packed(nn.Module):
     """Fields that are separate parameters, because they are split differently, but are used as one tensor.
 
     sizes: this rank's rows of each field; all fields share the trailing shape. The parameters are views of one storage,
-    so reading them as one costs nothing unless a gradient is wanted. A field named in `shared` is held by every rank
-    of the group given there, and its gradient is summed over that group in backward.
+    so reading them as one costs nothing. shared: neighbouring fields of which there are only `slots` different pieces,
+    each held by size/slots neighbouring ranks: their gradient is summed over those ranks in backward, by one all-reduce
+    over all ranks in which each piece has its slot.
     """
 
-    def __init__(self, sizes: dict, trailing=(), dtype=None, device=None, shared=None, exact=None):
+    def __init__(self, sizes: dict, trailing, ranks: Ranks, dtype=None, device=None, shared=(), slots=1):
         super().__init__()
-        self.sizes, self.shared, self.exact = dict(sizes), dict(shared or {}), exact
+        self.sizes, self.ranks, self.shared, self.slots = dict(sizes), ranks, tuple(shared), slots
         self._storage = torch.empty(sum(sizes.values()), *trailing, dtype=dtype, device=device)
         for name, rows in zip(sizes, self._storage.split(list(sizes.values())), strict=True):
             self.register_parameter(name, nn.Parameter(rows))
@@ -144,11 +164,23 @@ class Packed(nn.Module):
     def forward(self) -> torch.Tensor:
         """(sum of rows, *trailing): the fields one below the other."""
         fields = list(self.parameters(recurse=False))
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in fields)) and self._is_packed(fields):
-            return self._storage
-        runs = itertools.groupby(self.sizes, key=self.shared.get)  # neighbours that the same ranks share go together
-        rows = [(group, torch.cat([getattr(self, name) for name in names])) for group, names in runs]
-        return torch.cat([copy_to_ranks(tensor, group, self.exact) for group, tensor in rows])
+        whole = self._storage if self._is_packed(fields) else torch.cat([field.detach() for field in fields])
+        if not torch.is_grad_enabled():
+            return whole
+        return _Pack.apply(whole, self._share, *fields)
+
+    def _share(self, grad) -> list[torch.Tensor]:
+        """The gradient of each field, from that of the packed tensor."""
+        grads = dict(zip(self.sizes, grad.split(list(self.sizes.values())), strict=True))
+        if self.shared:
+            mine = torch.cat([grads[name] for name in self.shared])
+            slots = mine.new_zeros(self.slots, *mine.shape)
+            slot = self.ranks.rank * self.slots // self.ranks.size
+            slots[slot] = mine
+            total = self.ranks.exact(slots, self.ranks.group)[slot]
+            rows = [self.sizes[name] for name in self.shared]
+            grads.update(zip(self.shared, total.split(rows), strict=True))
+        return list(grads.values())
 
     def _is_packed(self, fields) -> bool:
         """Whether the parameters still are the storage's rows (optimizers and `.to()` may have moved them)."""
@@ -179,15 +211,14 @@ class Packed(nn.Module):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W's rows split: x (..., in) whole -> y (..., sum of this rank's rows). Backward: one all-reduce.
 
-    `rows` maps each field (z, x, B, C, dt) to this rank's number of rows; `shared` maps the fields that several ranks
-    hold alike to the group of those ranks.
+    `rows` maps each field (z, x, B, C, dt) to this rank's number of rows; see `Packed` for `shared` and `slots`.
     """
 
-    def __init__(self, in_features, rows: dict, bias, ranks: Ranks, dtype=None, device=None, shared=None):
+    def __init__(self, in_features, rows: dict, bias, ranks: Ranks, dtype=None, device=None, shared=(), slots=1):
         super().__init__()
         self.ranks = ranks
-        self.weight = Packed(rows, (in_features,), dtype, device, shared, ranks.exact)
-        self.bias = Packed(rows, (), dtype, device, shared, ranks.exact) if bias else None
+        self.weight = Packed(rows, (in_features,), ranks, dtype, device, shared, slots)
+        self.bias = Packed(rows, (), ranks, dtype, device, shared, slots) if bias else None
 
     def forward(self, x):
         """(..., in_features) -> (..., this rank's rows of all fields)."""

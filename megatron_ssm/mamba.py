@@ -17,12 +17,12 @@ from .scan import selective_scan
 
 
 class Convolution(nn.Module):
-    """The depthwise causal convolution's parameters; `channels` maps each field to this rank's channels."""
+    """The depthwise causal convolution's parameters; `channels` maps each field to this rank's channels (see `Packed`)."""
 
-    def __init__(self, channels: dict, kernel, bias, ranks: Ranks, dtype=None, device=None, shared=None):
+    def __init__(self, channels: dict, kernel, bias, ranks: Ranks, dtype=None, device=None, shared=(), slots=1):
         super().__init__()
-        self.weight = Packed(channels, (1, kernel), dtype, device, shared, ranks.exact)
-        self.bias = Packed(channels, (), dtype, device, shared, ranks.exact) if bias else None
+        self.weight = Packed(channels, (1, kernel), ranks, dtype, device, shared, slots)
+        self.bias = Packed(channels, (), ranks, dtype, device, shared, slots) if bias else None
 
     def forward(self, x, history=None):
         """(batch, seq, channels) -> the same, through SiLU, and the inputs to remember: see `causal_conv`."""
@@ -40,7 +40,7 @@ class MambaMixer(nn.Module):
         inner, state, rank = config.intermediate_size // ranks.size, config.state_size, config.dt_rank
         wide = at_least_fp32(dtype)
         self.ranks, self.channels, self.splits = ranks, inner, (rank, state, state)
-        self.kernel, self.state_size, self.dtype = config.conv_kernel, state, dtype
+        self.kernel, self.state_size = config.conv_kernel, state
         self.A_log = nn.Parameter(torch.empty(inner, state, dtype=wide, device=device))
         self.D = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
         self.in_proj = ColumnParallelLinear(
@@ -55,8 +55,10 @@ class MambaMixer(nn.Module):
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's channels for `batch` sequences."""
         where = dict(device=self.D.device)
-        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.dtype, **where)
-        return LayerCache(conv, torch.zeros(batch, self.state_size, self.channels, dtype=self.D.dtype, **where))
+        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, **where)
+        return LayerCache(
+            conv, torch.zeros(batch, self.state_size, self.channels, dtype=at_least_fp32(self.D.dtype), **where)
+        )
 
     def forward(self, hidden, mask=None, cache: LayerCache | None = None, first: bool = True):
         """hidden: (batch, seq, hidden_size). mask: (batch, seq, 1), 0 where a row is padding. cache: read and updated."""

@@ -24,14 +24,13 @@ from .scan import ssd
 class Mamba2Mixer(nn.Module):
     """State-space duality block: x (batch, seq, hidden), whole, to the same shape, whole.
 
-    copies: the group of the ranks that hold the same B and C (None where each rank's groups are its own). Backward
-    sends one all-reduce of in_proj's input gradient, one of each shared parameter's, and, at 1 < groups < ranks, one
-    of the sums of squares'.
+    Backward sends one all-reduce of in_proj's input gradient; with groups < ranks one each of the gradients of B and C's
+    weights, biases and convolution; and, at 1 < groups < ranks, one of the sums of squares'.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, copies=None, dtype=None, device=None):
+    def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
         super().__init__()
-        self.ranks, self.dtype, self.wide = ranks, dtype, at_least_fp32(dtype)
+        self.ranks, wide = ranks, at_least_fp32(dtype)
         self.heads, self.head_dim, self.state_size = config.heads // ranks.size, config.head_dim, config.state_size
         self.groups = max(1, config.groups // ranks.size)
         self.all_groups, self.eps, self.dt_limit = config.groups, config.norm_eps, config.dt_limit
@@ -39,23 +38,25 @@ class Mamba2Mixer(nn.Module):
         self.kernel = config.conv_kernel
         inner, bc = self.heads * self.head_dim, self.groups * self.state_size
         self.rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": self.heads}
-        shared = {"B": copies, "C": copies}
+        shared = dict(shared=("B", "C"), slots=config.groups) if config.groups < ranks.size else {}
         for name in ("A_log", "D", "dt_bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=self.wide, device=device)))
+            self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=wide, device=device)))
         self.norm_weight = nn.Parameter(torch.empty(inner, dtype=dtype, device=device))
         self.in_proj = ColumnParallelLinear(
-            config.hidden_size, self.rows, config.use_bias, ranks, dtype, device, shared
+            config.hidden_size, self.rows, config.use_bias, ranks, dtype, device, **shared
         )
         channels = {name: self.rows[name] for name in "xBC"}
-        self.conv = Convolution(channels, config.conv_kernel, config.conv_bias, ranks, dtype, device, shared)
+        self.conv = Convolution(channels, config.conv_kernel, config.conv_bias, ranks, dtype, device, **shared)
         self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's heads, and of its groups' B and C history, for `batch` sequences."""
         where = dict(device=self.D.device)
         channels = sum(self.rows[name] for name in "xBC")
-        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.dtype, **where)
-        state = torch.zeros(batch, self.heads, self.head_dim, self.state_size, dtype=self.wide, **where)
+        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, **where)
+        state = torch.zeros(
+            batch, self.heads, self.head_dim, self.state_size, dtype=at_least_fp32(self.D.dtype), **where
+        )
         return LayerCache(conv, state)
 
     def forward(self, hidden, mask=None, cache: LayerCache | None = None, first: bool = True):
@@ -83,7 +84,8 @@ class Mamba2Mixer(nn.Module):
 
     def _project(self, y, z):
         """out_proj(norm(y * silu(z)) * weight), the norm taken over each group's channels, wherever they are."""
-        y = y.to(self.wide) * F.silu(z.to(self.wide))
+        wide = at_least_fp32(self.norm_weight.dtype)
+        y = y.to(wide) * F.silu(z.to(wide))
         local = y.view(*y.shape[:-1], self.groups, -1)
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
         if self.ranks.size > 1 and self.all_groups == 1:
@@ -92,12 +94,12 @@ class Mamba2Mixer(nn.Module):
             squares = self._sum_of_group(squares)
         scale = torch.rsqrt(squares / self.group_channels + self.eps)
         y = (local * scale.unsqueeze(-1)).view_as(y)
-        return self.out_proj(self.norm_weight * y.to(self.dtype))
+        return self.out_proj(self.norm_weight * y.to(self.norm_weight.dtype))
 
     def _project_fused(self, y, squares):
         """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
         ranks, project = self.ranks, self.out_proj
-        part = F.linear(self.norm_weight * y.to(self.dtype), project.weight)
+        part = F.linear(self.norm_weight * y.to(self.norm_weight.dtype), project.weight)
         both = reduce_from_ranks(torch.cat([part.to(squares.dtype), squares], -1), ranks.group, ranks.reduce)
         out, squares = both.split([both.shape[-1] - 1, 1], dim=-1)
         out = (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)

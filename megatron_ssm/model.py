@@ -36,43 +36,42 @@ class Block(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.mixer = mixer
-        self.residual_dtype = at_least_fp32(dtype) if config.residual_in_fp32 else dtype
+        self.residual_in_fp32 = config.residual_in_fp32
 
     def forward(self, x, mask=None, cache=None, first=True):
         """(batch, seq, hidden) -> the same; see the mixers for mask, cache and first."""
-        return x.to(self.residual_dtype) + self.mixer(self.norm(x), mask, cache, first)
+        dtype = self.norm.weight.dtype
+        residual = x.to(at_least_fp32(dtype) if self.residual_in_fp32 else dtype)
+        return residual + self.mixer(self.norm(x), mask, cache, first)
 
 
 class Model(nn.Module):
     """A state-space language model split over the tensor-parallel ranks; parameters uninitialized until loaded.
 
-    ranks: who shares the model; copies: the sub-group of ranks that hold the same B and C (Mamba-2 with fewer groups
-    than ranks); data_group: the ranks that hold other tokens of the same batch (None: none), over which the loss
-    is averaged; counter: what this rank sends.
+    ranks: who shares the model, and the counter of what this rank sends. data_group: the ranks that hold other tokens
+    of the same batch (None: none), over which the loss is averaged.
     """
 
-    def __init__(self, config: Config, ranks: Ranks = None, copies=None, data_group=None, counter=None,
-                 dtype=torch.float32, device="cpu"):  # fmt: skip
+    def __init__(self, config: Config, ranks: Ranks, data_group=None, dtype=torch.float32, device="cpu"):
         super().__init__()
-        ranks = ranks or Ranks()
         config.check_ranks(ranks.size)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        self.counter = counter or collectives.Counter()
-        self.dtype, self.directory = dtype, None
+        self.directory = None  # where it was loaded from
+        mixer = MambaMixer if config.family == "mamba" else Mamba2Mixer
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.layers = nn.ModuleList(
-            Block(config, self._mixer(copies, where), **where) for _ in range(config.num_layers)
+            Block(config, mixer(config, ranks, **where), **where) for _ in range(config.num_layers)
         )
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **where)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self._mark_parameters()
 
-    def _mixer(self, copies, where):
-        if self.config.family == "mamba":
-            return MambaMixer(self.config, self.ranks, **where)
-        return Mamba2Mixer(self.config, self.ranks, copies, **where)
+    def __setstate__(self, state):
+        """A deep copy's parameters have lost their attributes."""
+        super().__setstate__(state)
+        self._mark_parameters()
 
     def _mark_parameters(self):
         """Give each parameter its `field`, and Megatron's attributes of how it is split."""
@@ -90,6 +89,16 @@ class Model(nn.Module):
             parameter.partition_stride = 1
 
     @property
+    def counter(self) -> collectives.Counter:
+        """What this rank has sent."""
+        return self.ranks.counter
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return self.norm_f.weight.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.norm_f.weight.device
@@ -102,14 +111,18 @@ class Model(nn.Module):
         """input_ids (batch, seq) -> logits (batch, kept, vocab), at least fp32, the same on every rank.
 
         attention_mask: (batch, seq) of 0 and 1, zeros only on the left and only in a sequence's first call.
-        cache: continues from it and updates it, any number of tokens per call. logits_to_keep=k: the last k positions
-        (0: all). Sends each block's all-reduces, one for the embedding, one all-gather of the logits.
+        cache: continues from it and updates it, any number of tokens per call; the gradient stops at the cache, and such
+        a call is for torch.no_grad(). (With a time_step_limit, a later one-token call does not clamp dt: see Mamba2Mixer.)
+        logits_to_keep=k: the last k positions (0: all). Sends each block's all-reduces, one of the embeddings, one
+        all-gather of the logits.
         """
         local = self.local_logits(input_ids, attention_mask, cache, logits_to_keep)
         return gather_last(local, self.ranks)[..., : self.config.vocab_size]
 
     def local_logits(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0):
         """As forward, but this rank's slice of the vocabulary: (batch, kept, ceil(vocab/ranks)), -inf beyond its end."""
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask = self._check(input_ids, attention_mask, cache)
         first = cache is None or cache.tokens == 0
         x = self.embeddings.embed(input_ids)
@@ -125,8 +138,8 @@ class Model(nn.Module):
 
         input_ids, labels: (batch, seq), the same on all tensor-parallel ranks; positions with `ignore_index` do not
         count. The mean is over the tokens of all ranks of `data_group`, each of which gets the same value; the
-        gradient left on a rank is its own tokens' share, to be summed over that group. Sends two all-reduces of
-        (batch, seq) numbers and one of the two sums.
+        gradient left on a rank is its own tokens' share, to be summed over that group. Sends all-reduces of one and of two
+        numbers per position over the tensor-parallel ranks, and one of two numbers over the data group.
         """
         self._check_ids(labels.masked_fill(labels == ignore_index, 0), "label")
         nats = self._nats(self.local_logits(input_ids), labels)
@@ -179,6 +192,8 @@ class Model(nn.Module):
         return mask.unsqueeze(-1).to(self.dtype)
 
     def _check_ids(self, ids, what):
-        if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+        if ids.is_cuda and ids.shape[1] == 1:
+            return  # a look would wait for the GPU, at every decoded token
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             worst = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"{what} {int(worst)} is outside the vocabulary of {self.config.vocab_size}")

@@ -36,11 +36,6 @@ class Groups:
         """How many replicas there are."""
         return 1 if self.data is None else self.data.size()
 
-    @property
-    def tensor_rank(self) -> int:
-        """This rank's place within its replica."""
-        return 0 if self.tensor is None else dist.get_rank(self.tensor)
-
 
 def launched_ranks() -> int:
     """How many ranks torchrun, or the deepspeed launcher, started (1: none did)."""
@@ -50,9 +45,9 @@ def launched_ranks() -> int:
 def check_world(tensor: int, world: int) -> None:
     """ValueError unless `tensor` ranks per replica divide the world."""
     if tensor < 1 or world % tensor:
-        raise ValueError(
-            f"{world} ranks do not divide into replicas of {tensor} tensor-parallel ranks ({world} % {tensor})"
-        )
+        numbers = f"({world} % {tensor} = {world % tensor if tensor else world})"
+        hint = "" if "WORLD_SIZE" in os.environ else f"; start it with torchrun --nproc-per-node {tensor}"
+        raise ValueError(f"{world} ranks do not divide over replicas of {tensor} tensor-parallel ranks {numbers}{hint}")
 
 
 def join(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> int:
@@ -74,7 +69,9 @@ def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str
     world = join(tensor, device, timeout, init_method)
     if world == 1:
         return Groups()
-    group = None if tensor == 1 else dist.group.WORLD if tensor == world else neighbours(dist.group.WORLD, tensor)
+    group = dist.group.WORLD
+    if tensor < world:
+        group = None if tensor == 1 else dist.new_subgroups(tensor, timeout=timeout)[0]
     return Groups(group, None, None, dist.get_rank(), world)
 
 
@@ -96,6 +93,8 @@ def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_metho
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor, context_parallel_size=1, distributed_timeout_minutes=minutes
         )
+    if (size := parallel_state.get_tensor_model_parallel_world_size()) != tensor:
+        raise ValueError(f"Megatron's parallel_state already has {size} tensor-parallel ranks, not {tensor}")
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     tensor_group, data_group = (None if g.size() == 1 else g for g in groups)
     return Groups(tensor_group, None, data_group, dist.get_rank(), world)
@@ -107,13 +106,6 @@ def shut_down() -> None:
         if "megatron.core.parallel_state" in sys.modules:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def neighbours(group, count: int):
-    """The sub-group of `count` neighbouring ranks of `group` that this rank is in; every rank of `group` calls this."""
-    first = dist.get_rank(group) // count * count
-    members = [dist.get_global_rank(group, first + i) for i in range(count)]
-    return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
 
 
 def device_of_rank(device: str) -> torch.device:

@@ -1,5 +1,6 @@
 """Load and save; oracle: the bytes of the tensors that transformers wrote, and the logits it computes from ours."""
 
+import copy
 import json
 import resource
 import shutil
@@ -114,6 +115,33 @@ def test_one_replica_writes(ranks, tp, dp, oracle, tmp_path):
 
     ranks(run, tp * dp)
     assert_same_bytes(tensors_in(tmp_path / "saved"), tensors_in(oracle.directory))
+
+
+@pytest.mark.parametrize("tp,dp", [(1, 2), (2, 2)])
+def test_replicas_that_know_nothing_of_each_other_may_save_at_once(ranks, tp, dp, oracle, tmp_path):
+    source = oracle("mamba2-1-group").directory
+
+    def run(rank):
+        group = dist.new_subgroups(tp)[0]
+        model = megatron_ssm.load(source, group)
+        for _ in range(4):
+            megatron_ssm.save(model, tmp_path / "out", file_bytes=20_000)
+
+    ranks(run, tp * dp)
+    assert_same_bytes(tensors_in(tmp_path / "out"), tensors_in(source))
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_deep_copy_is_a_model(ranks, tp, oracle, tmp_path):
+    source = oracle("mamba2-2-groups").directory
+
+    def run(rank):
+        model = copy.deepcopy(megatron_ssm.load(source, dist.group.WORLD))
+        megatron_ssm.save(model, tmp_path / "out")
+
+    ranks(run, tp)
+    assert_same_bytes(tensors_in(tmp_path / "out"), tensors_in(source))
 
 
 @pytest.mark.parametrize("tp", (1, 2))
@@ -384,7 +412,7 @@ def test_save_fails_on_every_rank(ranks, tp, dp, prevent, oracle, tmp_path):
     messages = ranks(run, tp * dp)
     assert set(messages) == {messages[0]}
     assert messages[0].startswith(f"cannot save to {target}: ") and "\n" not in messages[0]
-    assert not list(tmp_path.glob("**/.saving"))
+    assert not list(tmp_path.glob("**/.saving*"))
     if prevent is no_room:
         assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 

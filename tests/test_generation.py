@@ -338,7 +338,7 @@ def test_max_new_tokens_and_streaming(ranks, world, mamba2):
     ],
 )
 def test_what_a_token_gathers(ranks, world, mamba2, options, numbers):
-    """A sequence: 2 numbers greedily, 2k with top-k, else (None) twice the slice; counted at the door of torch."""
+    """A sequence: 2 numbers greedily, 2k with top-k, else (None) the slice; counted at the door of torch."""
 
     def run(model):
         sent = {"all_reduce": [], "all_gather": []}
@@ -358,7 +358,7 @@ def test_what_a_token_gathers(ranks, world, mamba2, options, numbers):
         return sent, dict(model.counter.calls), model.counter.nbytes
 
     sent, calls, nbytes = on_ranks(ranks, world, mamba2[0], run)
-    numbers = numbers or 2 * math.ceil(VOCAB / world)
+    numbers = numbers or math.ceil(VOCAB / world)
     assert sent["all_gather"] == ([] if world == 1 else [4 * 3 * numbers] * 4)
     assert {kind: len(sizes) for kind, sizes in sent.items() if sizes} == calls
     assert sum(sum(sizes) for sizes in sent.values()) == nbytes

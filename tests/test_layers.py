@@ -119,7 +119,7 @@ def test_a_group_of_one_rank_is_one_rank(ranks, world):
 
 def packed(dtype=torch.float64):
     """Fields a (2 rows), b (3) and c (1) of four columns, and what their concatenation should be."""
-    module = Packed({"a": 2, "b": 3, "c": 1}, (4,), dtype)
+    module = Packed({"a": 2, "b": 3, "c": 1}, (4,), Ranks(), dtype)
     whole = normal(6, 4).to(dtype)
     with torch.no_grad():
         for field, rows in zip(module.parameters(), whole.split([2, 3, 1]), strict=True):
@@ -162,6 +162,7 @@ def test_packed_reads_its_fields_whatever_happened(change):
         read = module()
     assert torch.equal(read, whole)
     assert (read.data_ptr() == module.a.data_ptr()) == free
+    assert (module().data_ptr() == module.a.data_ptr()) == free, "also when gradients are wanted"
     assert torch.equal(module(), whole), "with gradients wanted"
     with torch.no_grad():
         module.b.mul_(2)
@@ -195,7 +196,7 @@ def test_packed_gradients(frozen):
 def test_packed_adds_the_gradients_of_shared_fields(ranks, world):
     def gradients(rank):
         ranks = Ranks.of(dist.group.WORLD)
-        module = Packed({"own": 2, "common": 3}, (4,), torch.float64, None, {"common": ranks.group}, ranks.exact)
+        module = Packed({"own": 2, "common": 3}, (4,), ranks, torch.float64, shared=("common",))
         poisoned(module)().backward(normal(5, 4, seed=rank))
         return module.own.grad, module.common.grad
 
@@ -203,6 +204,20 @@ def test_packed_adds_the_gradients_of_shared_fields(ranks, world):
     for rank, (own, common) in enumerate(ranks(gradients, world)):
         assert torch.equal(own, weights[rank][:2])
         torch.testing.assert_close(common, sum(weights)[2:], **EXACT)
+
+
+@pytest.mark.parametrize("slots,world", [(1, 2), (2, 4), (2, 6)])
+def test_each_shared_piece_is_summed_over_its_own_ranks(ranks, slots, world):
+    def gradient(rank):
+        module = Packed({"a": 1, "b": 2}, (), Ranks.of(dist.group.WORLD), torch.float64, shared=("b",), slots=slots)
+        poisoned(module)().backward(normal(3, seed=rank))
+        return module.b.grad
+
+    copies = world // slots
+    for rank, grad in enumerate(ranks(gradient, world)):
+        first = rank // copies * copies
+        expected = sum(normal(3, seed=r)[1:] for r in range(first, first + copies))
+        torch.testing.assert_close(grad, expected, **EXACT)
 
 
 # Linear layers against torch.nn.Linear

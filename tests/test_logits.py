@@ -241,6 +241,11 @@ def test_logits_to_keep(ranks, tp, name, oracle):
             torch.testing.assert_close(kept, whole[:, -keep:], rtol=0, atol=TOLERANCE)
 
 
+def test_logits_to_keep_is_not_negative(oracle):
+    with pytest.raises(ValueError, match="logits_to_keep=-3 must be at least 0"):
+        megatron_ssm.load(oracle("mamba").directory)(oracle("mamba").ids, logits_to_keep=-3)
+
+
 # Other dtypes
 
 
