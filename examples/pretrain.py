@@ -27,4 +27,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if code else sys.exit(0)
+    os._exit(code)  # at interpreter exit gloo's thread may abort the process

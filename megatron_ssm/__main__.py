@@ -5,12 +5,14 @@ import os
 import sys
 
 from .arguments import Parser, leave_on_interrupt, quiet, run
+from .config import read_for_ranks
 from .local_ranks import run_local_ranks
 
 
 def parser() -> Parser:
     """The command line. Formats and dtypes are names here, so that --help loads no torch."""
     main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
+    _hide(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
@@ -30,9 +32,13 @@ def parser() -> Parser:
     generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
-    for hidden in ("--rendezvous", "--local_rank", "--local-rank"):  # our own ranks; the deepspeed launcher
-        generate.add_argument(hidden, help=argparse.SUPPRESS)
+    _hide(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last for our own ranks
     return main
+
+
+def _hide(parser, *flags) -> None:
+    for flag in flags:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
 
 
 def main(argv=None) -> int:
@@ -41,8 +47,9 @@ def main(argv=None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.tp is not None and arguments.tp < 1:
         parser().error(f"--tp {arguments.tp} must be at least 1")
-    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:
-        return run_local_ranks(argv, arguments.tp)
+    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # what can be known before ranks start, and torch
+        code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, arguments.tp))
+        return code or run_local_ranks(argv, arguments.tp)
     leave_on_interrupt()
     quiet()
 
@@ -59,5 +66,6 @@ if __name__ == "__main__":
         code = main()
     except KeyboardInterrupt:
         code = 130
-    sys.stderr.flush()
-    os._exit(code) if code else sys.exit(0)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code)  # as the interpreter ends, gloo's thread may still free a tensor, and abort for want of the GIL

@@ -1,4 +1,4 @@
-"""Command lines that fail in one line: shared by `python -m megatron_ssm` and the examples. Imports no torch."""
+"""Command lines that fail in one line, and print: for `python -m megatron_ssm` and the examples. Imports no torch."""
 
 import argparse
 import difflib
@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 import warnings
+from itertools import takewhile
 
 RANK_0_SPEAKS_S = 5.0
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -32,9 +33,24 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """As argparse's, with a suggestion for an unknown flag."""
         arguments, unknown = self.parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return arguments
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but an unknown flag is an error, told before that of a missing one: it may be the one meant."""
+        args = sys.argv[1:] if args is None else args
+        self._refuse(self._unknown_flags(args))
+        return super().parse_known_args(args, namespace)
+
+    def _refuse(self, unknown) -> None:
         if unknown:
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0], self.flags())}")
-        return arguments
+
+    def _unknown_flags(self, words) -> list[str]:
+        """The words, up to -- or a command, that argparse takes for flags (with a space: for a value) and that are none."""
+        known = {flag for action in self._actions for flag in action.option_strings}
+        own = takewhile(lambda w: w != "--" and (w.startswith("-") or not self._subparsers), words)
+        return [w for w in own if w.startswith("--") and " " not in w and w.split("=")[0] not in known]
 
     def flags(self) -> list[str]:
         """Every --flag this parser and its commands take and show."""
@@ -58,21 +74,39 @@ def this_rank() -> int:
 def say(line: str) -> None:
     """One line on stderr, from rank 0, before an end that all ranks have in common.
 
-    torchrun ends all ranks with the first that leaves, so the others wait for it: rank 0 could be late to speak.
+    Launchers end all ranks with the first that leaves, so the others wait for that: rank 0 could be late to speak.
     """
     if this_rank() == 0:
         print(line, file=sys.stderr, flush=True)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
+    else:
         time.sleep(RANK_0_SPEAKS_S)
 
 
 def quiet() -> None:
-    """Keep third parties' warnings off the terminal, in Python and in C++; ours come through logging. Before torch."""
+    """Keep third parties' warnings off the terminal, in Python and in C++; ours are logged, by rank 0. Before torch."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    logging.getLogger("megatron_ssm").setLevel(logging.INFO)
+    logging.getLogger("megatron_ssm").setLevel(logging.INFO if this_rank() == 0 else logging.ERROR)
+
+
+class Printer:
+    """UTF-8 on stdout, flushed at once; a reader who has gone is no error, and the ranks finish together."""
+
+    def __init__(self, speaks: bool):
+        self.speaks = speaks and sys.stdout is not None  # None: closed before the start
+
+    def print(self, text: str) -> None:
+        """Write `text`, or nothing on the ranks that are silent."""
+        if not self.speaks or not text:
+            return
+        try:
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            self.speaks = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_on_interrupt() -> None:

@@ -1,15 +1,14 @@
 """What the commands of `python -m megatron_ssm` do, once torch may be imported."""
 
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from .arguments import Printer
 from .checkpoint import load
-from .config import Config, token_ids
+from .config import Config, read_for_ranks, token_ids
 from .generation import stream
 from .parallel import check_world, device_of_rank, launched_ranks, replicas, shut_down
 from .text import TextStream, load_tokenizer
@@ -18,17 +17,12 @@ from .text import TextStream, load_tokenizer
 def generate(arguments) -> None:
     """`generate`: on every rank; rank 0 prints. Everything that can be wrong is found before ranks communicate."""
     directory = Path(arguments.model)
-    if not directory.is_dir():
-        local = directory.name or "model"
-        fetch = f"hf download {arguments.model} --local-dir {local}"
-        raise ValueError(f"{arguments.model} is not a directory; to fetch it: {fetch}")
-    config = Config.read(directory)
+    tensor = arguments.tp or launched_ranks()
+    config = read_for_ranks(arguments.model, tensor)
     tokenizer = load_tokenizer(directory)
     prompt = _prompt_ids(arguments, tokenizer, config)
     eos = () if arguments.ignore_eos else _stop_tokens(directory, config)
-    tensor = arguments.tp or launched_ranks()
     check_world(tensor, launched_ranks())
-    config.check_ranks(tensor)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
@@ -112,21 +106,3 @@ def _bytes_of_a_step(model, arguments) -> int:
     next(stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
                 arguments.top_k, seed=0))  # fmt: skip
     return model.counter.nbytes - before
-
-
-class Printer:
-    """UTF-8 on stdout, flushed at once; a reader who has gone is no error, and the ranks finish together."""
-
-    def __init__(self, speaks: bool):
-        self.speaks = speaks and sys.stdout is not None  # None: closed before the start
-
-    def print(self, text: str) -> None:
-        """Write `text`, or nothing on the ranks that are silent."""
-        if not self.speaks or not text:
-            return
-        try:
-            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            self.speaks = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -154,6 +154,16 @@ class Config:
         return f"config.json: ignored unknown field{'s' * (len(notes) > 1)} {', '.join(notes)}" if notes else ""
 
 
+def read_for_ranks(model: str, ranks: int) -> Config:
+    """The configuration of --model DIR; an error of one line unless `ranks` tensor-parallel ranks can share it."""
+    if not Path(model).is_dir():
+        fetch = f"hf download {model} --local-dir {Path(model).name or 'model'}"
+        raise ValueError(f"{model} is not a directory; to fetch it: {fetch}")
+    config = Config.read(model)
+    config.check_ranks(ranks)
+    return config
+
+
 def _mamba_fields(values) -> dict:
     auto = values["time_step_rank"] == "auto"
     return dict(dt_rank=math.ceil(values["hidden_size"] / 16) if auto else _positive(values, "time_step_rank"))

@@ -49,7 +49,8 @@ def _wait(processes) -> int:
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
         if failed is None:
             failed = _first_failed(processes)
-            deadline = failed and time.monotonic() + GRACE_S
+            told = failed is processes[0] and failed.returncode == 2  # rank 0 has said it: the others wait for this
+            deadline = failed and time.monotonic() + (0 if told else GRACE_S)
         time.sleep(0.02)
     failed = failed or _first_failed(processes)
     if failed is None:

@@ -55,20 +55,23 @@ class Options:
     params_dtype: str = _option("float32", "of parameters", choices=("float32", "float64"))
     seed: int = _option(1234, "of initialization and data order")
 
-    save_interval: int = _option(0, "steps between checkpoints (0: only the last)")
+    save_interval: int = _option(500, "steps between checkpoints; there is one at the end as well (0: only that)")
     exit_interval: int = _option(0, "leave, with a checkpoint, after a step that this divides (0: never)")
     log_interval: int = _option(10, "steps between lines")
     eval_interval: int = _option(0, "steps between evaluations (0: only the last)")
     device: str = _option("", "cpu or cuda (default: cuda where there is one)", choices=("", "cpu", "cuda"))
 
     def __post_init__(self):
-        for name in ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
-                     "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
-                     "mamba_num_groups"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:  # nan is not
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least {least}")
         if self.context_parallel_size != 1:
             raise ValueError(f"--context-parallel-size {self.context_parallel_size} is not implemented (only 1)")
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which the learning rate has decayed (0: it does not decay)."""
+        return 0 if self.lr_decay_style == "constant" else self.lr_decay_iters or self.train_iters
 
     def accumulation(self, data_ranks: int) -> int:
         """Micro-batches a replica adds up per step; ValueError if the batch does not divide."""
@@ -101,6 +104,15 @@ class Options:
         """Every option that is not its default, on one line."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return " ".join(f"{name}={json.dumps(value)}" for name, value in changed.items() if name != "data")
+
+
+_LEAST = {
+    **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
+                     "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
+                     "mamba_num_groups"), 1),
+    **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
+                     "save_interval", "exit_interval", "eval_interval"), 0),
+}  # fmt: skip
 
 
 def flag(name: str) -> str:

@@ -22,7 +22,14 @@ from .options import Options
 from .parallel import check_world, device_of_rank, initialize, launched_ranks, shut_down
 from .text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
 from .training import Clock, Trainer, evaluate
-from .training_checkpoint import KEPT, load_training, newest_checkpoint, save_training
+from .training_checkpoint import (
+    find_checkpoints,
+    load_training,
+    newest_checkpoint,
+    save_training,
+    saved_decay_steps,
+    set_aside,
+)
 
 
 def pretrain(options: Options) -> None:
@@ -50,7 +57,10 @@ def pretrain(options: Options) -> None:
         report.say(f"pretrain: {options.describe()}")
         report.say(_summary(model, groups, text, out, found))
         if found:
+            report.say_decay(saved_decay_steps(found[0]))
             load_training(*found, model, trainer.optimizer)
+        else:
+            set_aside(out / "checkpoints")
         done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
         if done == options.train_iters:
             _finish(model, text, out, report)
@@ -70,9 +80,8 @@ def _train(trainer, batches, text, agreement, out, report, start) -> int:
             report.evaluated(step, evaluate(trainer.model, text.held_out, trainer.groups, options))
         report.log()
         if last or leave or _due(step, options.save_interval):
-            kept = KEPT if options.resume or report.saves else 1  # an earlier run's give way to the first of this
-            save_training(out / "checkpoints", step, trainer.model, trainer.optimizer, agreement, kept)
-            report.saves += 1
+            directory, decay = out / "checkpoints", options.decay_steps
+            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay)
         if leave and not last:
             report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
             break
@@ -100,15 +109,16 @@ def _model(options, config, groups, device):
 
 
 def _writable(path) -> Path:
-    """The output directory, made and tried; ValueError if it cannot be written."""
+    """The output directory and its checkpoints', made and tried; ValueError if one cannot be written."""
     out = Path(path)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to --out {out}: {error.strerror}") from None
+    for folder in (out, out / "checkpoints"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink(missing_ok=True)  # another machine's rank may have the same number
+        except OSError as error:
+            raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
     return out
 
 
@@ -133,11 +143,15 @@ def _agreement(options, config, text) -> dict:
 def _summary(model, groups, text, out, found) -> str:
     size = sum(torch.Size(p.field.shape).numel() for p in model.parameters())
     held_out = f"{text.held_out.text_bytes:,} held out" if text.held_out else "nothing held out: one document"
-    fresh = "overwriting" if (out / "config.json").exists() else "writing"
+    if found:
+        target = f"resuming {found[0]}"
+    elif find_checkpoints(out / "checkpoints"):
+        target = f"overwriting {out}; its checkpoints move to {out / 'checkpoints.old'}"
+    else:
+        target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (
         f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel "
-        f"ranks; {text.train.text_bytes:,} bytes of text, {held_out}; "
-        + (f"resuming {found[0]}" if found else f"{fresh} {out}")
+        f"ranks; {text.train.text_bytes:,} bytes of text, {held_out}; {target}"
     )
 
 
@@ -157,8 +171,6 @@ class Text:
         else:
             folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
             tokenizer = load_tokenizer(folder)
-            tokenizer.no_truncation()  # documents are as long as they are
-            tokenizer.no_padding()
             self.files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
             self.vocab_size = 1 + max(tokenizer.get_vocab().values())
             self.end = _end_of_text(tokenizer, folder)
@@ -215,7 +227,7 @@ class Report:
     """Rank 0's progress: a line per logged step (a bar on a terminal), and the same as JSON lines."""
 
     def __init__(self, options: Options, groups, start: int):
-        self.options, self.speaks, self.saves, self.line = options, groups.rank == 0, 0, None
+        self.options, self.speaks, self.line = options, groups.rank == 0, None
         self.clock = Clock(options.train_iters - start, options.global_batch_size * options.seq_length)
         on_terminal = self.speaks and sys.stderr.isatty()
         self.bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not on_terminal)
@@ -235,6 +247,11 @@ class Report:
         if self.speaks:
             self.bar.write(line, file=sys.stdout)
             sys.stdout.flush()
+
+    def say_decay(self, before: int) -> None:
+        """Tell when a resumed run's learning rate decays over other steps than it did (0: not known)."""
+        if before and before != self.options.decay_steps:
+            self.say(f"learning rate now decays over {self.options.decay_steps} steps, was {before}")
 
     def step(self, step: int, result, logged: bool) -> None:
         """One step is done; every --log-interval, at the first and the last, and if `logged`, it is told."""

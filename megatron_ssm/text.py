@@ -18,7 +18,7 @@ REPLACEMENT = "\ufffd"
 
 
 def load_tokenizer(directory):
-    """The `tokenizers.Tokenizer` in directory/tokenizer.json.
+    """The `tokenizers.Tokenizer` in directory/tokenizer.json, which neither truncates nor pads, whatever the file says.
 
     FileNotFoundError if that file does not exist, ValueError if it cannot be read as a tokenizer; both name it.
     """
@@ -28,9 +28,12 @@ def load_tokenizer(directory):
     if not path.exists():
         raise FileNotFoundError(f"no tokenizer: {path} does not exist")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"{path} is not a tokenizer that the tokenizers package can read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def write_byte_tokenizer(directory):

@@ -25,12 +25,12 @@ from .parallel import Groups
 
 def learning_rate(options: Options, step: int) -> float:
     """Of the step-th step, from 0: linear warm-up, then cosine, linear or no decay to min_lr."""
-    warmup, total = options.lr_warmup_iters, options.lr_decay_iters or options.train_iters
+    warmup = options.lr_warmup_iters
     if step < warmup:
         return options.lr * (step + 1) / warmup
     if options.lr_decay_style == "constant":
         return options.lr
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    done = min(1.0, (step - warmup) / max(1, options.decay_steps - warmup))
     left = (1 + math.cos(math.pi * done)) / 2 if options.lr_decay_style == "cosine" else 1 - done
     return options.min_lr + (options.lr - options.min_lr) * left
 
@@ -97,9 +97,7 @@ class Trainer:
         self.optimizer = adamw(model, options)
         self.loss = _Loss(model)
         if groups.data is not None:
-            self.loss = DistributedDataParallel(
-                self.loss, process_group=groups.data, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            self.loss = DistributedDataParallel(self.loss, process_group=groups.data, gradient_as_bucket_view=True)
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on the step-th global batch. Failure, on every rank, if loss or gradient is not finite."""

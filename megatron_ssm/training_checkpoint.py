@@ -1,8 +1,9 @@
 """Resumable checkpoints: torch DCP, readable at any tensor-parallel degree.
 
 A checkpoint `step-000010` holds the unpadded parameters, one entry per field of the layout, as DTensors (so DCP knows
-which rank has which rows), the same for both Adam moments, the random state, and `training.json`: the step and what a
-resumed run must agree on. It is written under a hidden name and renamed, so a folder with that name is whole.
+which rank has which rows), the same for both Adam moments, the random state, and `training.json`: the step, the length
+of the learning rate's decay, and what a resumed run must agree on. It is written under a hidden name and renamed, so a
+folder with that name is whole.
 """
 
 import json
@@ -19,30 +20,63 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .arguments import Failure
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2  # the newest checkpoints stay
 
 
-def save_training(directory, step: int, model, optimizer, agreement: dict, kept: int = KEPT) -> None:
-    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `kept` (1: all others).
+def save_training(directory, step: int, model, optimizer, agreement: dict, decay_steps: int = 0) -> None:
+    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `KEPT`.
 
-    agreement: what a run that resumes from here must have in common with this one (JSON values).
+    agreement: what a run that resumes from here must have in common with this one (JSON values). decay_steps: see
+    `Options.decay_steps`. Failure, on every rank, if any of them cannot write.
+
+    Each rank writes its own `__RANK_0.distcp`: its rows of what is split, and its share of what several ranks hold.
+    Rank 0 also writes `.metadata` (which file has which rows) and `training.json`, makes, renames and removes folders.
+    Sent over the default group, as pickles: DCP gathers every rank's plan to rank 0 and scatters the plans without
+    repetitions, gathers what was written where and broadcasts it; no tensor travels. Rank 0 broadcasts its error twice.
     """
     directory = Path(directory)
     hidden, final = directory / f".step-{step:06d}", directory / f"step-{step:06d}"
-    if _first():
+    training = json.dumps({"step": step, "decay_steps": decay_steps, **agreement}, indent=2)
+
+    def begin():
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
-    _wait()
-    dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
-    if _first():
-        (hidden / "training.json").write_text(json.dumps({"step": step, **agreement}, indent=2), encoding="utf-8")
+
+    def end():
+        (hidden / "training.json").write_text(training, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(directory) if path != final]
-        for old in others[: max(0, len(others) - kept + 1)]:
+        for old in others[: max(0, len(others) - KEPT + 1)]:
             shutil.rmtree(old)
-    _wait()
+
+    _on_rank_0(begin, f"cannot write {final}")
+    try:
+        dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # DCP raises it on every rank
+        cause, _ = next(iter(error.failures.values()))
+        raise Failure(f"cannot write {final}: {_one_line(cause)}") from None
+    _on_rank_0(end, f"cannot write {final}")
+
+
+def set_aside(directory) -> None:
+    """Rename DIRECTORY to DIRECTORY.old, in place of an earlier one, if it holds checkpoints: nothing resumes from them.
+
+    All ranks together; rank 0 does it and broadcasts its error. Failure, on every rank, if it cannot be done.
+    """
+    directory = Path(directory)
+    old = directory.with_name(f"{directory.name}.old")
+
+    def rename():
+        if find_checkpoints(directory):
+            if old.exists():
+                shutil.rmtree(old)
+            directory.rename(old)
+
+    _on_rank_0(rename, f"cannot rename {directory} to {old}")
 
 
 def find_checkpoints(directory) -> list[Path]:
@@ -60,11 +94,7 @@ def newest_checkpoint(directory, agreement: dict) -> tuple[Path, int]:
     if not found:
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint")
     path = found[-1]
-    try:
-        saved = json.loads((path / "training.json").read_text(encoding="utf-8"))
-        step = int(saved.pop("step"))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{path / 'training.json'} is not a checkpoint's") from None
+    step, _, saved = _read_training(path)
     for name in {**agreement, **saved}:
         if agreement.get(name) != saved.get(name):
             theirs, ours = saved.get(name), agreement.get(name)
@@ -72,11 +102,28 @@ def newest_checkpoint(directory, agreement: dict) -> tuple[Path, int]:
     return path, step
 
 
+def saved_decay_steps(path) -> int:
+    """The `Options.decay_steps` of the run that wrote a checkpoint (0: none, or it is not known)."""
+    return _read_training(path)[1]
+
+
+def _read_training(path) -> tuple[int, int, dict]:
+    """(step, decay steps, agreement) of a checkpoint's training.json; ValueError if it is none."""
+    try:
+        saved = json.loads((path / "training.json").read_text(encoding="utf-8"))
+        return int(saved.pop("step")), int(saved.pop("decay_steps", 0)), saved
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{path / 'training.json'} is not a checkpoint's") from None
+
+
 def load_training(path, step: int, model, optimizer) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     ValueError, on every rank, if it is damaged or of another model; what its table of contents and the sizes of its
     files tell is found before any communication.
+
+    Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Sent over the default group, as
+    pickles: DCP gathers every rank's plan to rank 0, scatters them back and gathers the outcome; no tensor travels.
     """
     for parameter in model.parameters():
         optimizer.state[parameter] = {
@@ -132,13 +179,22 @@ def _distributed(tensor, field, ranks):
     )
 
 
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _wait() -> None:
+def _on_rank_0(action, failed: str) -> None:
+    """Run `action` on rank 0 while the others wait; its OSError is a Failure of one line on every rank."""
+    error = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as reason:
+            error = [f"{failed}: {_one_line(reason)}"]
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(error, src=0)
+    if error[0]:
+        raise Failure(error[0])
+
+
+def _one_line(error) -> str:
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
 class _Reader(dcp.FileSystemReader):

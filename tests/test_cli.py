@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from hf import save_hf
-from megatron_ssm import generate, load
-from megatron_ssm.local_ranks import _wait
+from megatron_ssm import __main__, arguments, commands, generate, load
+from megatron_ssm.local_ranks import GRACE_S, _wait
+from megatron_ssm.options import parse_options
 from megatron_ssm.text import write_byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +74,12 @@ def answer(*arguments, **options):
     return json.loads(text) if "--json" in arguments else text.removesuffix("\n")
 
 
+def change_config(directory, **fields):
+    """Write these fields into its config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+
 def all_of_it(directory):
     return "--model", directory, "--ignore-eos", "--max-new-tokens", NEW
 
@@ -94,8 +102,13 @@ def test_two_local_ranks_print_the_same_text(directory):
     assert answer(*all_of_it(directory), "--tp", 2) == answer(*all_of_it(directory))
 
 
-def test_torchrun_replicas_are_silent(directory):
-    report = answer(*all_of_it(directory), "--tp", 1, "--json", launcher=tuple(TORCHRUN))
+def test_torchrun_replicas_are_silent(directory, tmp_path):
+    """Also about what every one of them sees in config.json."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    change_config(copy, colour="blue")
+    result = run(*all_of_it(copy), "--tp", 1, "--json", launcher=tuple(TORCHRUN))
+    assert (result.returncode, result.stderr) == (0, b"config.json: ignored unknown field colour\n")
+    report = json.loads(result.stdout)
     assert (report["tp"], report["bytes_sent_per_token"]) == (1, 0)
     assert report["text"] == answer(*all_of_it(directory))
 
@@ -178,6 +191,31 @@ def test_errors_of_flags(flags, pattern):
 
 
 @pytest.mark.parametrize(
+    "command,line",
+    [
+        ("megatron_ssm generate --modl x --prompt y", "unknown argument --modl (did you mean --model?)"),
+        ("megatron_ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
+        ("megatron_ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
+        ("megatron_ssm genrate --modl x", "argument COMMAND: invalid choice: 'genrate' .*"),
+        ("megatron_ssm generate --model x -- --promt", "one of the arguments --prompt --prompt-file is required"),
+        ("pretrain.py --dat x --out y", "unknown argument --dat (did you mean --data?)"),
+    ],
+)
+def test_a_misspelt_flag_is_told_before_a_missing_one(capsys, command, line):
+    program, *words = command.split()
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(words) if program == "pretrain.py" else __main__.parser().parse_args(words)
+    prefix, message = capsys.readouterr().err.split(": ", 1)
+    assert command.startswith(prefix) and re.fullmatch(re.escape(line).replace(r"\.\*", ".*") + "\n", message)
+
+
+@pytest.mark.parametrize("text", [["--prompt=--modl"], ["--prompt", "--modl x"]])
+def test_values_that_look_like_flags_after_the_deepspeed_launchers_own(text):
+    given = __main__.parser().parse_args(["--local_rank=1", "generate", "--model", "x", *text])
+    assert (given.command, given.prompt) == ("generate", text[-1].removeprefix("--prompt="))
+
+
+@pytest.mark.parametrize(
     "flags,pattern",
     [
         (["--tp", 3], r"8 heads do not divide over 3 tensor-parallel ranks \(8 % 3 = 2\)"),
@@ -196,6 +234,33 @@ def test_errors_of_values(directory, flags, pattern):
     assert_one_line(run("--model", directory, *flags), pattern)
 
 
+def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(__main__, "run_local_ranks", None)
+    for model, pattern in ((directory, r"8 heads do not divide over 16 .*"), ("none", "none is not a directory; .*")):
+        assert __main__.main(["generate", "--model", str(model), "--prompt", "a", "--tp", "16"]) == 2
+        assert re.fullmatch(f"megatron_ssm generate: {pattern}\n", capsys.readouterr().err)
+
+
+def test_a_launchers_ranks_find_that_they_cannot_share_the_model(directory, monkeypatch):
+    """Each on its own: these have no process group."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    given = __main__.parser().parse_args(["generate", "--model", str(directory), "--prompt", "a"])
+    with pytest.raises(ValueError, match="8 heads do not divide over 3"):
+        commands.generate(given)
+
+
+def test_ranks_wait_for_rank_0_to_speak_under_any_launcher(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(arguments.time, "sleep", waited.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        arguments.say(f"rank {rank}")
+    assert (capsys.readouterr().err, waited) == ("rank 0\n", [arguments.RANK_0_SPEAKS_S])
+
+
 def without_tokenizer(directory):
     (directory / "tokenizer.json").unlink()
 
@@ -206,8 +271,7 @@ def truncated(directory):
 
 
 def smaller_than_its_tokenizer(directory):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    change_config(directory, vocab_size=256)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +319,7 @@ def test_help_and_errors_of_flags_load_no_torch():
     assert lines == ["0", "0", "2", "2", "2"]
     for flag in ("generate", "--model", "--prompt-file", "--max-new-tokens", "--top-p", "--tp", "--json"):
         assert flag in result.stdout
-    assert "rendezvous" not in result.stdout
+    assert "rendezvous" not in result.stdout and "local" not in result.stdout
 
 
 # Readers who go, Ctrl-C, and ranks that die
@@ -276,6 +340,18 @@ def test_a_reader_who_goes_after_one_byte(directory):
     script = '"$@" | head -c 1; exit "${PIPESTATUS[0]}"'
     result = subprocess.run(["bash", "-c", script, "-", *command], cwd=ROOT, capture_output=True, timeout=LIMIT)
     assert (result.returncode, len(result.stdout), result.stderr) == (0, 1, b"")
+
+
+def test_a_printer_whose_reader_has_gone_falls_silent(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        printer = arguments.Printer(True)
+        printer.print("a")
+        assert not printer.speaks
+        arguments.Printer(True).print("b")  # to nowhere, as what is left in the buffer
+        monkeypatch.undo()
 
 
 @pytest.mark.full
@@ -343,3 +419,13 @@ def test_the_killed_rank_is_blamed_not_those_that_fail_with_it(capfd):
         process.wait()
     assert _wait(processes) == 1
     assert capfd.readouterr().err == "megatron_ssm: rank 1 of 2 was killed by SIGKILL\n"
+
+
+def test_ranks_that_wait_for_rank_0_to_speak_are_ended_when_it_has():
+    ends = ("raise SystemExit(2)", "import time; time.sleep(60)")
+    processes = [subprocess.Popen([sys.executable, "-c", end]) for end in ends]
+    start = time.monotonic()
+    assert _wait(processes) == 2
+    assert time.monotonic() - start < GRACE_S
+    processes[1].kill()
+    processes[1].wait()

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +25,10 @@ from megatron_ssm.data import Batches, read_documents, split_documents, tokenize
 from megatron_ssm.options import Options, parse_options
 from megatron_ssm.pretraining import pretrain
 from megatron_ssm.text import load_tokenizer
+from megatron_ssm.training import Trainer
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "pretrain.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "pretrain.py"
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s"}
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 4 --log-interval 1 --params-dtype float64 --device cpu""".split()
@@ -120,12 +124,85 @@ def test_a_second_run_says_that_it_overwrites(here, capsys):
     assert "; writing out\n" in capsys.readouterr().out
     before, lines = weights(), logged()
     pretrain(options())
-    assert "; overwriting out\n" in capsys.readouterr().out
+    assert "; overwriting out; its checkpoints move to out/checkpoints.old\n" in capsys.readouterr().out
     assert [line["loss"] for line in logged()] == [line["loss"] for line in lines]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights().items())
-    assert os.listdir("out/checkpoints") == ["step-000004"]
+    assert os.listdir("out/checkpoints") == os.listdir("out/checkpoints.old") == ["step-000004"]
     pretrain(options("--train-iters", "3", "--save-interval", "1"))
     assert sorted(os.listdir("out/checkpoints")) == ["step-000002", "step-000003"]
+    Path("out/checkpoints").rename("elsewhere")
+    pretrain(options("--train-iters", "1"))
+    assert "; overwriting out\n" in capsys.readouterr().out
+    assert os.listdir("out/checkpoints.old") == ["step-000004"]  # nothing came in its place
+
+
+def killed(monkeypatch, at, *more):
+    """A run that ends like a killed one in its step `at`."""
+
+    class Killed(BaseException):
+        pass
+
+    def step(self, batches, step, whole=Trainer.step):
+        if step + 1 == at:
+            raise Killed
+        return whole(self, batches, step)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "step", step)
+        pretrain(options(*more))
+
+
+def test_a_killed_run_is_resumed_from_where_it_saved(here, monkeypatch, capsys):
+    killed(monkeypatch, 4, "--save-interval", "2")
+    pretrain(options("--resume"))
+    assert "resuming out/checkpoints/step-000002" in capsys.readouterr().out
+    resumed = weights()
+    pretrain(options("--out", "alone"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights("alone").items())
+    assert Options().save_interval > 0
+
+
+def test_a_fresh_run_that_is_killed_at_once_leaves_nothing_of_an_earlier_one_to_resume(here, monkeypatch, capsys):
+    pretrain(options("--lr", "1e-2"))
+    killed(monkeypatch, 2)
+    capsys.readouterr()
+    found = refused(capsys, "--data", "text", "--out", "out", *TINY, "--resume")
+    assert found == "nothing to resume: out/checkpoints holds no checkpoint"
+    assert os.listdir("out/checkpoints.old") == ["step-000004"]
+
+
+@pytest.mark.parametrize(
+    "before, after, line",
+    [
+        ("", "--train-iters 6", "learning rate now decays over 6 steps, was 4\n"),
+        ("--lr-decay-iters 8", "--train-iters 6 --lr-decay-iters 8", ""),
+        ("--lr-decay-style constant", "--lr-decay-style constant --train-iters 6", ""),
+    ],
+)
+def test_another_length_of_the_decay_is_told(here, capsys, before, after, line):
+    pretrain(options("--exit-interval", "2", *before.split()))
+    capsys.readouterr()
+    pretrain(options("--resume", *after.split()))
+    out = capsys.readouterr().out
+    assert line in out and ("decays over" in out) == bool(line)
+
+
+def test_a_full_disk_ends_with_1_and_one_line(here, capsys):
+    """As far as it can be had without one: rank 0 cannot give the checkpoint its name."""
+    Path("out/checkpoints").mkdir(parents=True)
+    Path("out/checkpoints/step-000004").touch()
+    assert run("pretrain.py", lambda: pretrain(options())) == 1
+    assert capsys.readouterr().err == "pretrain.py: cannot write out/checkpoints/step-000004: Not a directory\n"
+
+
+def test_old_checkpoints_that_cannot_be_set_aside(here, capsys):
+    pretrain(options())
+    Path("out/checkpoints.old").touch()
+    capsys.readouterr()
+    assert run("pretrain.py", lambda: pretrain(options())) == 1
+    line = "pretrain.py: cannot rename out/checkpoints to out/checkpoints.old: Not a directory\n"
+    assert capsys.readouterr().err == line
+    assert os.listdir("out/checkpoints") == ["step-000004"]
 
 
 def test_resuming_a_finished_run_writes_the_model_again(here, capsys):
@@ -262,9 +339,14 @@ def refused(capsys, *arguments):
         ("--data text --out out --context-parallel-size 2", "--context-parallel-size 2 is not implemented (only 1)"),
         ("--data text --out out --seq-length 0", "--seq-length 0 must be at least 1"),
         ("--data text --out out --mamba-head-dim 0", "--mamba-head-dim 0 must be at least 1"),
+        *[(f"--data text --out out --{name} -1", f"--{name} -1 must be at least 0")
+          for name in ("lr-warmup-iters", "lr-decay-iters", "save-interval", "exit-interval", "eval-interval")],
+        *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
+          for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
+        ("--data text --out out --lr nan", "--lr nan must be at least 0"),
         ("--config none.yaml", "[Errno 2] No such file or directory: 'none.yaml'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_flags(here, capsys, line, message):
     assert refused(capsys, *line.split()) == message
 
@@ -291,6 +373,25 @@ def test_wrong_yaml(here, capsys, text, message):
     assert refused(capsys, "--config", "run.yaml").startswith(message)
 
 
+def readme_commands():
+    """The words of each command of the README that runs the script."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if "examples/pretrain.py" in line]
+
+
+def test_the_commands_of_the_readme_would_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert readme_commands()
+    for words in readme_commands():
+        script = words.index("examples/pretrain.py")
+        launcher = " ".join(words[:script]).replace("=", " ").split()
+        ranks = int(launcher[launcher.index("--nproc-per-node") + 1]) if "--nproc-per-node" in launcher else 1
+        read = parse_options(words[script + 1 :])
+        assert ranks % read.tensor_model_parallel_size == 0, words
+        assert read.accumulation(ranks // read.tensor_model_parallel_size) >= 1, words
+
+
 # What is found before training begins
 
 
@@ -304,6 +405,11 @@ def short():
 
 def file_instead_of_a_folder():
     Path("file").write_text("")
+
+
+def file_instead_of_checkpoints():
+    Path("out").mkdir()
+    Path("out/checkpoints").touch()
 
 
 def small_model():
@@ -322,11 +428,12 @@ def nothing():
         (short, 1, "--data text/a",
          "the training data has 6 tokens, and one sequence of 16 with its last label needs 17"),
         (file_instead_of_a_folder, 1, "--out file/out", "cannot write to --out file/out: Not a directory"),
+        (file_instead_of_checkpoints, 1, "", "cannot write to --out out/checkpoints: File exists"),
         (file_instead_of_a_folder, 1, "--log file/log", "cannot write to --log file/log: File exists"),
         (nothing, 1, "--log text", "cannot write to --log text: Is a directory"),
         (nothing, 1, "--resume", "nothing to resume: out/checkpoints holds no checkpoint"),
         (nothing, 3, "--tensor-model-parallel-size 2",
-         "3 ranks do not divide into replicas of 2 tensor-parallel ranks (3 % 2)"),
+         "3 ranks do not divide over replicas of 2 tensor-parallel ranks (3 % 2 = 1)"),
         (nothing, 3, "--tensor-model-parallel-size 3",
          "8 heads do not divide over 3 tensor-parallel ranks (8 % 3 = 2)"),
         (nothing, 3, "--tensor-model-parallel-size 3 --model-type mamba",

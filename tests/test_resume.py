@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tiny
+from megatron_ssm.arguments import Failure
 from megatron_ssm.training_checkpoint import (
     MOMENTS,
     find_checkpoints,
     load_training,
     newest_checkpoint,
     save_training,
+    set_aside,
 )
 
 EXACT = 1e-10
@@ -215,17 +218,65 @@ def test_old_checkpoints_are_removed(tmp_path):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
 
-    def names(step, kept):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED, kept)
-        return [path.name for path in find_checkpoints(tmp_path)]
+    def names(step):
+        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED)
+        return sorted(os.listdir(tmp_path), key=lambda name: int(name[5:]))
 
-    assert names(9, 2) == ["step-000009"]
-    assert names(10, 2) == ["step-000009", "step-000010"]
-    assert names(11, 4) == ["step-000009", "step-000010", "step-000011"]
-    assert names(1_000_000, 3) == ["step-000010", "step-000011", "step-1000000"]
-    assert names(5, 1) == ["step-000005"]  # the first of a new run, over an old one's
-    assert names(5, 1) == ["step-000005"]
-    assert sorted(os.listdir(tmp_path)) == ["step-000005"]
+    assert names(999_999) == ["step-999999"]
+    assert names(999_999) == ["step-999999"]
+    assert names(1_000_000) == ["step-999999", "step-1000000"]
+    assert names(1_000_001) == ["step-1000000", "step-1000001"]
+    assert names(5) == ["step-000005", "step-1000001"]  # what was just written stays
+
+
+def test_checkpoints_are_set_aside(tmp_path):
+    directory, old = tmp_path / "checkpoints", tmp_path / "checkpoints.old"
+    for name in ("first", "second"):
+        (directory / "step-000001").mkdir(parents=True)
+        (directory / "step-000001" / "training.json").write_text(name)
+        set_aside(directory)
+        assert not directory.exists()
+        assert (old / "step-000001" / "training.json").read_text() == name
+    directory.mkdir()
+    set_aside(directory)
+    assert directory.exists() and find_checkpoints(old)
+
+
+# What cannot be written
+
+
+def in_the_way(directory):
+    directory.touch()
+
+
+def name_taken(directory):
+    directory.mkdir()
+    (directory / "step-000001").touch()
+
+
+def no_room_on_this_rank(directory):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize("spoil", (in_the_way, name_taken, no_room_on_this_rank))
+def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spoil):
+    """It is rank 0 that cannot make or rename the folder, or the last rank whose file grows too large."""
+    directory = tmp_path / "checkpoints"
+
+    def save(rank):
+        trainer = tiny.trainer_on(tp, options(hidden_size=32))
+        tiny.curve(trainer, 1)
+        if rank == (tp * dp - 1 if spoil is no_room_on_this_rank else 0):
+            spoil(directory)
+        with pytest.raises(Failure) as error:
+            save_training(directory, 1, trainer.model, trainer.optimizer, AGREED)
+        return str(error.value)
+
+    lines = ranks(save, tp * dp)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith(f"cannot write {directory}/step-000001: ") and len(lines[0].splitlines()) == 1
+    assert find_checkpoints(directory) == []
 
 
 # What cannot be resumed
@@ -234,8 +285,10 @@ def test_old_checkpoints_are_removed(tmp_path):
 def test_an_interrupted_checkpoint_is_not_found(tmp_path):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
-    with pytest.raises(TypeError):  # the tensors are written, what JSON cannot write ends it
-        save_training(tmp_path, 1, trainer.model, trainer.optimizer, {"global_batch_size": object()})
+    (tmp_path / "step-000001").touch()
+    with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
+        save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
+    (tmp_path / "step-000001").unlink()
     assert os.listdir(tmp_path) == [".step-000001"]
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):

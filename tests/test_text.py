@@ -137,6 +137,18 @@ def test_files_are_replaced_and_nothing_else_is_left(tmp_path):
     ]  # fmt: skip
 
 
+def test_texts_are_neither_truncated_nor_padded(tmp_path, byte_directory):
+    """Whatever tokenizer.json says of it, as in transformers."""
+    text, told = "four", Tokenizer.from_file(str(byte_directory / "tokenizer.json"))
+    told.enable_truncation(2)
+    told.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(text).ids == list(text.encode())
+    told.no_truncation()
+    told.enable_padding(length=9)
+    told.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(text).ids == list(text.encode())
+
+
 def test_missing_tokenizer_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         load_tokenizer(tmp_path)

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -133,7 +134,9 @@ def test_data_parallel_against_torchs_ddp(ranks, dp):
     run = tiny.options(micro_batch_size=1)
 
     def train(rank):
-        ours = tiny.curve(tiny.trainer_on(1, run), 5)[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # DDP's, of arguments that will go
+            ours = tiny.curve(tiny.trainer_on(1, run), 5)[1]
         model = tiny.trainer(run).model
         plain = plain_curve(model, DistributedDataParallel(model), run, rank, dp, 5)[1]
         return ours, plain
