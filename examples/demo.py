@@ -67,7 +67,8 @@ def train_model(directory, train, held_out) -> float:
     log = directory / "train.jsonl"
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
                str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--data", str(train[0].parent),
-               "--valid-data-path", str(held_out[0].parent), "--out", str(directory / "model"), "--log", str(log)]  # fmt: skip
+               "--valid-data-path", str(held_out[0].parent), "--out", str(directory / "model"),
+               "--log", str(log)]  # fmt: skip
     print("\n$ " + " ".join(command), flush=True)
     start = time.perf_counter()
     run_quietly([sys.executable, "-m", "torch.distributed.run", *command[1:]])

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from .arguments import Printer
 from .checkpoint import COMPANIONS, build, load, save
 from .config import Config
 from .data import Batches, read_documents, split_documents, tokenize
@@ -244,9 +245,8 @@ class Report:
 
     def say(self, line: str) -> None:
         """A line on stdout."""
-        if self.speaks:
-            self.bar.write(line, file=sys.stdout)
-            sys.stdout.flush()
+        with self.bar.external_write_mode():
+            Printer(self.speaks).print(line + "\n")
 
     def say_decay(self, before: int) -> None:
         """Tell when a resumed run's learning rate decays over other steps than it did (0: not known)."""
