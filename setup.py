@@ -26,7 +26,7 @@ setup(
         "hf": ["transformers"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "transformers"],
         "lint": ["ruff"],
-        "bench": ["matplotlib", "transformers"],
+        "bench": ["transformers"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
         "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4"],
     },

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +29,8 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What travels with the weights from a loaded directory to a saved one.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v3", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 
@@ -151,29 +153,30 @@ def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
     tokenizer and generation files come along from where the model was loaded. A tensor kept in fp32 (A_log, ...) is
     stored in the model's dtype where that is exact. An error of the writing rank is raised on every rank.
     """
-    replica = 0 if model.data_group is None else dist.get_rank(model.data_group)
-    error = None
-    if replica == 0:
-        error = _save_replica(model, Path(directory), file_bytes)
-    error = _broadcast(error, model.data_group, model.device)
-    if error:
-        raise OSError(error)
-
-
-def _save_replica(model, directory, file_bytes) -> str | None:
-    """Write from the ranks of one replica; returns the error every one of them learns of."""
-    writer = _Writer(directory) if model.ranks.rank == 0 else None
-    group, device = model.ranks.group, model.device
     plan = _plan(model, file_bytes)
-    error = _broadcast(writer and writer.attempt(writer.open), group, device)
+    if model.data_group is None or dist.get_rank(model.data_group) == 0:
+        stages = _save_replica(model, Path(directory), plan)
+    else:
+        stages = [None] * (len(plan) + 2)
+    for error in stages:
+        if error := _broadcast(error, model.data_group, model.device):
+            raise OSError(error)
+
+
+def _save_replica(model, directory, plan) -> Iterator[str | None]:
+    """Write from the ranks of one replica, stage by stage; yields each stage's error, the same on all of them."""
+    writer = _Writer(directory) if model.ranks.rank == 0 else None
+
+    def stage(step, *arguments):
+        error = writer and writer.attempt(getattr(writer, step), *arguments)
+        return _broadcast(error, model.ranks.group, model.device)
+
+    yield stage("open")
     for name, tensors in plan.items():
-        if error:
-            return error
-        gathered = {hf: _gather(model, hf, fields) for hf, fields in tensors.items()}
-        error = _broadcast(writer and writer.attempt(writer.write, name, gathered), group, device)
+        gathered = {hf: _gather(model, hf, parameters) for hf, parameters in tensors.items()}
+        yield stage("write", name, gathered)
         del gathered
-    weight_map = {hf: name for name, tensors in plan.items() for hf in tensors}
-    return error or _broadcast(writer and writer.attempt(writer.close, model, weight_map), group, device)
+    yield stage("close", model, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
 def _broadcast(value, group, device):

@@ -85,7 +85,9 @@ class Stops:
 
     def __init__(self, model: Model, batch: int, stop_tokens=(), stop_strings=()):
         self.ended = torch.zeros(batch, dtype=torch.bool)
-        self.tokens = torch.tensor(sorted(stop_tokens), dtype=torch.int64)
+        self.tokens = torch.tensor(
+            [stop_tokens] if isinstance(stop_tokens, int) else sorted(stop_tokens), dtype=torch.int64
+        )
         self.texts = []
         if stop_strings:
             if model.directory is None:
