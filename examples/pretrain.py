@@ -1,18 +1,19 @@
 """Pretrain a Mamba or Mamba-2 language model on text files, on one rank or many.
 
-torchrun --nproc-per-node 2 examples/pretrain.py --tensor-model-parallel-size 2 --data TEXT... --out DIR
+torchrun --nproc-per-node 2 -- examples/pretrain.py --tensor-model-parallel-size 2 --data TEXT... --out DIR
 """
 
 import os
 import sys
 
-from megatron_ssm.arguments import quiet, run
+from megatron_ssm.arguments import leave_on_interrupt, quiet, run
 from megatron_ssm.options import parse_options
 
 
 def main():
     """Parse the options (before torch is imported), then train."""
     options = parse_options()
+    leave_on_interrupt()
     quiet()
 
     def command():
