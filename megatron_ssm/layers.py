@@ -138,10 +138,12 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, whole, share, *fields):
         ctx.share = share
+        ctx.save_for_backward(*fields)  # only so that autograd refuses if one is changed before backward
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx, grad):
+        _ = ctx.saved_tensors
         return None, None, *ctx.share(grad)
 
 

@@ -147,7 +147,7 @@ def _summary(model, groups, text, out, found) -> str:
     if found:
         target = f"resuming {found[0]}"
     elif find_checkpoints(out / "checkpoints"):
-        target = f"overwriting {out}; its checkpoints move to {out / 'checkpoints.old'}"
+        target = f"overwriting {out}; its checkpoints replace those in {out / 'checkpoints.old'}"
     else:
         target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (

@@ -206,6 +206,16 @@ def test_packed_adds_the_gradients_of_shared_fields(ranks, world):
         torch.testing.assert_close(common, sum(weights)[2:], **EXACT)
 
 
+@pytest.mark.parametrize("change", (lambda module: module, lambda module: module.double(), copy.deepcopy))
+def test_fields_changed_before_backward_are_refused(change):
+    module = change(packed()[0])
+    y = module().square().sum()
+    with torch.no_grad():
+        module.b.mul_(2)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        y.backward()
+
+
 @pytest.mark.parametrize("slots,world", [(1, 2), (2, 4), (2, 6)])
 def test_each_shared_piece_is_summed_over_its_own_ranks(ranks, slots, world):
     def gradient(rank):

@@ -124,7 +124,7 @@ def test_a_second_run_says_that_it_overwrites(here, capsys):
     assert "; writing out\n" in capsys.readouterr().out
     before, lines = weights(), logged()
     pretrain(options())
-    assert "; overwriting out; its checkpoints move to out/checkpoints.old\n" in capsys.readouterr().out
+    assert "; overwriting out; its checkpoints replace those in out/checkpoints.old\n" in capsys.readouterr().out
     assert [line["loss"] for line in logged()] == [line["loss"] for line in lines]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights().items())
     assert os.listdir("out/checkpoints") == os.listdir("out/checkpoints.old") == ["step-000004"]
