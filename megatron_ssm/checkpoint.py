@@ -29,8 +29,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What travels with the weights from a loaded directory to a saved one.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model",
-    "tokenizer.model.v3", "chat_template.jinja", "generation_config.json",
+    "tokenizer.model", "tokenizer.model.v3", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 

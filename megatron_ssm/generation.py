@@ -120,8 +120,7 @@ class Decoding:
             self.generators = [torch.Generator().manual_seed(seed + row) for row in range(batch)]
         self.seen = None
         if sampling.repetition_penalty != 1:
-            width = -(-model.config.vocab_size // model.ranks.size)
-            self.seen = torch.zeros(batch, width, dtype=torch.bool, device=model.device)
+            self.seen = torch.zeros(batch, model.embeddings.width, dtype=torch.bool, device=model.device)
 
     def prefill(self) -> torch.Tensor:
         """Read the prompts; returns the first new token of each, (batch,) on the CPU."""

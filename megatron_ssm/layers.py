@@ -56,6 +56,10 @@ class Ranks:
     def __deepcopy__(self, memo):
         return self  # process groups are handles
 
+    def slot(self, pieces: int) -> int:
+        """Which of `pieces` pieces this rank holds, each being held by size/pieces neighbouring ranks."""
+        return self.rank * pieces // self.size
+
     def exact(self, tensor, group):
         """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
@@ -177,7 +181,7 @@ class Packed(nn.Module):
         if self.shared:
             mine = torch.cat([grads[name] for name in self.shared])
             slots = mine.new_zeros(self.slots, *mine.shape)
-            slot = self.ranks.rank * self.slots // self.ranks.size
+            slot = self.ranks.slot(self.slots)
             slots[slot] = mine
             total = self.ranks.exact(slots, self.ranks.group)[slot]
             rows = [self.sizes[name] for name in self.shared]
@@ -257,8 +261,9 @@ class VocabularyParallel(nn.Module):
 
     def __init__(self, vocab_size, hidden_size, ranks: Ranks, dtype=None, device=None):
         super().__init__()
-        self.vocab_size, self.ranks = vocab_size, ranks
+        self.ranks = ranks
         self.start, self.stop = vocabulary_range(vocab_size, ranks)
+        self.width = -(-vocab_size // ranks.size)  # of every rank's logits
         self.weight = nn.Parameter(torch.empty(self.stop - self.start, hidden_size, dtype=dtype, device=device))
 
     def embed(self, ids):
@@ -277,5 +282,5 @@ class VocabularyParallel(nn.Module):
         x = copy_to_ranks(x.to(self.weight.dtype), self.ranks.group, self.ranks.exact)
         local = F.linear(x, self.weight)
         local = local.to(at_least_fp32(local.dtype))
-        missing = -(-self.vocab_size // self.ranks.size) - local.shape[-1]
+        missing = self.width - local.shape[-1]
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local

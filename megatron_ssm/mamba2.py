@@ -107,7 +107,6 @@ class Mamba2Mixer(nn.Module):
 
     def _sum_of_group(self, squares):
         """squares (batch, seq, 1), this rank's share of its group's -> the group's, by an all-reduce of G columns."""
-        copies = self.ranks.size // self.all_groups
-        mine = self.ranks.rank // copies
+        mine = self.ranks.slot(self.all_groups)
         columns = F.pad(squares, (mine, self.all_groups - 1 - mine))
         return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., mine : mine + 1]
