@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from sparsefusion.collectives import Counter
 
 from .config import Config
-from .families import hf_shapes, layout
+from .families import aliases, hf_shapes, layout
 from .layers import Ranks
 from .model import Model
 
@@ -103,9 +103,10 @@ def _open(directory: Path, stack) -> dict:
 
 def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
     """{Hugging Face name: name in these files}, every tensor there with its right shape and a floating dtype."""
-    names = {}
+    names, known = {}, {"lm_head.weight"}
     for hf, shape in hf_shapes(layout(config)).items():
-        name = next((n for n in _aliases(hf, config) if n in tensors), None)
+        known.update(aliases(config, hf))
+        name = next((n for n in aliases(config, hf) if n in tensors), None)
         if name is None:
             raise ValueError(f"{directory} has no tensor {hf} {shape}")
         if tuple(tensors[name].get_shape()) != shape:
@@ -115,7 +116,7 @@ def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
         if tensors[name].get_dtype() not in FLOATS:
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         names[hf] = name
-    left = sorted(set(tensors) - set(names.values()) - {"lm_head.weight"})
+    left = sorted(set(tensors) - known)
     if left:
         raise ValueError(
             f"{directory} has {len(left)} tensors that a {config.family} model does not use, such as {left[0]}"
@@ -123,25 +124,10 @@ def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
     return names
 
 
-def _aliases(name: str, config: Config):
-    """The names under which checkpoints have kept a tensor: old ones, and those saved without the head."""
-    for spelling in (name, name.replace("backbone.embeddings.", "backbone.embedding.")):
-        yield spelling
-        yield spelling.removeprefix("backbone.")
-    if config.tie_embeddings and name == "backbone.embeddings.weight":
-        yield "lm_head.weight"
-
-
 def _read(parameter, tensor, ranks: Ranks) -> None:
     """Copy this rank's piece of a stored tensor into the parameter."""
     if parameter.numel():
-        parameter.copy_(tensor[_in_file(parameter.field, ranks.rank, ranks.size)])
-
-
-def _in_file(field, rank, size) -> tuple[slice, ...]:
-    """A rank's piece of a field, as slices of the Hugging Face tensor that holds it."""
-    first, *rest = field.piece(rank, size)
-    return (slice(field.start + first.start, field.start + first.stop), *rest)
+        parameter.copy_(parameter.field.read(tensor, ranks.rank, ranks.size))
 
 
 def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
@@ -223,7 +209,7 @@ def _gather(model, hf, parameters):
                 if rank:
                     piece = torch.empty(shape, dtype=parameter.dtype, device=model.device)
                     dist.recv(piece, group=ranks.group, group_src=rank)
-                whole[_in_file(field, rank, ranks.size)] = piece
+                field.write(whole, piece, rank, ranks.size)
                 del piece  # or it would stay while the next one is received
             elif ranks.rank == rank:
                 dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)

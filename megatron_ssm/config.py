@@ -1,7 +1,7 @@
 """Model configuration, read from and written to a Hugging Face `config.json`.
 
 A field that changes the mathematics and has a value not implemented here is an error that names both; fields known not
-to matter are listed below; any other field is reported once (`Config.unknown`).
+to matter are listed in `config_fields`; any other field is reported once (`Config.unknown`).
 """
 
 import difflib
@@ -10,49 +10,27 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FAMILIES = ("mamba", "mamba2")
+from .config_fields import ACTIVATIONS, FAMILIES, IRRELEVANT, ONLY, Values
 
-# Defaults where config.json is silent: those of transformers' configuration classes.
-_DEFAULTS = {
-    "mamba": dict(vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=32, tie_word_embeddings=True),
-    "mamba2": dict(
-        vocab_size=32768, hidden_size=4096, state_size=128, num_hidden_layers=64, tie_word_embeddings=False,
-        num_heads=128, head_dim=64, n_groups=8, time_step_limit=(0.0, math.inf),
-    ),
-}  # fmt: skip
-_SHARED_DEFAULTS = dict(
-    layer_norm_epsilon=1e-5, expand=2, conv_kernel=4, use_bias=False, use_conv_bias=True, residual_in_fp32=True,
-    time_step_rank="auto", time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
-)  # fmt: skip
 
-# Fields that would change the mathematics: the values that do not.
-_ONLY = {
-    "hidden_act": ("silu", "swish"),
-    "rms_norm": (True,),
-    "attn_layer_idx": (None, []),
-    "attn_cfg": (None, {}),
-    "d_intermediate": (None, 0),
-    "quantization_config": (None,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "head_bias": (False,),
-}
+@dataclass(frozen=True)
+class SharedBlockConfig:
+    """The transformer block that the hybrid layers of Zamba and Zamba2 share (ssm.md A4, A5).
 
-# Fields known not to matter: names of old Hub checkpoints, training and initialization choices, transformers' own
-# switches. (norm_before_gate is among them: transformers always gates before the norm, whatever it says.)
-_IRRELEVANT = frozenset(
-    """_name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size
-    chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner d_model d_state decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm id2label initializer_range is_decoder
-    label2id length_penalty max_length min_length model_type n_layer no_repeat_ngram_size norm_before_gate num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states output_scores pad_vocab_size_multiple prefix
-    problem_type pruned_heads remove_invalid_values repetition_penalty rescale_prenorm_residual return_dict
-    return_dict_in_generate sep_token_id ssm_cfg suppress_tokens task_specific_params temperature tf_legacy_loss
-    time_step_floor time_step_init_scheme time_step_max time_step_min time_step_scale tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_associative_scan use_bfloat16 use_cache
-    use_mamba_kernels use_mambapy bos_token_id pad_token_id eos_token_id layer_types expand intermediate_size""".split()
-)
+    copies: how many physical blocks the hybrid layers take in turn. adapter_rank: of the low-rank additions to the MLP,
+    one per use of a block (0: none), and, with `attention_adapters`, to q, k and v. rope_theta 0: no rotary embedding.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward_size: int
+    activation: str
+    copies: int = 1
+    bias: bool = False
+    adapter_rank: int = 0
+    attention_adapters: bool = False
+    rope_theta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +49,14 @@ class Config:
     conv_bias: bool
     residual_in_fp32: bool
     tie_embeddings: bool
+    heads: int = 1  # of the mixer; Mamba-1's heads have an x_proj each
     dt_rank: int = 0  # Mamba-1
-    heads: int = 0  # Mamba-2
-    head_dim: int = 0
-    groups: int = 0
+    inner_norm_eps: float = 0.0  # of Falcon-Mamba's norms of dt, B and C (0: none)
+    groups: int = 0  # Mamba-2; 0: a Mamba-1 kind
+    gated_norm_eps: float = 0.0
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    hybrid_layers: tuple[int, ...] = ()  # the layers that use the shared block
+    shared: SharedBlockConfig | None = None
     dt_init: tuple[float, float, float] = (0.001, 0.1, 1e-4)  # smallest, largest, floor
     eos_token_ids: tuple[int, ...] = ()
     raw: dict = field(default_factory=dict, compare=False, repr=False)
@@ -101,43 +82,54 @@ class Config:
             raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
         family = raw.get("model_type")
         if family not in FAMILIES:
-            raise ValueError(f"model type {family!r} is not supported (supported: {', '.join(FAMILIES)})")
-        values = {**_SHARED_DEFAULTS, **_DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
-        for name, allowed in _ONLY.items():
+            hint = ""
+            if "d_model" in raw:
+                hint = "; it looks like state-spaces' own: python -m megatron_ssm convert translates those"
+            raise ValueError(f"model type {family!r} is not supported (supported: {', '.join(FAMILIES)}){hint}")
+        only = ONLY | ({} if family.startswith("zamba") else {"hidden_act": ("silu", "swish")})
+        for name, allowed in only.items():
             if name in raw and raw[name] not in allowed:
                 raise ValueError(f"{family} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-        known = {*_SHARED_DEFAULTS, *_DEFAULTS[family], *_ONLY, *_IRRELEVANT}
+        values = Values(family, raw)
+        hybrid = _hybrid_layers(values)
         return cls(
             family=family,
-            vocab_size=_positive(values, "vocab_size"),
-            hidden_size=_positive(values, "hidden_size"),
-            intermediate_size=_intermediate(values),
-            state_size=_positive(values, "state_size"),
-            num_layers=_positive(values, "num_hidden_layers"),
-            conv_kernel=_positive(values, "conv_kernel"),
-            norm_eps=_number(values, "layer_norm_epsilon"),
-            use_bias=_flag(values, "use_bias"),
-            conv_bias=_flag(values, "use_conv_bias"),
-            residual_in_fp32=_flag(values, "residual_in_fp32"),
-            tie_embeddings=_flag(values, "tie_word_embeddings"),
-            dt_init=tuple(_number(values, f"time_step_{k}") for k in ("min", "max", "floor")),
+            vocab_size=values.positive("vocab_size"),
+            hidden_size=values.positive("hidden_size"),
+            state_size=values.positive("state_size"),
+            num_layers=values.positive("num_hidden_layers"),
+            conv_kernel=values.positive("conv_kernel"),
+            norm_eps=values.number("layer_norm_epsilon"),
+            use_bias=values.flag("use_bias"),
+            residual_in_fp32="residual_in_fp32" in values.defaults and values.flag("residual_in_fp32"),
+            tie_embeddings=values.flag("tie_word_embeddings"),
+            dt_init=tuple(values.number(f"time_step_{k}") for k in ("min", "max", "floor")),
             eos_token_ids=token_ids(raw.get("eos_token_id")),
+            hybrid_layers=hybrid,
+            shared=_shared_block(values) if hybrid else None,
             raw=dict(raw),
-            unknown=tuple(sorted(set(raw) - known)),
-            **_PARTS[family](values),
+            unknown=tuple(sorted(set(raw) - values.known - set(only) - IRRELEVANT)),
+            **(_mamba2_fields if family.endswith("2") else _mamba_fields)(values),
         )
 
+    @property
+    def head_dim(self) -> int:
+        """Channels per head of the mixer."""
+        return self.intermediate_size // self.heads
+
     def check_ranks(self, size: int) -> None:
-        """ValueError, with its numbers, if this model cannot be split over `size` tensor-parallel ranks (ssm.md A1, A3)."""
-        if self.family == "mamba":
-            _divides(self.intermediate_size, size, "channels")
-        else:
+        """ValueError, with its numbers, if this model cannot be split over `size` tensor-parallel ranks (ssm.md A1-A5)."""
+        if self.groups:
             _divides(self.heads, size, "heads")
-            if self.groups % size and size % self.groups:
-                raise ValueError(
-                    f"{self.groups} groups do not divide over {size} tensor-parallel ranks, nor the ranks over the groups"
-                    f" ({self.groups} % {size} = {self.groups % size}, {size} % {self.groups} = {size % self.groups})"
-                )
+            _divide_either_way(self.groups, size, "groups")
+        else:
+            _divides(self.intermediate_size, size, "channels")
+            if self.heads > 1:
+                _divide_either_way(self.heads, size, "mamba heads")
+        if self.shared is not None:
+            _divides(self.shared.heads, size, "attention heads")
+            _divides(self.shared.kv_heads, size, "key/value heads")
+            _divides(self.shared.feed_forward_size, size, "channels of the shared MLP")
 
     def to_dict(self, dtype: str) -> dict:
         """The config.json of a checkpoint of this model stored as `dtype` ('float32', ...)."""
@@ -146,7 +138,7 @@ class Config:
 
     def describe_unknown(self) -> str:
         """One line about the fields nobody here knows, with the known field each resembles; empty if there are none."""
-        known = [*_SHARED_DEFAULTS, *_DEFAULTS[self.family]]
+        known = sorted(Values(self.family, {}).known)
         notes = []
         for name in self.unknown:
             close = difflib.get_close_matches(name, known, 1)
@@ -164,66 +156,125 @@ def read_for_ranks(model: str, ranks: int) -> Config:
     return config
 
 
-def _mamba_fields(values) -> dict:
+def _mamba_fields(values: Values) -> dict:
+    """What is particular to a mixer of the Mamba-1 kind."""
+    inner = int(values.number("expand") * values["hidden_size"])
+    heads = 1
+    if values.family == "zamba":
+        heads = values.positive("num_heads")
+        _divides(inner, heads, "channels", "mamba heads")
+    elif values["intermediate_size"] is not None:  # transformers lets it overrule expand
+        inner = values.positive("intermediate_size")
     auto = values["time_step_rank"] == "auto"
-    return dict(dt_rank=math.ceil(values["hidden_size"] / 16) if auto else _positive(values, "time_step_rank"))
+    return dict(
+        intermediate_size=inner,
+        heads=heads,
+        dt_rank=math.ceil(values["hidden_size"] / 16) if auto else values.positive("time_step_rank"),
+        conv_bias=values.flag("use_conv_bias"),
+        inner_norm_eps=values.number("mixer_rms_eps") if values.family == "falcon_mamba" else 0.0,
+    )
 
 
-def _mamba2_fields(values) -> dict:
-    heads, head_dim, groups = (_positive(values, k) for k in ("num_heads", "head_dim", "n_groups"))
-    inner = _intermediate(values)
-    if heads * head_dim != inner:
+def _mamba2_fields(values: Values) -> dict:
+    """What is particular to a mixer of the Mamba-2 kind."""
+    inner = int(values.number("expand") * values["hidden_size"])
+    heads, groups = values.positive("num_heads"), values.positive("n_groups")
+    zamba = values.family == "zamba2"
+    if zamba:
+        _divides(inner, heads, "channels", "mamba heads")
+        values.same("head_dim", inner // heads, "mamba_expand * hidden_size / n_mamba_heads")
+    else:
+        values.same("intermediate_size", inner, "expand * hidden_size")
+        if heads * values.positive("head_dim") != inner:
+            raise ValueError(
+                f"{heads} heads of {values['head_dim']} are {heads * values['head_dim']} channels, not "
+                f"expand * hidden_size = {inner}"
+            )
+    _divides(heads, groups, "heads", "groups")
+    return dict(
+        intermediate_size=inner,
+        heads=heads,
+        groups=groups,
+        conv_bias=zamba or values.flag("use_conv_bias"),
+        gated_norm_eps=1e-5 if zamba else values.number("layer_norm_epsilon"),
+        dt_limit=(values.number("time_step_min"), math.inf) if zamba else values.limits("time_step_limit"),
+    )
+
+
+def _hybrid_layers(values: Values) -> tuple[int, ...]:
+    """The layers that use the shared block; "mamba" is the old name of "linear_attention"."""
+    if not values.family.startswith("zamba"):
+        return ()
+    kinds, count = values["layers_block_type"], values.positive("num_hidden_layers")
+    plain = "linear_attention"
+    if kinds is None and values.family == "zamba":
+        period, offset = values.positive("attn_layer_period"), values["attn_layer_offset"]
+        kinds = [plain, plain, "hybrid"] + ["hybrid" if i % period == offset else plain for i in range(count - 3)]
+    elif kinds is None:
+        kinds = [plain] + ([plain] * 5 + ["hybrid"]) * 7 + [plain] * 4 + ["hybrid"] + [plain] * 3 + ["hybrid"]
+        kinds += [plain] * 2
+    if not isinstance(kinds, list) or not all(kind in (plain, "mamba", "hybrid") for kind in kinds):
+        raise ValueError(f"config.json: layers_block_type={kinds!r} must be a list of 'linear_attention' and 'hybrid'")
+    if len(kinds) != count:
+        raise ValueError(f"config.json: layers_block_type has {len(kinds)} layers, num_hidden_layers={count}")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
+    if values.family == "zamba2":
+        values.same("hybrid_layer_ids", list(layers), "the hybrid layers of layers_block_type")
+    return layers
+
+
+def _shared_block(values: Values) -> SharedBlockConfig:
+    hidden, heads = values["hidden_size"], values.positive("num_attention_heads")
+    zamba2 = values.family == "zamba2"
+    values.same("attention_hidden_size", 2 * hidden, "2 * hidden_size")
+    head_dim = values.positive("attention_head_dim") if values["attention_head_dim"] else 2 * hidden // heads
+    kv_heads = heads if values["num_key_value_heads"] is None else values.positive("num_key_value_heads")
+    _divides(heads, kv_heads, "attention heads", "key/value heads")
+    if values["hidden_act"] not in ACTIVATIONS:
         raise ValueError(
-            f"{heads} heads of {head_dim} are {heads * head_dim} channels, not expand * hidden_size = {inner}"
+            f"{values.family} with hidden_act={values['hidden_act']!r} is not implemented (only {', '.join(ACTIVATIONS)})"
         )
-    if heads % groups:
-        raise ValueError(f"{heads} heads do not divide over {groups} groups ({heads} % {groups} = {heads % groups})")
-    return dict(heads=heads, head_dim=head_dim, groups=groups, dt_limit=_limits(values, "time_step_limit"))
+    more = {}
+    if zamba2:
+        more = dict(
+            copies=values.positive("num_mem_blocks"),
+            bias=values.flag("use_bias"),
+            adapter_rank=values.positive("adapter_rank"),
+            attention_adapters=values.flag("use_shared_attention_adapter"),
+            rope_theta=_rope_theta(values),
+        )
+        if more["attention_adapters"] and not heads * head_dim == kv_heads * head_dim == 2 * hidden:
+            raise ValueError(
+                f"attention adapters are 2 * hidden_size = {2 * hidden} wide, {heads} heads of {head_dim} and {kv_heads} "
+                f"key/value heads are {heads * head_dim} and {kv_heads * head_dim}"
+            )
+        if more["rope_theta"] and head_dim % 2:
+            raise ValueError(f"rotary embeddings need heads of even size, not {head_dim}")
+    feed_forward = 4 * hidden if values["feed_forward_size"] is None else values.positive("feed_forward_size")
+    return SharedBlockConfig(heads, kv_heads, head_dim, feed_forward, values["hidden_act"], **more)
 
 
-_PARTS = {"mamba": _mamba_fields, "mamba2": _mamba2_fields}
+def _rope_theta(values: Values) -> float:
+    """The base of the rotary embedding (0: the model has none); ValueError if it is a scaled one."""
+    if not values.flag("use_mem_rope"):
+        return 0.0
+    parameters = values["rope_scaling"] or values["rope_parameters"] or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{values.family} with rope_type={kind!r} is not implemented (only 'default')")
+    return float(parameters.get("rope_theta", values["rope_theta"]))
 
 
-def _positive(values, name) -> int:
-    value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {name}={value!r} must be a positive integer")
-    return value
-
-
-def _flag(values, name) -> bool:
-    if not isinstance(values[name], bool):
-        raise ValueError(f"config.json: {name}={values[name]!r} must be true or false")
-    return values[name]
-
-
-def _number(values, name) -> float:
-    value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json: {name}={value!r} must be a number")
-    return float(value)
-
-
-def _limits(values, name) -> tuple[float, float]:
-    """Two numbers; transformers may write infinity as {"__float__": "Infinity"}."""
-    try:
-        low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in values[name])
-    except (TypeError, ValueError, KeyError):
-        raise ValueError(f"config.json: {name}={values[name]!r} must be two numbers") from None
-    return low, high
-
-
-def _intermediate(values) -> int:
-    inner = int(_number(values, "expand") * values["hidden_size"])
-    if values.get("intermediate_size", inner) != inner:
-        raise ValueError(f"intermediate_size={values['intermediate_size']} is not expand * hidden_size = {inner}")
-    return inner
-
-
-def _divides(count, size, what):
+def _divides(count, size, what, over="tensor-parallel ranks"):
     if count % size:
+        raise ValueError(f"{count} {what} do not divide over {size} {over} ({count} % {size} = {count % size})")
+
+
+def _divide_either_way(count, size, what):
+    if count % size and size % count:
         raise ValueError(
-            f"{count} {what} do not divide over {size} tensor-parallel ranks ({count} % {size} = {count % size})"
+            f"{count} {what} do not divide over {size} tensor-parallel ranks, nor the ranks over the {what}"
+            f" ({count} % {size} = {count % size}, {size} % {count} = {size % count})"
         )
 
 

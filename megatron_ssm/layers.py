@@ -1,4 +1,4 @@
-"""Tensor parallelism in three communication operators and four layers.
+"""Tensor parallelism in three communication operators and the layers around them.
 
 `Ranks` says which ranks share a model and how they add their parts. An activation is either *whole* (the same on every
 rank) or *partial* (each rank holds a summand). The operators lead from one to the other:
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsefusion import collectives
+
+from .parallel import neighbours
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -59,6 +61,15 @@ class Ranks:
     def slot(self, pieces: int) -> int:
         """Which of `pieces` pieces this rank holds, each being held by size/pieces neighbouring ranks."""
         return self.rank * pieces // self.size
+
+    def sharing(self, pieces: int) -> "Ranks":
+        """The neighbours that hold the same one of `pieces` pieces as this rank: one rank where there are enough of them.
+
+        Makes a process group if 1 < pieces < size, on all ranks together.
+        """
+        if pieces >= self.size:
+            return Ranks(counter=self.counter)
+        return self if pieces == 1 else Ranks.of(neighbours(self.group, self.size // pieces), self.counter)
 
     def exact(self, tensor, group):
         """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
@@ -248,6 +259,24 @@ class RowParallelLinear(nn.Module):
         """(..., in_features on this rank) -> (..., out_features), the same on every rank."""
         y = reduce_from_ranks(F.linear(x, self.weight), self.ranks.group, self.ranks.reduce)
         return y if self.bias is None else y + self.bias
+
+
+def rms_norm(x, eps):
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least fp32."""
+    return F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank."""
+
+    def __init__(self, size, eps, dtype=None, device=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+    def forward(self, x):
+        """(..., size) -> the same shape in the weight's dtype."""
+        return self.weight * rms_norm(x, self.eps).to(self.weight.dtype)
 
 
 def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:

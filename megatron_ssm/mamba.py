@@ -1,4 +1,4 @@
-"""The Mamba-1 mixer, split by channel over the tensor-parallel ranks (ssm.md A1; paper, section IV).
+"""The Mamba-1 mixer, split by channel over the tensor-parallel ranks (ssm.md A1, A2, A4; paper, section IV).
 
 Each rank holds I/T of the I inner channels: their rows of in_proj, their convolution, their A, D and dt. Only x_proj,
 which mixes all channels into the step size and the B and C that every channel reads, and out_proj cross the ranks: two
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cache import LayerCache
+from .cache import Call, LayerCache
 from .config import Config
 from .conv import causal_conv
-from .layers import ColumnParallelLinear, Packed, Ranks, RowParallelLinear, at_least_fp32, sum_over_ranks
+from .layers import ColumnParallelLinear, Packed, Ranks, RowParallelLinear, at_least_fp32, rms_norm, sum_over_ranks
 from .scan import selective_scan
 
 
@@ -32,14 +32,19 @@ class Convolution(nn.Module):
 class MambaMixer(nn.Module):
     """Selective state space block: x (batch, seq, hidden), whole, to the same shape, whole.
 
-    Forward sends two all-reduces (x_proj, out_proj), backward two (x_proj, in_proj's input).
+    Falcon-Mamba normalizes dt, B and C, after their sum: the same on every rank, so nothing more is sent. Zamba's
+    channels form heads with an x_proj of their own: a rank that has whole heads needs no sum there, and with more ranks
+    than heads, only the `head_ranks` that share one do. Forward sends out_proj's all-reduce and, unless there are at
+    least as many heads as ranks, x_proj's; backward in_proj's input's and again x_proj's.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
+    def __init__(self, config: Config, ranks: Ranks, head_ranks: Ranks, dtype=None, device=None):
         super().__init__()
         inner, state, rank = config.intermediate_size // ranks.size, config.state_size, config.dt_rank
         wide = at_least_fp32(dtype)
-        self.ranks, self.channels, self.splits = ranks, inner, (rank, state, state)
+        self.head_ranks, self.channels, self.splits = head_ranks, inner, (rank, state, state)
+        self.heads = max(1, config.heads // ranks.size)
+        self.inner_norm_eps = config.inner_norm_eps
         self.kernel, self.state_size = config.conv_kernel, state
         self.A_log = nn.Parameter(torch.empty(inner, state, dtype=wide, device=device))
         self.D = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
@@ -60,16 +65,28 @@ class MambaMixer(nn.Module):
             conv, torch.zeros(batch, self.state_size, self.channels, dtype=at_least_fp32(self.D.dtype), **where)
         )
 
-    def forward(self, hidden, mask=None, cache: LayerCache | None = None, first: bool = True):
-        """hidden: (batch, seq, hidden_size). mask: (batch, seq, 1), 0 where a row is padding. cache: read and updated."""
+    def forward(self, hidden, call: Call, cache: LayerCache | None = None):
+        """hidden: (batch, seq, hidden_size). cache: read and updated."""
+        conv, state = (None, None) if cache is None else cache.read(call.rows)
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
-        x = x if mask is None else x * mask
-        x, conv = self.conv(x, None if cache is None else cache.conv)
-        x = x if mask is None else x * mask
-        parameters = sum_over_ranks(F.linear(x, self.x_proj), self.ranks.group, self.ranks.exact)
-        dt, B, C = parameters.split(self.splits, dim=-1)
-        dt = F.softplus(F.linear(dt, self.dt_proj) + self.dt_bias)
-        y, state = selective_scan(x, dt, -torch.exp(self.A_log), B, C, self.D, None if cache is None else cache.state)
+        x = x if call.mask is None else x * call.mask
+        x, conv = self.conv(x, conv)
+        x = x if call.mask is None else x * call.mask
+        A = -torch.exp(self.A_log)
+        width = self.channels // self.heads
+        heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)]
+        scans = [self._scan(x[..., h], h, A[h], None if state is None else state[..., h]) for h in heads]
+        y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
-            cache.update(conv, state)
+            cache.update(conv, state, call.rows)
         return self.out_proj(y * F.silu(z))
+
+    def _scan(self, x, head: slice, A, state):
+        """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y and the state after it."""
+        parameters = F.linear(x, self.x_proj[:, head])
+        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
+        dt, B, C = parameters.split(self.splits, dim=-1)
+        if self.inner_norm_eps:
+            dt, B, C = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in (dt, B, C))
+        dt = F.softplus(F.linear(dt, self.dt_proj[head]) + self.dt_bias[head])
+        return selective_scan(x, dt, A, B, C, self.D[head], state)

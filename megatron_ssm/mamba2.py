@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cache import LayerCache
+from .cache import Call, LayerCache
 from .config import Config
 from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_from_ranks, sum_over_ranks
 from .mamba import Convolution
@@ -33,7 +33,7 @@ class Mamba2Mixer(nn.Module):
         self.ranks, wide = ranks, at_least_fp32(dtype)
         self.heads, self.head_dim, self.state_size = config.heads // ranks.size, config.head_dim, config.state_size
         self.groups = max(1, config.groups // ranks.size)
-        self.all_groups, self.eps, self.dt_limit = config.groups, config.norm_eps, config.dt_limit
+        self.all_groups, self.eps, self.dt_limit = config.groups, config.gated_norm_eps, config.dt_limit
         self.group_channels = config.intermediate_size // config.groups
         self.kernel = config.conv_kernel
         inner, bc = self.heads * self.head_dim, self.groups * self.state_size
@@ -59,27 +59,28 @@ class Mamba2Mixer(nn.Module):
         )
         return LayerCache(conv, state)
 
-    def forward(self, hidden, mask=None, cache: LayerCache | None = None, first: bool = True):
-        """hidden: (batch, seq, hidden_size). mask: (batch, seq, 1), 0 where a row is padding. cache: read and updated.
+    def forward(self, hidden, call: Call, cache: LayerCache | None = None):
+        """hidden: (batch, seq, hidden_size). cache: read and updated.
 
-        dt is clamped to the configuration's limit except in a one-token call that continues a sequence (not `first`):
+        dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
+        conv, state = (None, None) if cache is None else cache.read(call.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
-        xBC = xBC if mask is None else xBC * mask
-        xBC, conv = self.conv(xBC, None if cache is None else cache.conv)
-        xBC = xBC if mask is None else xBC * mask
+        xBC = xBC if call.mask is None else xBC * call.mask
+        xBC, conv = self.conv(xBC, conv)
+        xBC = xBC if call.mask is None else xBC * call.mask
         x, B, C = xBC.split([inner, bc, bc], dim=-1)
         dt = F.softplus(dt + self.dt_bias)
-        if first or seq > 1:
-            dt = dt.clamp(*self.dt_limit) if self.dt_limit != (0.0, float("inf")) else dt
+        if not call.decoding and self.dt_limit != (0.0, float("inf")):
+            dt = dt.clamp(*self.dt_limit)
         B, C = (t.view(batch, seq, self.groups, self.state_size) for t in (B, C))
         x = x.view(batch, seq, self.heads, self.head_dim)
-        y, state = ssd(x, dt, -torch.exp(self.A_log), B, C, self.D, None if cache is None else cache.state)
+        y, state = ssd(x, dt, -torch.exp(self.A_log), B, C, self.D, state)
         if cache is not None:
-            cache.update(conv, state)
+            cache.update(conv, state, call.rows)
         return self._project(y.reshape(batch, seq, inner), z)
 
     def _project(self, y, z):

@@ -2,47 +2,35 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from sparsefusion import collectives
 
-from .cache import Cache
+from .attention import Positions, SharedBlock, Use
+from .cache import ALL, Cache, Call
 from .config import Config
 from .families import layout
-from .layers import Ranks, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
+from .layers import Ranks, RMSNorm, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
 from .mamba import MambaMixer
 from .mamba2 import Mamba2Mixer
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank."""
-
-    def __init__(self, size, eps, dtype=None, device=None):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-
-    def forward(self, x):
-        """(..., size) -> the same shape in the weight's dtype."""
-        x = x.to(at_least_fp32(x.dtype))
-        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps).to(self.weight.dtype)
-
-
 class Block(nn.Module):
-    """x + mixer(norm(x)); the residual stream is whole on every rank."""
+    """x + mixer(norm(x + use)), `use` being what a hybrid layer gets from the shared block; whole on every rank."""
 
-    def __init__(self, config: Config, mixer, dtype=None, device=None):
+    def __init__(self, config: Config, mixer, use=None, dtype=None, device=None):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.mixer = mixer
+        self.mixer, self.use = mixer, use
         self.residual_in_fp32 = config.residual_in_fp32
 
-    def forward(self, x, mask=None, cache=None, first=True):
-        """(batch, seq, hidden) -> the same; see the mixers for mask, cache and first."""
+    def forward(self, x, call: Call, cache=None, shared=None, embeddings=None):
+        """(batch, seq, hidden) -> the same. shared, embeddings: the block that a hybrid layer uses, and its other input."""
         dtype = self.norm.weight.dtype
         residual = x.to(at_least_fp32(dtype) if self.residual_in_fp32 else dtype)
-        return residual + self.mixer(self.norm(x), mask, cache, first)
+        if self.use is not None:
+            x = x + shared(x, embeddings, self.use, call, cache)
+        return residual + self.mixer(self.norm(x), call, cache)
 
 
 class Model(nn.Module):
@@ -57,12 +45,18 @@ class Model(nn.Module):
         config.check_ranks(ranks.size)
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.directory = None  # where it was loaded from
-        mixer = MambaMixer if config.family == "mamba" else Mamba2Mixer
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
-        self.layers = nn.ModuleList(
-            Block(config, mixer(config, ranks, **where), **where) for _ in range(config.num_layers)
-        )
+        copies = config.shared.copies if config.shared else 0
+        self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in config.hybrid_layers[:copies])
+        head_ranks = ranks.sharing(config.heads) if not config.groups else None
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_layers):
+            mixer = (
+                Mamba2Mixer(config, ranks, **where) if config.groups else MambaMixer(config, ranks, head_ranks, **where)
+            )
+            use = Use(config, ranks, **where) if layer in config.hybrid_layers else None
+            self.layers.append(Block(config, mixer, use, **where))
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **where)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
@@ -104,34 +98,56 @@ class Model(nn.Module):
         return self.norm_f.weight.device
 
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
-        """An empty cache for `batch` sequences, this rank's channels only; max_length is for models with attention."""
-        return Cache([block.mixer.new_cache(batch) for block in self.layers])
+        """An empty cache for `batch` sequences, this rank's channels and heads only.
+
+        max_length: the tokens a sequence may have, for the keys and values of models with attention, which then never
+        move (None: room is made as they come).
+        """
+        layers = [block.mixer.new_cache(batch) for block in self.layers]
+        for index in self.config.hybrid_layers:
+            layers[index].keys, layers[index].values = self.shared[0].new_cache(batch, max_length or 0)
+        return Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
 
     def forward(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0):
         """input_ids (batch, seq) -> logits (batch, kept, vocab), at least fp32, the same on every rank.
 
         attention_mask: (batch, seq) of 0 and 1, zeros only on the left and only in a sequence's first call.
         cache: continues from it and updates it, any number of tokens per call; the gradient stops at the cache, and such
-        a call is for torch.no_grad(). (With a time_step_limit, a later one-token call does not clamp dt: see Mamba2Mixer.)
+        a call is for torch.no_grad(). (Where dt has a limit, Zamba2 or a time_step_limit, a later one-token call is a
+        decoding step and does not clamp dt, as in transformers: a prompt given token by token is not the same there.)
         logits_to_keep=k: the last k positions (0: all). Sends each block's all-reduces, one of the embeddings, one
         all-gather of the logits.
         """
         local = self.local_logits(input_ids, attention_mask, cache, logits_to_keep)
         return gather_last(local, self.ranks)[..., : self.config.vocab_size]
 
-    def local_logits(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0):
-        """As forward, but this rank's slice of the vocabulary: (batch, kept, ceil(vocab/ranks)), -inf beyond its end."""
+    def local_logits(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0, prompt=False):
+        """As forward, but this rank's slice of the vocabulary: (batch, kept, ceil(vocab/ranks)), -inf beyond its end.
+
+        prompt: the tokens are part of a prompt even where there is one of them, and dt is clamped.
+        """
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask = self._check(input_ids, attention_mask, cache)
-        first = cache is None or cache.tokens == 0
-        x = self.embeddings.embed(input_ids)
+        call = self._call(input_ids, mask, cache, prompt)
+        x = embeddings = self.embeddings.embed(input_ids)
+        use = iter(range(len(self.config.hybrid_layers)))
         for index, block in enumerate(self.layers):
-            x = block(x, mask, None if cache is None else cache.layers[index], first)
+            shared = None if block.use is None else self.shared[next(use) % len(self.shared)]
+            x = block(x, call, None if cache is None else cache.layers[index], shared, embeddings)
         if cache is not None:
-            cache.tokens += input_ids.shape[1]
+            cache.advance(input_ids.shape[1], mask)
         x = self.norm_f(x[:, -logits_to_keep:])
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(x)
+
+    def _call(self, input_ids, mask, cache, prompt) -> Call:
+        """What the layers must know of a call; makes room for its keys and values."""
+        batch, seq = input_ids.shape
+        decoding = seq == 1 and not prompt and cache is not None and bool((cache.lengths[cache.rows] > 0).all())
+        positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
+        if positions is not None and cache is not None:
+            cache.reserve(positions.longest)
+        return Call(mask, decoding, ALL if cache is None else cache.rows, positions)
 
     def loss(self, input_ids, labels, ignore_index=-100):
         """Mean cross-entropy, in nats, of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
@@ -173,10 +189,10 @@ class Model(nn.Module):
             raise ValueError(f"a cache for {cache.batch} sequences was given {input_ids.shape[0]}")
         if attention_mask is None:
             return None
-        return self._check_mask(attention_mask, input_ids, 0 if cache is None else cache.tokens)
+        return self._check_mask(attention_mask, input_ids, cache)
 
-    def _check_mask(self, mask, input_ids, before):
-        """The mask as (batch, seq, 1), None if it hides nothing; `before`: the tokens of earlier calls."""
+    def _check_mask(self, mask, input_ids, cache):
+        """The mask as (batch, seq, 1), None if it hides nothing."""
         if mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}"
@@ -187,7 +203,7 @@ class Model(nn.Module):
             raise ValueError(f"row {int((mask[:, -1] == 0).nonzero()[0])} of attention_mask has no token")
         if mask.all():
             return None
-        if before:
+        if cache is not None and (before := cache.lengths[cache.rows][~mask.all(1).cpu()].max()):
             raise ValueError(f"attention_mask has zeros after {before} tokens: padding stands only before a sequence")
         return mask.unsqueeze(-1).to(self.dtype)
 

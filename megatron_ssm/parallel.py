@@ -75,6 +75,21 @@ def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str
     return Groups(group, None, None, dist.get_rank(), world)
 
 
+def neighbours(group, count: int, timeout=TIMEOUT):
+    """This rank's group of `count` consecutive ranks of `group`, which all of its ranks make together.
+
+    torch names a group that only its members make after the number of groups they already have; ranks that have fewer
+    make groups of their own alone first, so that all names agree.
+    """
+    made = [None] * group.size()
+    dist.all_gather_object(made, len(dist.distributed_c10d._world.pg_names), group=group)
+    for _ in range(made[group.rank()], max(made)):
+        dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
+    members = dist.get_process_group_ranks(group)
+    first = group.rank() // count * count
+    return dist.new_group(members[first : first + count], timeout, use_local_synchronization=True)
+
+
 def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
     """Groups for training: `join`, then Megatron's parallel_state, and this rank's groups out of it.
 

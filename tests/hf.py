@@ -5,19 +5,30 @@ depth (ssm.md, fact 2); here they are spread, and the projections are scaled so 
 """
 
 import torch
-from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
+from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
 
-SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61, expand=2, conv_kernel=4)
+SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
+LAYERS = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"]
+HYBRID = dict(
+    num_hidden_layers=6, layers_block_type=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48,
+    mamba_d_state=8,
+)  # fmt: skip
 CONFIGS = {
     "mamba": (MambaConfig, dict(state_size=8)),
+    "falcon_mamba": (FalconMambaConfig, dict(state_size=8)),
     "mamba2": (Mamba2Config, dict(num_heads=8, head_dim=8, n_groups=1, state_size=8)),
+    "zamba": (ZambaConfig, HYBRID),
+    "zamba2": (Zamba2Config, dict(HYBRID, n_mamba_heads=8, num_mem_blocks=2, adapter_rank=6)),
 }
 
 
 def hf_model(family, seed=0, dtype=torch.float32, **changes):
-    """A transformers model in eval mode of `family` ("mamba", "mamba2"), small unless `changes` say otherwise."""
+    """A transformers model in eval mode of `family` (one of CONFIGS), small unless `changes` say otherwise."""
     make, extra = CONFIGS[family]
-    model = AutoModelForCausalLM.from_config(make(**{**SMALL, **extra, **changes})).eval()
+    values = {**SMALL, **extra, **changes}
+    if "layers_block_type" in values and "layers_block_type" not in changes:
+        values["layers_block_type"] = [LAYERS[i % len(LAYERS)] for i in range(values["num_hidden_layers"])]
+    model = AutoModelForCausalLM.from_config(make(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -31,9 +42,9 @@ def _draw(name, shape, generator):
         return 1 + 0.3 * noise
     if name.endswith("A_log"):
         return 0.7 * noise
-    if name.endswith(("dt_bias", "dt_proj.bias")):
+    if name.endswith(("dt_bias", "dt_proj.bias", "dt_proj_bias")):
         return 0.7 * noise - 2
-    if name.endswith("embeddings.weight"):
+    if name.endswith(("embeddings.weight", "embed_tokens.weight")):
         return noise * 0.5
     if name.endswith("bias"):
         return 0.3 * noise

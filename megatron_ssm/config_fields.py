@@ -1,0 +1,138 @@
+"""The fields of Hugging Face's config.json, family by family: their names, their defaults, and which do not matter."""
+
+import math
+
+# Hugging Face's name of each field where it is not ours, by family.
+_NAMES = {
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": {},
+    "zamba": dict(
+        state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", layer_norm_epsilon="rms_norm_eps",
+        use_bias="mamba_proj_bias", use_conv_bias="mamba_conv_bias", time_step_rank="mamba_dt_rank",
+        num_heads="n_mamba_heads", feed_forward_size="intermediate_size",
+    ),
+    "zamba2": dict(
+        state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", layer_norm_epsilon="rms_norm_eps",
+        use_bias="add_bias_linear", num_heads="n_mamba_heads", n_groups="mamba_ngroups", head_dim="mamba_headdim",
+        feed_forward_size="intermediate_size",
+    ),
+}  # fmt: skip
+FAMILIES = tuple(_NAMES)
+
+# Defaults where config.json is silent: those of transformers' configuration classes, under our names. None: derived.
+_MAMBA = dict(
+    vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=32, tie_word_embeddings=True,
+    intermediate_size=None, residual_in_fp32=True,
+)  # fmt: skip
+_SHARED_BLOCK = dict(
+    vocab_size=32000, tie_word_embeddings=True, hidden_act="gelu", layers_block_type=None, attention_head_dim=None,
+    attention_hidden_size=None,
+)  # fmt: skip
+_DEFAULTS = {
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA | dict(mixer_rms_eps=1e-6),
+    "mamba2": dict(
+        vocab_size=32768, hidden_size=4096, state_size=128, num_hidden_layers=64, tie_word_embeddings=False,
+        intermediate_size=None, residual_in_fp32=True, num_heads=128, head_dim=64, n_groups=8,
+        time_step_limit=(0.0, math.inf),
+    ),
+    "zamba": _SHARED_BLOCK | dict(
+        hidden_size=3712, state_size=16, num_hidden_layers=76, num_heads=2, feed_forward_size=14848,
+        num_attention_heads=16, num_key_value_heads=16, attn_layer_period=6, attn_layer_offset=4,
+    ),
+    "zamba2": _SHARED_BLOCK | dict(
+        hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
+        feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
+        use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, rope_parameters=None,
+        rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
+    ),
+}  # fmt: skip
+_COMMON_DEFAULTS = dict(
+    layer_norm_epsilon=1e-5, expand=2, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank="auto",
+    time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
+)  # fmt: skip
+
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # of the shared block's MLP
+
+# Fields that would change the mathematics: the values that do not.
+ONLY = {
+    "hidden_mamba_act": ("silu", "swish"),
+    "rms_norm": (True,),
+    "attn_layer_idx": (None, []),
+    "attn_cfg": (None, {}),
+    "d_intermediate": (None, 0),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "head_bias": (False,),
+    "attention_dropout": (0,),
+}
+
+# Fields known not to matter: names of old Hub checkpoints, training and initialization choices, transformers' own
+# switches. (norm_before_gate is among them: transformers always gates before the norm, whatever it says.)
+IRRELEVANT = frozenset(
+    """_name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size
+    chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner d_model d_state decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    expand ffn_hidden_size finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm gated_linear_unit
+    id2label initializer_range is_decoder kv_channels label2id layer_types length_penalty max_length
+    max_position_embeddings min_length model_type n_layer no_repeat_ngram_size norm_before_gate num_beam_groups num_beams
+    num_logits_to_keep num_query_groups num_return_sequences output_attentions output_hidden_states output_scores
+    pad_vocab_size_multiple prefix problem_type pruned_heads remove_invalid_values repetition_penalty
+    rescale_prenorm_residual return_dict return_dict_in_generate sep_token_id ssm_cfg suppress_tokens
+    task_specific_params temperature tf_legacy_loss time_step_init_scheme time_step_scale tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p use_associative_scan use_bfloat16 use_cache
+    use_falcon_mambapy use_long_context use_mamba_kernels use_mambapy use_mem_eff_path bos_token_id pad_token_id
+    eos_token_id""".split()
+)
+
+
+class Values:
+    """A config.json under our names, with transformers' defaults; errors name the file's own fields."""
+
+    def __init__(self, family: str, raw: dict):
+        self.family, self.raw = family, raw
+        self.defaults = {**_COMMON_DEFAULTS, **_DEFAULTS[family]}
+        self.known = {self.name_of(name) for name in self.defaults}
+
+    def name_of(self, name) -> str:
+        """What this family's config.json calls a field."""
+        return _NAMES[self.family].get(name, name)
+
+    def __getitem__(self, name):
+        value = self.raw.get(self.name_of(name))
+        return self.defaults[name] if value is None else value
+
+    def positive(self, name) -> int:
+        """A positive integer."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {self.name_of(name)}={value!r} must be a positive integer")
+        return value
+
+    def flag(self, name) -> bool:
+        """True or false."""
+        if not isinstance(self[name], bool):
+            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} must be true or false")
+        return self[name]
+
+    def number(self, name) -> float:
+        """A number."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"config.json: {self.name_of(name)}={value!r} must be a number")
+        return float(value)
+
+    def limits(self, name) -> tuple[float, float]:
+        """Two numbers; transformers may write infinity as {"__float__": "Infinity"}."""
+        try:
+            low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in self[name])
+        except (TypeError, ValueError, KeyError):
+            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} must be two numbers") from None
+        return low, high
+
+    def same(self, name, expected, equation) -> None:
+        """ValueError unless the file leaves a derived field out, or says what follows from the others."""
+        if self[name] not in (None, expected):
+            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} is not {equation} = {expected!r}")
