@@ -101,13 +101,19 @@ class Adapter(nn.Module):
 
 
 class Use(nn.Module):
-    """What one hybrid layer has of its own beside the block it shares: adapters, and a linear layer, whole on all ranks."""
+    """What one hybrid layer has of its own beside the block it shares: adapters, and a linear layer, whole on all ranks.
 
-    def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
+    idle: {name: shape} of tensors that the checkpoint has and nothing uses; they get no gradient.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, idle: dict, dtype=None, device=None):
         super().__init__()
         shared, hidden = config.shared, config.hidden_size
         where = dict(dtype=dtype, device=device)
         self.linear = nn.Parameter(torch.empty(hidden, hidden, **where))
+        self.idle = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(shape, **where), requires_grad=False) for name, shape in idle.items()}
+        )
         self.qkv = self.gate_up = None
         if shared.attention_adapters:
             self.qkv = Adapter(2 * hidden, shared.adapter_rank, "qkv", _qkv_rows(config, ranks), ranks, **where)

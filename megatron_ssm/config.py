@@ -17,7 +17,8 @@ from .config_fields import ACTIVATIONS, FAMILIES, IRRELEVANT, ONLY, Values
 class SharedBlockConfig:
     """The transformer block that the hybrid layers of Zamba and Zamba2 share (ssm.md A4, A5).
 
-    copies: how many physical blocks the hybrid layers take in turn. adapter_rank: of the low-rank additions to the MLP,
+    blocks: how many blocks the hybrid layers take in turn (num_mem_blocks). tied: whether the layers of a block really
+    share its weights: transformers unties them with the embeddings. adapter_rank: of the low-rank additions to the MLP,
     one per use of a block (0: none), and, with `attention_adapters`, to q, k and v. rope_theta 0: no rotary embedding.
     """
 
@@ -26,7 +27,8 @@ class SharedBlockConfig:
     head_dim: int
     feed_forward_size: int
     activation: str
-    copies: int = 1
+    blocks: int = 1
+    tied: bool = True
     bias: bool = False
     adapter_rank: int = 0
     attention_adapters: bool = False
@@ -111,6 +113,12 @@ class Config:
             unknown=tuple(sorted(set(raw) - values.known - set(only) - IRRELEVANT)),
             **(_mamba2_fields if family.endswith("2") else _mamba_fields)(values),
         )
+
+    @property
+    def shared_copies(self) -> int:
+        """How many shared blocks have weights of their own: the i-th hybrid layer uses copy i % shared_copies."""
+        hybrid = len(self.hybrid_layers)
+        return min(self.shared.blocks, hybrid) if self.shared and self.shared.tied else hybrid
 
     @property
     def head_dim(self) -> int:
@@ -234,10 +242,10 @@ def _shared_block(values: Values) -> SharedBlockConfig:
         raise ValueError(
             f"{values.family} with hidden_act={values['hidden_act']!r} is not implemented (only {', '.join(ACTIVATIONS)})"
         )
-    more = {}
+    more = dict(tied=values.flag("tie_word_embeddings"))
     if zamba2:
-        more = dict(
-            copies=values.positive("num_mem_blocks"),
+        more |= dict(
+            blocks=values.positive("num_mem_blocks"),
             bias=values.flag("use_bias"),
             adapter_rank=values.positive("adapter_rank"),
             attention_adapters=values.flag("use_shared_attention_adapter"),

@@ -8,7 +8,7 @@ of files. The tables are ssm.md A1 (Mamba-1), A2 (Falcon-Mamba), A3 (Mamba-2), A
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .config import Config
+from .config import Config, SharedBlockConfig
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,16 @@ def layout(config: Config) -> tuple[Field, ...]:
 def aliases(config: Config, hf: str) -> Iterator[str]:
     """The names under which checkpoints have kept a tensor: its own first, then old ones and those of tied tensors."""
     names = _NAMES[config.family]
-    tied = [hf]
+    spellings = [hf]
     if config.shared is not None and f".{names.shared}." in hf:
         layer, tail = hf.removeprefix(f"{names.root}layers.").split(".", 1)
-        block = config.hybrid_layers.index(int(layer))
-        tied = [f"{names.root}layers.{i}.{tail}" for i in config.hybrid_layers[block :: config.shared.copies]]
+        block = config.hybrid_layers.index(int(layer)) % config.shared.blocks
+        layers = config.hybrid_layers[block :: config.shared.blocks]
+        spellings += [f"{names.root}layers.{i}.{tail}" for i in layers]
     elif hf == f"{names.root}{names.embeddings}.weight":
-        tied += ["backbone.embedding.weight"] * (names.root == "backbone.")
-        tied += ["lm_head.weight"] * config.tie_embeddings
-    for name in tied:
+        spellings += ["backbone.embedding.weight"] * (names.root == "backbone.")
+        spellings += ["lm_head.weight"] * config.tie_embeddings
+    for name in spellings:
         yield name
         yield name.removeprefix(names.root)
 
@@ -237,7 +238,7 @@ def _row_parallel(ours, theirs, shape, units, bias=False) -> Iterator[Field]:
 def _shared_blocks(c: Config) -> Iterator[Field]:
     """The shared blocks (ssm.md A4, A5), each under the name of the first layer that uses it."""
     s, hidden, names = c.shared, c.hidden_size, _NAMES[c.family]
-    for block, layer in enumerate(c.hybrid_layers[: s.copies] if s else ()):
+    for block, layer in enumerate(c.hybrid_layers[: c.shared_copies]):
         ours, theirs = f"shared.{block}.", f"{names.root}layers.{layer}.{names.shared}."
         mlp = theirs + "feed_forward."
         yield Field(ours + "norm.weight", theirs + "input_layernorm.weight", (2 * hidden,), init="one")
@@ -259,20 +260,43 @@ def _shared_blocks(c: Config) -> Iterator[Field]:
 
 
 def _use(c: Config, ours: str, theirs: str, use: int) -> Iterator[Field]:
-    """What the `use`-th hybrid layer has of its own: its linear layer and, in Zamba2, its adapters."""
-    s, hidden, names = c.shared, c.hidden_size, _NAMES[c.family]
+    """What the `use`-th hybrid layer has of its own: its linear layer and, in Zamba2, its adapters.
+
+    Where blocks are not tied, each layer's block has the adapters of all uses, and those of the others lie idle.
+    """
+    s, hidden = c.shared, c.hidden_size
     yield Field(ours + "linear", theirs + "linear.weight", (hidden, hidden), init="out_proj")
-    block = f"{names.root}layers.{c.hybrid_layers[use % s.copies]}.{names.shared}."
-    if s.attention_adapters:
-        for name in "qkv":
-            adapter = f"{block}self_attn.linear_{name}_adapter_list.{use}."
-            yield Field(f"{ours}qkv.down.{name}", adapter + "0.weight", (s.adapter_rank, 2 * hidden))
-            yield Field(f"{ours}qkv.up.{name}", adapter + "1.weight", (2 * hidden, s.adapter_rank), 0, s.heads)
-    if s.adapter_rank:
-        adapter = f"{block}feed_forward.gate_up_proj_adapter_list.{use}."
-        yield Field(f"{ours}gate_up.down.low", adapter + "0.weight", (s.adapter_rank, hidden))
-        rows = dict.fromkeys(("gate", "up"), s.feed_forward_size)
-        yield from _rows(f"{ours}gate_up.up.", adapter + "1.weight", rows, rows, (s.adapter_rank,))
+    if not s.adapter_rank:
+        return
+    block = f"{_NAMES[c.family].root}layers.{c.hybrid_layers[use % c.shared_copies]}.{_NAMES[c.family].shared}."
+    for name in "qkv" if s.attention_adapters else "":
+        adapter = f"{block}self_attn.linear_{name}_adapter_list.{use}."
+        yield Field(f"{ours}qkv.down.{name}", adapter + "0.weight", (s.adapter_rank, 2 * hidden))
+        yield Field(f"{ours}qkv.up.{name}", adapter + "1.weight", (2 * hidden, s.adapter_rank), 0, s.heads)
+    adapter = f"{block}feed_forward.gate_up_proj_adapter_list.{use}."
+    yield Field(f"{ours}gate_up.down.low", adapter + "0.weight", (s.adapter_rank, hidden))
+    rows = dict.fromkeys(("gate", "up"), s.feed_forward_size)
+    yield from _rows(f"{ours}gate_up.up.", adapter + "1.weight", rows, rows, (s.adapter_rank,))
+    for other in range(use % s.blocks, 0 if s.tied else len(c.hybrid_layers), s.blocks):
+        if other != use:
+            yield from _idle_adapters(s, hidden, f"{ours}idle.{other}_", block, other)
+
+
+def _idle_adapters(s: SharedBlockConfig, hidden: int, ours: str, block: str, use: int) -> Iterator[Field]:
+    """The adapters that a block has for another layer: whole on every rank, never used, kept so that saving is exact."""
+    parts = {name: f"self_attn.linear_{name}_adapter_list" for name in "qkv"} if s.attention_adapters else {}
+    wide = dict.fromkeys(parts, 2 * hidden) | {"gate_up": 2 * s.feed_forward_size}
+    inputs = dict.fromkeys(parts, 2 * hidden) | {"gate_up": hidden}
+    for name, theirs in {**parts, "gate_up": "feed_forward.gate_up_proj_adapter_list"}.items():
+        yield Field(f"{ours}{name}_down", f"{block}{theirs}.{use}.0.weight", (s.adapter_rank, inputs[name]))
+        yield Field(f"{ours}{name}_up", f"{block}{theirs}.{use}.1.weight", (wide[name], s.adapter_rank))
+
+
+def idle_tensors(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of what a hybrid layer's checkpoint has beside what the layer uses."""
+    ours = f"layers.{layer}.use."
+    fields = _use(config, ours, "", config.hybrid_layers.index(layer))
+    return {f.name.removeprefix(ours + "idle."): f.shape for f in fields if f.name.startswith(ours + "idle.")}
 
 
 def hf_shapes(fields) -> dict[str, tuple[int, ...]]:

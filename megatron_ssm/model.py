@@ -9,7 +9,7 @@ from sparsefusion import collectives
 from .attention import Positions, SharedBlock, Use
 from .cache import ALL, Cache, Call
 from .config import Config
-from .families import layout
+from .families import idle_tensors, layout
 from .layers import Ranks, RMSNorm, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
 from .mamba import MambaMixer
 from .mamba2 import Mamba2Mixer
@@ -47,15 +47,14 @@ class Model(nn.Module):
         self.directory = None  # where it was loaded from
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
-        copies = config.shared.copies if config.shared else 0
-        self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in config.hybrid_layers[:copies])
+        self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
         head_ranks = ranks.sharing(config.heads) if not config.groups else None
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
             mixer = (
                 Mamba2Mixer(config, ranks, **where) if config.groups else MambaMixer(config, ranks, head_ranks, **where)
             )
-            use = Use(config, ranks, **where) if layer in config.hybrid_layers else None
+            use = Use(config, ranks, idle_tensors(config, layer), **where) if layer in config.hybrid_layers else None
             self.layers.append(Block(config, mixer, use, **where))
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **where)
         if not config.tie_embeddings:

@@ -125,7 +125,7 @@ def load_training(path, step: int, model, optimizer) -> None:
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Sent over the default group, as
     pickles: DCP gathers every rank's plan to rank 0, scatters them back and gathers the outcome; no tensor travels.
     """
-    for parameter in model.parameters():
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), dtype=torch.float32, device=parameter.device),
             **{name: torch.zeros_like(parameter) for name in MOMENTS},
@@ -151,7 +151,7 @@ def _state(model, optimizer) -> dict:
     for parameter in model.parameters():
         field = parameter.field
         state[f"model.{field.name}"] = _distributed(parameter.detach(), field, model.ranks)
-        for moment in MOMENTS:
+        for moment in MOMENTS if parameter.requires_grad else ():
             tensor = optimizer.state[parameter][moment]
             state[f"{moment}.{field.name}"] = _distributed(tensor, field, model.ranks)
     return state
