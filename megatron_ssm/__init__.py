@@ -11,6 +11,7 @@ _HOME = {
     "build": "checkpoint",
     "generate": "generation",
     "stream": "generation",
+    "Engine": "engine",
     "initialize": "initialization",
     "Config": "config",
     "Model": "model",

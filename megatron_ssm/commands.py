@@ -95,7 +95,7 @@ def _continue(model, tokenizer, prompt, eos, arguments, speaks) -> None:
             "tp": model.ranks.size,
             "reduce": arguments.reduce,
             "bytes_sent_per_token": sent_per_token,
-            "cache_bytes": model.new_cache(1).nbytes,
+            "cache_bytes": model.new_cache(1, len(prompt) + arguments.max_new_tokens - 1).nbytes,
         }
         Printer(True).print(json.dumps(report) + "\n")
 

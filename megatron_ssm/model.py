@@ -127,7 +127,7 @@ class Model(nn.Module):
         """
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
-        mask = self._check(input_ids, attention_mask, cache)
+        mask = self.check(input_ids, attention_mask, cache)
         call = self._call(input_ids, mask, cache, prompt)
         x = embeddings = self.embeddings.embed(input_ids)
         use = iter(range(len(self.config.hybrid_layers)))
@@ -179,16 +179,14 @@ class Model(nn.Module):
         total, label_logit = reduce_from_ranks(parts, ranks.group, ranks.exact)
         return total.log() + largest - label_logit
 
-    def _check(self, input_ids, attention_mask, cache):
+    def check(self, input_ids, attention_mask=None, cache=None):
         """Raise ValueError for what cannot be meant, on every rank before anything is sent; the mask as (batch, seq, 1)."""
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {tuple(input_ids.shape)}")
         self._check_ids(input_ids, "token id")
         if cache is not None and cache.batch != input_ids.shape[0]:
             raise ValueError(f"a cache for {cache.batch} sequences was given {input_ids.shape[0]}")
-        if attention_mask is None:
-            return None
-        return self._check_mask(attention_mask, input_ids, cache)
+        return None if attention_mask is None else self._check_mask(attention_mask, input_ids, cache)
 
     def _check_mask(self, mask, input_ids, cache):
         """The mask as (batch, seq, 1), None if it hides nothing."""

@@ -11,7 +11,8 @@ from megatron_ssm.families import hf_shapes
 
 SEQ = 70  # more than one chunk of either scan
 
-# name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks.
+# name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks; of its first three layers two
+# are hybrid, of its first five three.
 CASES = {
     "mamba": ("mamba", {}),
     "mamba-biases-untied": ("mamba", dict(use_bias=True, tie_word_embeddings=False, vocab_size=64)),
@@ -22,6 +23,34 @@ CASES = {
     "mamba2-2-groups-biases-tied": ("mamba2", dict(n_groups=2, use_bias=True, tie_word_embeddings=True)),
     "mamba2-4-groups": ("mamba2", dict(n_groups=4, use_bias=True, conv_kernel=2, vocab_size=5)),
     "mamba2-dt-limit": ("mamba2", dict(n_groups=2, time_step_limit=(0.02, 0.2), tie_word_embeddings=True)),
+    "falcon": ("falcon_mamba", dict(time_step_rank=5, mixer_rms_eps=0.01)),
+    "falcon-biases-untied": ("falcon_mamba", dict(use_bias=True, tie_word_embeddings=False, vocab_size=64)),
+    "falcon-wider": ("falcon_mamba", dict(intermediate_size=96, use_conv_bias=False, conv_kernel=3, residual_in_fp32=False)),
+    "zamba-1-head": ("zamba", dict(n_mamba_heads=1, mamba_conv_bias=False, vocab_size=5, mamba_d_conv=3)),
+    "zamba-2-heads-biases": ("zamba", dict(mamba_proj_bias=True, num_hidden_layers=3, hidden_act="silu")),
+    "zamba-4-heads-grouped-untied": (
+        "zamba",
+        dict(n_mamba_heads=4, tie_word_embeddings=False, num_hidden_layers=3, attention_head_dim=6, mamba_dt_rank=3)
+        | dict(num_attention_heads=8, num_key_value_heads=4),
+    ),
+    "zamba-8-heads": ("zamba", dict(n_mamba_heads=8, mamba_expand=4, attn_layer_period=2)),
+    "zamba2-1-group": ("zamba2", dict(num_hidden_layers=5)),
+    "zamba2-2-groups-adapters-rope": (
+        "zamba2",
+        dict(mamba_ngroups=2, use_shared_attention_adapter=True, use_mem_rope=True, hidden_act="relu", num_mem_blocks=1)
+        | dict(num_hidden_layers=3, time_step_min=0.05),
+    ),
+    "zamba2-4-groups-biases-adapters-untied": (
+        "zamba2",
+        dict(mamba_ngroups=4, add_bias_linear=True, use_shared_attention_adapter=True, tie_word_embeddings=False)
+        | dict(num_hidden_layers=5, hidden_act="gelu_pytorch_tanh"),
+    ),
+    "zamba2-grouped-rope-1-use": (
+        "zamba2",
+        dict(num_attention_heads=8, num_key_value_heads=4, hidden_act="silu", use_mem_rope=True, mamba_d_conv=2)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    ),
+    "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, add_bias_linear=True)),
 }
 
 

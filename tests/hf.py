@@ -11,7 +11,7 @@ SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
 LAYERS = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"]
 HYBRID = dict(
     num_hidden_layers=6, layers_block_type=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48,
-    mamba_d_state=8,
+    mamba_d_state=8, pad_token_id=None,  # or the embedding of id 0 would get no gradient
 )  # fmt: skip
 CONFIGS = {
     "mamba": (MambaConfig, dict(state_size=8)),
