@@ -29,9 +29,9 @@ from .text import TextStream, load_tokenizer
 class Request:
     """A sequence being continued.
 
-    id: counts the engine's requests. tokens: the new ids so far. finished: None while there are more to come, then "stop" (one of the stop tokens or
-    strings, which is the last of `tokens`), "length" or "cancelled". reused: tokens of the prompt that a prefix cache
-    spared.
+    id: counts the engine's requests. tokens: the new ids so far. finished: None while there are more to come, then "stop"
+    (one of the stop tokens, or the completion of a stop string, is the last of `tokens`), "length" or "cancelled".
+    reused: tokens of the prompt that a prefix cache spared.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +40,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    min_new_tokens: int = 0
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
@@ -104,7 +105,7 @@ class Engine:
         self._tokenizer = None
 
     def add(self, prompt, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None, repetition_penalty=1.0,
-            stop_tokens=(), stop_strings=(), seed=None) -> Request:  # fmt: skip
+            stop_tokens=(), stop_strings=(), seed=None, min_new_tokens=0) -> Request:  # fmt: skip
         """Queue a request; prompt: token ids. For the other arguments see `generate`.
 
         All ranks call it with the same arguments: it gathers 16 bytes of each, and raises ValueError on all if they
@@ -116,10 +117,12 @@ class Engine:
             stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
             sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
             prompt, stop_tokens = tuple(int(i) for i in prompt), frozenset(int(i) for i in stop_tokens)
-            request = Request(prompt, max_new_tokens, sampling, stop_tokens, tuple(stop_strings), seed, self._added)
+            request = Request(
+                prompt, max_new_tokens, sampling, stop_tokens, tuple(stop_strings), seed, min_new_tokens, self._added
+            )
             self._check(request)
             asked = repr(
-                (prompt, max_new_tokens, sampling, sorted(stop_tokens), request.stop_strings, seed, request.id)
+                (sorted(stop_tokens), [value for name, value in vars(request).items() if name != "stop_tokens"])
             )
         except (ValueError, TypeError, OSError) as error:
             wrong, asked = error, repr(error)
@@ -277,11 +280,19 @@ class Engine:
         for slot in slots:
             groups.setdefault(slot.request.sampling, []).append(slot)
         for sampling, group in groups.items():
-            local = torch.stack([slot.logits for slot in group])
+            local = torch.stack([self._allowed(slot) for slot in group])
             seen = None if group[0].seen is None else torch.stack([slot.seen for slot in group])
             tokens = choose(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 self._give(slot, token)
+
+    def _allowed(self, slot):
+        """A slot's logits, without the stop tokens while it must go on."""
+        if len(slot.request.tokens) >= slot.request.min_new_tokens:
+            return slot.logits
+        banned = torch.zeros(len(slot.logits), dtype=torch.bool, device=slot.logits.device)
+        self._see(banned, slot.request.stop_tokens)
+        return slot.logits.masked_fill(banned, float("-inf"))
 
     def _give(self, slot, token) -> None:
         """A new token; the slot is free if it was the last."""

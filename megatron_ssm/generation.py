@@ -9,26 +9,27 @@ from .model import Model
 
 
 def generate(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
-             repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None,
-             pad_token_id=0) -> torch.Tensor:  # fmt: skip
+             repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0,
+             min_new_tokens=0) -> torch.Tensor:  # fmt: skip
     """The tokens that follow input_ids (batch, seq): (batch, new), int64, the same on every rank.
 
     attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` it produces, or the
     token that completes one of `stop_strings` (found in the text of the new tokens; needs the checkpoint's
-    tokenizer.json), and is filled with pad_token_id; there are fewer columns when all rows have ended.
+    tokenizer.json), and is filled with pad_token_id; there are fewer columns when all rows have ended. None of the first
+    min_new_tokens is a stop token.
     Greedy takes the lowest id among equals. Sampling draws one uniform per token from a generator of the row's own,
     seeded seed + row (None: fresh seeds, the same on all ranks), so a row does not depend on its neighbours.
     """
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
-               stop_tokens, stop_strings, seed, pad_token_id)
+               stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens)
     )  # fmt: skip
     return torch.stack(columns, dim=1)
 
 
 def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
-           repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None,
-           pad_token_id=0) -> Iterator[torch.Tensor]:  # fmt: skip
+           repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0,
+           min_new_tokens=0) -> Iterator[torch.Tensor]:  # fmt: skip
     """As `generate`, but yields each step's (batch,) tokens as soon as they are known. Every rank must draw as many."""
     model.check(input_ids, attention_mask)
     batch, length = input_ids.shape
@@ -40,7 +41,7 @@ def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temp
         prompt = ids if attention_mask is None else ids[length - int(attention_mask[row].sum()) :]
         requests.append(
             engine.add(prompt, max_new_tokens, temperature, top_k, top_p, repetition_penalty, stop_tokens, stop_strings,
-                       None if seed is None else seed + row)
+                       None if seed is None else seed + row, min_new_tokens)
         )  # fmt: skip
     return _columns(engine, requests, pad_token_id)
 

@@ -148,6 +148,21 @@ class Model(nn.Module):
             cache.reserve(positions.longest)
         return Call(mask, decoding, ALL if cache is None else cache.rows, positions)
 
+    def generate(self, input_ids, attention_mask=None, generation_config=None, seed=None, **arguments):
+        """transformers' `generate`: the prompts and what follows them, (batch * num_return_sequences, seq + new) int64.
+
+        arguments: transformers' own (max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature,
+        top_k, top_p, num_beams, num_return_sequences, length_penalty, early_stopping, repetition_penalty, eos_token_id,
+        pad_token_id, stop_strings), with its defaults: those of generation_config (an object of transformers or a
+        dictionary), then of the checkpoint; greedy, 20 new tokens, stops at the checkpoint's eos_token_id, shorter rows
+        filled with pad_token_id. Greedy search and beam search give transformers' tokens; samples are drawn as
+        `megatron_ssm.generate` draws them, from `seed`. Without attention_mask, pad_token_id on the left of a row is
+        padding, as there. ValueError for an argument that is unknown or would change the tokens and is not implemented.
+        """
+        from .transformers_generate import transformers_generate
+
+        return transformers_generate(self, input_ids, attention_mask, generation_config, seed, arguments)
+
     def loss(self, input_ids, labels, ignore_index=-100):
         """Mean cross-entropy, in nats, of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
 

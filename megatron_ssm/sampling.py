@@ -41,16 +41,20 @@ def choose(local, sampling: Sampling, generators, seen, ranks: Ranks) -> torch.T
     repetition penalty).
     """
     if seen is not None:
-        penalty = sampling.repetition_penalty
-        local = local.where(~seen, torch.where(local > 0, local / penalty, local * penalty))
+        local = penalize(local, seen, sampling.repetition_penalty)
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
     return _sample(values.cpu(), ids.cpu(), sampling, generators)
 
 
+def penalize(scores, seen, penalty: float):
+    """Scores with those of the ids already met moved down: divided by the penalty, or multiplied where negative."""
+    return scores.where(~seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+
+
 def offers(values, ids, ranks: Ranks):
-    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as floats, exact below 2^24."""
+    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as the values' floats."""
     parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, ranks.counter)
     values, ids = torch.cat(parts, dim=-1)
     return values, ids.long()

@@ -1,0 +1,141 @@
+"""`model.generate` with transformers' arguments, defaults and result."""
+
+import difflib
+import json
+from pathlib import Path
+
+import torch
+
+from .beam_search import Beams, beam_search
+from .config import token_ids
+from .generation import generate
+from .model import Model
+
+# transformers 5.23's defaults of what is implemented here.
+DEFAULTS = dict(
+    max_length=None, max_new_tokens=None, min_length=0, min_new_tokens=None, do_sample=False, num_beams=1,
+    num_return_sequences=1, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, length_penalty=1.0,
+    early_stopping=False, eos_token_id=None, pad_token_id=None, stop_strings=None,
+)  # fmt: skip
+DEFAULT_NEW_TOKENS = 20
+
+# What would change the tokens and is not implemented: the values that do not.
+_NEUTRAL = dict(
+    num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, min_p=None, top_h=None,
+    epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
+    encoder_repetition_penalty=1.0, bad_words_ids=None, force_words_ids=None, constraints=None,
+    forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None, suppress_tokens=None,
+    begin_suppress_tokens=None, sequence_bias=None, guidance_scale=None, renormalize_logits=None, max_time=None,
+    prompt_lookup_num_tokens=None, dola_layers=None, logits_processor=None, stopping_criteria=None,
+    prefix_allowed_tokens_fn=None, assistant_model=None, token_healing=None, watermarking_config=None, use_mtp=None,
+    return_dict_in_generate=False, output_scores=False, output_logits=None, output_attentions=False,
+    output_hidden_states=False, streamer=None, inputs_embeds=None, past_key_values=None, negative_prompt_ids=None,
+)  # fmt: skip
+# Fields of a generation configuration that do not change the tokens.
+_IRRELEVANT = frozenset(
+    """use_cache cache_implementation cache_config max_cache_len bos_token_id decoder_start_token_id transformers_version
+    _from_model_config is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
+    speculation_type compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size
+    remove_invalid_values synced_gpus tokenizer""".split()
+)
+
+
+def transformers_generate(model: Model, input_ids, attention_mask, generation_config, seed, arguments) -> torch.Tensor:
+    """See `Model.generate`."""
+    values = _settings(model, generation_config, arguments)
+    eos = token_ids(values["eos_token_id"])
+    pad = values["pad_token_id"]
+    if attention_mask is None and pad is not None and pad not in eos:
+        attention_mask = ((input_ids != pad).cumsum(1) > 0).long()  # what stands before the first other token
+    model.check(input_ids, attention_mask)
+    batch, length = input_ids.shape
+    longest = _new_tokens(values, length)
+    shortest = values["min_new_tokens"] or max(0, values["min_length"] - length)
+    sequences = values["num_return_sequences"]
+    if values["num_beams"] > 1:
+        fill = (pad or eos[0]) if eos else -1  # transformers' own: pad id 0 counts as none
+        beams = Beams(
+            values["num_beams"], longest, eos, fill, values["length_penalty"], values["early_stopping"],
+            values["repetition_penalty"], shortest, sequences,
+        )  # fmt: skip
+        new = beam_search(model, input_ids, attention_mask, beams)
+    else:
+        rows = torch.arange(batch).repeat_interleave(sequences)
+        mask = None if attention_mask is None else attention_mask[rows]
+        sampling = dict(temperature=0.0)
+        if values["do_sample"]:
+            sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
+        new = generate(
+            model, input_ids[rows], mask, longest, **sampling, repetition_penalty=values["repetition_penalty"],
+            stop_tokens=eos, stop_strings=values["stop_strings"] or (), seed=seed,
+            pad_token_id=pad if pad is not None else (eos or (0,))[0], min_new_tokens=shortest,
+        )  # fmt: skip
+    prompts = input_ids.repeat_interleave(sequences, 0)
+    return torch.cat([prompts, new.to(input_ids.device)], dim=1)
+
+
+def _settings(model, generation_config, arguments) -> dict:
+    """DEFAULTS, overruled by the checkpoint's generation configuration, then by the one given, then by the arguments."""
+    values = dict(DEFAULTS)
+    for source in (_of_checkpoint(model), _as_dict(generation_config), arguments):
+        for name, value in source.items():
+            if name in _NEUTRAL and value not in (None, _NEUTRAL[name]):
+                raise ValueError(f"generate: {name}={value!r} is not implemented")
+            if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT:
+                close = difflib.get_close_matches(name, DEFAULTS, 1)
+                raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
+            if name in DEFAULTS and (value is not None or source is arguments):
+                values[name] = value
+    _check(values)
+    sampled = values["do_sample"]
+    values["top_k"] = values["top_k"] if sampled and values["top_k"] else None
+    values["top_p"] = values["top_p"] if sampled and values["top_p"] not in (None, 1.0) else None
+    values["min_length"] = values["min_length"] or 0
+    return values
+
+
+def _check(values) -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        if type(values[name]) is not int or values[name] < 1:
+            raise ValueError(f"{name}={values[name]!r} must be at least 1")
+    beams, sequences = values["num_beams"], values["num_return_sequences"]
+    if beams > 1 and values["do_sample"]:
+        raise ValueError("do_sample=True with num_beams > 1 is not implemented")
+    if beams > 1 and values["stop_strings"]:
+        raise ValueError("stop_strings with num_beams > 1 are not implemented")
+    if not values["do_sample"] and sequences > beams:
+        raise ValueError(
+            f"num_return_sequences={sequences} needs do_sample=True or at least as many beams, not {beams}"
+        )
+    if values["early_stopping"] not in (True, False, "never"):
+        raise ValueError(f"early_stopping={values['early_stopping']!r} must be True, False or 'never'")
+
+
+def _new_tokens(values, length) -> int:
+    """How many tokens may follow a prompt of `length`."""
+    if values["max_new_tokens"] is not None:
+        return values["max_new_tokens"]
+    if values["max_length"] is None:
+        return DEFAULT_NEW_TOKENS
+    if values["max_length"] <= length:
+        raise ValueError(f"max_length={values['max_length']} leaves no room after a prompt of {length} tokens")
+    return values["max_length"] - length
+
+
+def _of_checkpoint(model) -> dict:
+    """The checkpoint's generation_config.json; without one, the token ids of its config.json."""
+    path = Path(model.directory or ".") / "generation_config.json"
+    if model.directory is None or not path.is_file():
+        return {name: model.config.raw.get(name) for name in ("eos_token_id", "pad_token_id")}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is not a generation configuration") from None
+
+
+def _as_dict(generation_config) -> dict:
+    """A transformers GenerationConfig, a dictionary, or None."""
+    if generation_config is None:
+        return {}
+    return dict(generation_config if isinstance(generation_config, dict) else generation_config.to_dict())
