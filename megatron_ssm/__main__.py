@@ -33,6 +33,13 @@ def parser() -> Parser:
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
     _hide(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last for our own ranks
+    about = "Translate a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
+    convert = commands.add_parser(
+        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
+    )
+    convert.add_argument("--model", required=True, metavar="DIR", help="what to translate; its kind is recognized")
+    convert.add_argument("--out", metavar="DIR", help="receives the translation (not needed with --dry-run)")
+    convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
     return main
 
 
@@ -45,6 +52,10 @@ def main(argv=None) -> int:
     """Run a command line; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
+    return _convert(arguments) if arguments.command == "convert" else _generate(arguments, argv)
+
+
+def _generate(arguments, argv) -> int:
     if arguments.tp is not None and arguments.tp < 1:
         parser().error(f"--tp {arguments.tp} must be at least 1")
     if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # what can be known before ranks start, and torch
@@ -59,6 +70,19 @@ def main(argv=None) -> int:
         generate(arguments)
 
     return run("megatron_ssm generate", command)
+
+
+def _convert(arguments) -> int:
+    if arguments.out is None and not arguments.dry_run:
+        parser().error("convert needs --out DIR, or --dry-run")
+    quiet()
+
+    def command():
+        from .commands import convert_checkpoint
+
+        convert_checkpoint(arguments)
+
+    return run("megatron_ssm convert", command)
 
 
 if __name__ == "__main__":

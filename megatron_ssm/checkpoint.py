@@ -55,8 +55,8 @@ def load(
         raise FileNotFoundError(f"{directory} is not a directory")
     config = Config.read(directory)
     with contextlib.ExitStack() as stack:
-        tensors = _open(Path(directory), stack)
-        names = _match(config, tensors, directory)
+        tensors = open_tensors(Path(directory), stack)
+        names = match_tensors(config, tensors, directory)
         model = build(config, group, data_group, dtype, device, reduce)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -74,7 +74,7 @@ def build(config: Config, group=None, data_group=None, dtype=torch.float32, devi
     return Model(config, ranks, data_group, dtype, device)
 
 
-def _open(directory: Path, stack) -> dict:
+def open_tensors(directory: Path, stack) -> dict:
     """{name: safetensors slice} of every tensor in the directory; opening checks that each file is whole."""
     if (directory / WEIGHTS).is_file():
         files = [WEIGHTS]
@@ -101,7 +101,7 @@ def _open(directory: Path, stack) -> dict:
     return tensors
 
 
-def _match(config: Config, tensors: dict, directory) -> dict[str, str]:
+def match_tensors(config: Config, tensors: dict, directory) -> dict[str, str]:
     """{Hugging Face name: name in these files}, every tensor there with its right shape and a floating dtype."""
     names, known = {}, {"lm_head.weight"}
     for hf, shape in hf_shapes(layout(config)).items():
@@ -150,7 +150,7 @@ def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
 
 def _save_replica(model, directory, plan) -> Iterator[str | None]:
     """Write from the ranks of one replica, stage by stage; yields each stage's error, the same on all of them."""
-    writer = _Writer(directory) if model.ranks.rank == 0 else None
+    writer = Writer(directory) if model.ranks.rank == 0 else None
 
     def stage(step, *arguments):
         error = writer and writer.attempt(getattr(writer, step), *arguments)
@@ -161,7 +161,8 @@ def _save_replica(model, directory, plan) -> Iterator[str | None]:
         gathered = {hf: _gather(model, hf, parameters) for hf, parameters in tensors.items()}
         yield stage("write", name, gathered)
         del gathered
-    yield stage("close", model, {hf: name for name, tensors in plan.items() for hf in tensors})
+    config = model.config.to_dict(str(model.dtype).removeprefix("torch."))
+    yield stage("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
 def _broadcast(value, group, device):
@@ -219,7 +220,7 @@ def _gather(model, hf, parameters):
     return whole
 
 
-class _Writer:
+class Writer:
     """Rank 0's side of `save`: files are written in a hidden folder and moved into place together."""
 
     def __init__(self, directory: Path):
@@ -230,9 +231,13 @@ class _Writer:
         try:
             step(*arguments)
         except Exception as error:  # whatever it is, the other ranks must learn of it
-            if self.hidden is not None:
-                shutil.rmtree(self.hidden, ignore_errors=True)
+            self.abandon()
             return f"cannot save to {self.directory}: {error}"
+
+    def abandon(self):
+        """Remove what was written."""
+        if self.hidden is not None:
+            shutil.rmtree(self.hidden, ignore_errors=True)
 
     def open(self):
         """Make the directory, and a hidden folder of this writer's own in it."""
@@ -243,18 +248,20 @@ class _Writer:
         """One file of tensors."""
         save_file(tensors, self.hidden / name, metadata={"format": "pt"})
 
-    def close(self, model, weight_map):
-        """The index, the configuration and the companions; then everything into place, older weights removed."""
+    def close(self, config: dict, source, weight_map: dict):
+        """The index, config.json, and companions from `source`; then everything into place, older weights removed.
+
+        weight_map: {tensor: its file}, written as an index where there are several files.
+        """
         files = set(weight_map.values())
         if len(files) > 1:
             size = sum((self.hidden / name).stat().st_size for name in files)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (self.hidden / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        config = model.config.to_dict(str(model.dtype).removeprefix("torch."))
         (self.hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in COMPANIONS:
-            if model.directory is not None and (model.directory / name).is_file():
-                shutil.copyfile(model.directory / name, self.hidden / name)
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, self.hidden / name)
         new = os.listdir(self.hidden)
         for name in new:
             os.replace(self.hidden / name, self.directory / name)

@@ -9,6 +9,7 @@ import torch
 from .arguments import Printer
 from .checkpoint import load
 from .config import Config, read_for_ranks, token_ids
+from .convert import convert
 from .generation import stream
 from .parallel import check_world, device_of_rank, launched_ranks, replicas, shut_down
 from .text import TextStream, load_tokenizer
@@ -106,3 +107,16 @@ def _bytes_of_a_step(model, arguments) -> int:
     next(stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
                 arguments.top_k, seed=0))  # fmt: skip
     return model.counter.nbytes - before
+
+
+def convert_checkpoint(arguments) -> None:
+    """Run `megatron_ssm convert`: a table with one line per tensor, and what was written."""
+    rows = convert(arguments.model, None if arguments.dry_run else arguments.out)
+    table = [("tensor", "becomes", "shape", "dtype")]
+    table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    out = Printer(True)
+    for line in table:
+        out.print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
+    done = "nothing written (--dry-run)" if arguments.dry_run else f"written to {arguments.out}"
+    out.print(f"{len(rows)} tensors, {done}\n")
