@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from .arguments import Parser, did_you_mean
+from .config_fields import FAMILIES
 
 
 def _option(default, help, **more):
@@ -27,12 +28,18 @@ class Options:
     tokenizer_model: str = _option("", "'byte', a tokenizer.json, or its folder (default: --init-from, else 'byte')")
     init_from: str = _option("", "a Hugging Face directory to start from, instead of a new model")
 
-    model_type: str = _option("mamba2", "family of a new model", choices=("mamba", "mamba2"))
+    model_type: str = _option("mamba2", "family of a new model", choices=FAMILIES)
     num_layers: int = _option(2, "blocks")
     hidden_size: int = _option(128, "width of the residual stream; the blocks are twice as wide inside")
     mamba_state_dim: int = _option(64, "state per channel")
-    mamba_head_dim: int = _option(32, "channels per head (mamba2)")
-    mamba_num_groups: int = _option(1, "groups of heads that share B and C (mamba2)")
+    mamba_head_dim: int = _option(32, "channels per head (mamba2, zamba, zamba2)")
+    mamba_num_groups: int = _option(1, "groups of heads that share B and C (mamba2, zamba2)")
+    hybrid_interval: int = _option(2, "every so many blocks use the shared attention block (zamba, zamba2; 0: none)")
+    shared_blocks: int = _option(1, "attention blocks that these take in turn (zamba2)")
+    adapter_rank: int = _option(8, "of what each use adds to its shared block (zamba2)")
+    num_attention_heads: int = _option(4, "of the shared block, which is 2 x --hidden-size wide")
+    num_query_groups: int = _option(0, "key/value heads of the shared block (0: as many as attention heads)")
+    ffn_hidden_size: int = _option(0, "of the shared block's MLP (0: 4 x --hidden-size)")
     untie_embeddings_and_output_weights: bool = _option(False, "a language-model head of its own")
 
     tensor_model_parallel_size: int = _option(1, "ranks that share one replica")
@@ -86,19 +93,38 @@ class Options:
 
     def model_config(self, vocab_size: int, eos: int) -> dict:
         """The config.json of a new model."""
+        names = dict(mamba="Mamba", falcon_mamba="FalconMamba", mamba2="Mamba2", zamba="Zamba", zamba2="Zamba2")
         heads = 2 * self.hidden_size // self.mamba_head_dim
-        mamba2 = dict(head_dim=self.mamba_head_dim, num_heads=heads, n_groups=self.mamba_num_groups)
+        of_family = dict(state_size=self.mamba_state_dim)
+        if self.model_type == "mamba2":
+            of_family |= dict(head_dim=self.mamba_head_dim, num_heads=heads, n_groups=self.mamba_num_groups)
+        elif self.model_type.startswith("zamba"):
+            of_family = dict(self._hybrid_config(), mamba_d_state=self.mamba_state_dim, n_mamba_heads=heads)
         return {
-            "architectures": ["MambaForCausalLM" if self.model_type == "mamba" else "Mamba2ForCausalLM"],
+            "architectures": [f"{names[self.model_type]}ForCausalLM"],
             "model_type": self.model_type,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
-            "state_size": self.mamba_state_dim,
             "tie_word_embeddings": not self.untie_embeddings_and_output_weights,
             **{f"{name}_token_id": eos for name in ("bos", "eos", "pad")},
-            **(mamba2 if self.model_type == "mamba2" else {}),
+            **of_family,
         }
+
+    def _hybrid_config(self) -> dict:
+        """What zamba and zamba2 have beside their Mamba blocks."""
+        every = self.hybrid_interval
+        hybrid = [every and (layer + 1) % every == 0 for layer in range(self.num_layers)]
+        config = dict(
+            layers_block_type=["hybrid" if is_hybrid else "linear_attention" for is_hybrid in hybrid],
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_query_groups or self.num_attention_heads,
+            intermediate_size=self.ffn_hidden_size or 4 * self.hidden_size,
+        )
+        if self.model_type == "zamba":
+            return config
+        more = dict(mamba_ngroups=self.mamba_num_groups, num_mem_blocks=self.shared_blocks)
+        return config | more | dict(adapter_rank=self.adapter_rank, use_mem_rope=True)
 
     def describe(self) -> str:
         """Every option that is not its default, on one line."""
@@ -109,9 +135,10 @@ class Options:
 _LEAST = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
-                     "mamba_num_groups"), 1),
+                     "mamba_num_groups", "shared_blocks", "adapter_rank", "num_attention_heads"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
-                     "save_interval", "exit_interval", "eval_interval"), 0),
+                     "save_interval", "exit_interval", "eval_interval", "hybrid_interval", "num_query_groups",
+                     "ffn_hidden_size"), 0),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import zlib
-from dataclasses import fields
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def _check_log(path) -> None:
 
 def _agreement(options, config, text) -> dict:
     """What a resumed run must have in common with the saved one, as JSON gives it back."""
-    shape = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "unknown")}
+    shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
     tokens = {"training_tokens": len(text.train.ids), "training_text": zlib.crc32(text.train.ids.numpy())}
     return json.loads(json.dumps({**shape, **run, **tokens}))
