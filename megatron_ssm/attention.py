@@ -135,7 +135,7 @@ class SharedBlock(nn.Module):
     """norm -> attention -> norm -> gated MLP, no residuals; this rank has heads/T attention heads and 1/T of the MLP.
 
     Forward sends two all-reduces (o_proj, down_proj), backward two of the inputs' gradients and one per adapter.
-    `core`: the attention between projections, exchangeable: core(q, k, v, causal, scale, mask), see `attend`.
+    `core`: the attention between projections, exchangeable: core(q, k, v, causal=, scale=, mask=), see `attend`.
     """
 
     def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
@@ -173,7 +173,8 @@ class SharedBlock(nn.Module):
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
         if cache is not None:
             k, v = cache.append(k, v, positions.new, positions.longest, call.rows)
-        out = self.core(q, k, v, positions.causal, math.sqrt(2 / self.head_dim), positions.mask)
+        scale = math.sqrt(2 / self.head_dim)
+        out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)
         return out.flatten(-2)
 
 

@@ -49,6 +49,8 @@ class Request:
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("a request needs a prompt of at least one token")
+        if type(self.max_new_tokens) is not int:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be an integer")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:

@@ -74,7 +74,7 @@ class MambaMixer(nn.Module):
         x = x if call.mask is None else x * call.mask
         A = -torch.exp(self.A_log)
         width = self.channels // self.heads
-        heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)]
+        heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
         scans = [self._scan(x[..., h], h, A[h], None if state is None else state[..., h]) for h in heads]
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:

@@ -148,7 +148,7 @@ class Model(nn.Module):
             cache.reserve(positions.longest)
         return Call(mask, decoding, ALL if cache is None else cache.rows, positions)
 
-    def generate(self, input_ids, attention_mask=None, generation_config=None, seed=None, **arguments):
+    def generate(self, input_ids, generation_config=None, attention_mask=None, seed=None, **arguments):
         """transformers' `generate`: the prompts and what follows them, (batch * num_return_sequences, seq + new) int64.
 
         arguments: transformers' own (max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature,
