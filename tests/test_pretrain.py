@@ -95,6 +95,26 @@ def test_under_torchrun(here, capsys):
     assert (megatron_ssm.load("out")(ids) - theirs).abs().max() <= 5e-5
 
 
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("family", ("mamba", "falcon_mamba", "zamba", "zamba2"))
+def test_every_family(ranks, here, family, tp):
+    """Trained on several ranks as on one; transformers loads the result and gives the same logits."""
+    flags = ["--model-type", family, "--shared-blocks", "2", "--hybrid-interval", "1", "--ffn-hidden-size", "24"]
+
+    def train(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp)}
+        pretrain(options("--tensor-model-parallel-size", str(tp), *flags))
+
+    ranks(train, tp)
+    pretrain(options("--out", "alone", "--log", "alone.jsonl", *flags))
+    losses, alone = ([line["loss"] for line in logged(path)] for path in ("log.jsonl", "alone.jsonl"))
+    assert losses == pytest.approx(alone, abs=1e-10)
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)(ids).logits
+        assert (megatron_ssm.load("out")(ids) - theirs).abs().max() <= 5e-5
+
+
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
 def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
     def train(rank):
@@ -363,7 +383,7 @@ def test_wrong_flags(here, capsys, line, message):
         ("bf16: 1", "run.yaml: bf16: 1 is not true or false"),
         ("log:", "run.yaml: log: None is not text"),
         ("data: [a, [b]]", "run.yaml: data: ['b'] is not text"),
-        ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, mamba2"),
+        ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, falcon_mamba, mamba2, zamba, zamba2"),
         ("[1, 2]", "run.yaml holds no options"),
         ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
     ],
