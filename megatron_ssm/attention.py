@@ -172,6 +172,7 @@ class SharedBlock(nn.Module):
         if self.rope_theta:
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
         if cache is not None:
+            k, v = (t.to(cache.keys.dtype) for t in (k, v))  # autocast's may be narrower
             k, v = cache.append(k, v, positions.new, positions.longest, call.rows)
         scale = math.sqrt(2 / self.head_dim)
         out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)

@@ -74,7 +74,8 @@ class _Search:
         self.improvable = torch.ones(self.batch, 1, dtype=torch.bool)
         self.seen = None
         if beams.repetition_penalty != 1:
-            prompt = input_ids.repeat_interleave(beams.num_beams, 0)
+            real = input_ids if attention_mask is None else input_ids.where(attention_mask.bool(), input_ids[:, -1:])
+            prompt = real.repeat_interleave(beams.num_beams, 0)  # padding was not met
             self.seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool).scatter_(
                 1, prompt.cpu(), True
             )

@@ -53,7 +53,7 @@ class Config:
     tie_embeddings: bool
     heads: int = 1  # of the mixer; Mamba-1's heads have an x_proj each
     dt_rank: int = 0  # Mamba-1
-    inner_norm_eps: float = 0.0  # of Falcon-Mamba's norms of dt, B and C (0: none)
+    inner_norm_eps: float | None = None  # of Falcon-Mamba's norms of dt, B and C (None: there are none)
     groups: int = 0  # Mamba-2; 0: a Mamba-1 kind
     gated_norm_eps: float = 0.0
     dt_limit: tuple[float, float] = (0.0, math.inf)
@@ -179,7 +179,7 @@ def _mamba_fields(values: Values) -> dict:
         heads=heads,
         dt_rank=math.ceil(values["hidden_size"] / 16) if auto else values.positive("time_step_rank"),
         conv_bias=values.flag("use_conv_bias"),
-        inner_norm_eps=values.number("mixer_rms_eps") if values.family == "falcon_mamba" else 0.0,
+        inner_norm_eps=values.number("mixer_rms_eps") if values.family == "falcon_mamba" else None,
     )
 
 
@@ -213,7 +213,8 @@ def _hybrid_layers(values: Values) -> tuple[int, ...]:
     """The layers that use the shared block; "mamba" is the old name of "linear_attention"."""
     if not values.family.startswith("zamba"):
         return ()
-    kinds, count = values["layers_block_type"], values.positive("num_hidden_layers")
+    count = values.positive("num_hidden_layers")
+    kinds = values.raw.get("layer_types") or values["layers_block_type"]  # transformers' name for it, which wins
     plain = "linear_attention"
     if kinds is None and values.family == "zamba":
         period, offset = values.positive("attn_layer_period"), values["attn_layer_offset"]
@@ -267,10 +268,12 @@ def _rope_theta(values: Values) -> float:
     if not values.flag("use_mem_rope"):
         return 0.0
     parameters = values["rope_scaling"] or values["rope_parameters"] or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ValueError(f"{values.family} with rope_type={kind!r} is not implemented (only 'default')")
-    return float(parameters.get("rope_theta", values["rope_theta"]))
+    return Values(values.family, {**values.raw, **parameters}).number("rope_theta")
 
 
 def _divides(count, size, what, over="tensor-parallel ranks"):

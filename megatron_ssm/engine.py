@@ -126,7 +126,7 @@ class Engine:
             asked = repr(
                 (sorted(stop_tokens), [value for name, value in vars(request).items() if name != "stop_tokens"])
             )
-        except (ValueError, TypeError, OSError) as error:
+        except Exception as error:  # of any kind: the others wait in the gather
             wrong, asked = error, repr(error)
         digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "little", signed=True)
         mine = torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=self.model.device)
@@ -155,6 +155,7 @@ class Engine:
             if self.model.directory is None:
                 raise ValueError("stop_strings need a tokenizer.json, and this model was not loaded from a directory")
             self._tokenizer = load_tokenizer(self.model.directory)
+        TextStream(self._tokenizer, request.stop_strings) if request.stop_strings else None  # ValueError if empty
 
     @property
     def busy(self) -> bool:

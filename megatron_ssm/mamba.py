@@ -86,7 +86,7 @@ class MambaMixer(nn.Module):
         parameters = F.linear(x, self.x_proj[:, head])
         parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
         dt, B, C = parameters.split(self.splits, dim=-1)
-        if self.inner_norm_eps:
+        if self.inner_norm_eps is not None:
             dt, B, C = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in (dt, B, C))
         dt = F.softplus(F.linear(dt, self.dt_proj[head]) + self.dt_bias[head])
         return selective_scan(x, dt, A, B, C, self.D[head], state)

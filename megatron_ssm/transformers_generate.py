@@ -8,8 +8,10 @@ import torch
 
 from .beam_search import Beams, beam_search
 from .config import token_ids
+from .engine import Request
 from .generation import generate
 from .model import Model
+from .sampling import Sampling
 
 # transformers 5.23's defaults of what is implemented here.
 DEFAULTS = dict(
@@ -51,8 +53,10 @@ def transformers_generate(model: Model, input_ids, attention_mask, generation_co
     model.check(input_ids, attention_mask)
     batch, length = input_ids.shape
     longest = _new_tokens(values, length)
-    shortest = values["min_new_tokens"] or max(0, values["min_length"] - length)
+    shortest = values["min_new_tokens"]
+    shortest = max(0, values["min_length"] - length) if shortest is None else shortest
     sequences = values["num_return_sequences"]
+    Request((0,), longest, Sampling(repetition_penalty=values["repetition_penalty"]))  # ValueError if it cannot be
     if values["num_beams"] > 1:
         fill = (pad or eos[0]) if eos else -1  # transformers' own: pad id 0 counts as none
         beams = Beams(

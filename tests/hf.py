@@ -4,7 +4,10 @@ transformers' own initialization leaves norm weights and D at one (a wrong split
 depth (ssm.md, fact 2); here they are spread, and the projections are scaled so that logits stay O(1..10).
 """
 
+from contextlib import nullcontext
+
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
 
 SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
@@ -22,18 +25,38 @@ CONFIGS = {
 }
 
 
+class Float64(TorchFunctionMode):
+    """What transformers computes in float32 whatever the model's dtype (norms, scans, angles) is float64 in here.
+
+    A float64 model that is made and run so is an oracle to 1e-10 and better.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def wider(value):
+            return torch.float64 if value is torch.float32 else value
+
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
+
+
+def precisely(dtype):
+    """`Float64` for float64 models; nothing for others."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
 def hf_model(family, seed=0, dtype=torch.float32, **changes):
     """A transformers model in eval mode of `family` (one of CONFIGS), small unless `changes` say otherwise."""
     make, extra = CONFIGS[family]
     values = {**SMALL, **extra, **changes}
     if "layers_block_type" in values and "layers_block_type" not in changes:
         values["layers_block_type"] = [LAYERS[i % len(LAYERS)] for i in range(values["num_hidden_layers"])]
-    model = AutoModelForCausalLM.from_config(make(**values)).eval()
+    with precisely(dtype):
+        model = AutoModelForCausalLM.from_config(make(**values), dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_draw(name, parameter.shape, generator))
-    return model.to(dtype)
+    return model
 
 
 def _draw(name, shape, generator):

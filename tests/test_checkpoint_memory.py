@@ -1,4 +1,4 @@
-"""Memory of load and save on a 430 MB model; oracle: RssAnon of each rank, read from /proc by another process."""
+"""Memory of load and save on models of over 400 MB; oracle: RssAnon of each rank, read from /proc by another process."""
 
 import ctypes
 import json
@@ -19,7 +19,13 @@ from megatron_ssm.families import hf_shapes, layout
 
 SLACK = 16 * 2**20
 FILE_BYTES = 110_000_000
-SHAPE = dict(model_type="mamba", hidden_size=2048, num_hidden_layers=4, vocab_size=600, state_size=8)
+SHAPES = {
+    "mamba": dict(model_type="mamba", hidden_size=2048, num_hidden_layers=4, vocab_size=600, state_size=8),
+    "zamba": dict(
+        model_type="zamba", hidden_size=1536, num_hidden_layers=4, vocab_size=600, mamba_d_state=8,
+        layers_block_type=["linear_attention"] * 2 + ["hybrid"] * 2, num_attention_heads=16, intermediate_size=4096,
+    ),
+}  # fmt: skip
 
 # Prints, once its input closes, by how much the most was more than the first.
 SAMPLER = """
@@ -39,6 +45,9 @@ print(max(most, anonymous()) - first)
 def growth():
     """`.bytes`, afterwards: by how much this process's anonymous memory grew at its peak."""
     grown = SimpleNamespace(bytes=None)
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 20
+    )  # M_MMAP_THRESHOLD: what is freed leaves at once, holes of a heap do not count
     ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests freed would be used again, unseen
     command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
@@ -47,12 +56,12 @@ def growth():
         grown.bytes = int(sampler.communicate()[0])
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A directory of 430 MB whose every tensor repeats one number, its own."""
-    directory = tmp_path_factory.mktemp("large")
-    (directory / "config.json").write_text(json.dumps(SHAPE))
-    shapes = hf_shapes(layout(Config.from_dict(SHAPE)))
+@pytest.fixture(scope="module", params=SHAPES)
+def large(request, tmp_path_factory):
+    """A directory of 400 MB whose every tensor repeats one number, its own."""
+    directory, shape = tmp_path_factory.mktemp("large"), SHAPES[request.param]
+    (directory / "config.json").write_text(json.dumps(shape))
+    shapes = hf_shapes(layout(Config.from_dict(shape)))
     tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
     assert sum(tensor.nbytes for tensor in tensors.values()) >= 400 * 10**6
     save_file(tensors, directory / "model.safetensors")

@@ -7,48 +7,147 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, Mamba2Config, MambaConfig
+from transformers import AutoConfig, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
 
 import megatron_ssm
-from hf import SMALL, save_hf
+from cases import random_changes, with_layers
+from hf import CONFIGS, SMALL, save_hf
 from megatron_ssm import Config
 
 MAMBA = dict(model_type="mamba", **SMALL, state_size=8)
 MAMBA2 = dict(model_type="mamba2", **SMALL, state_size=8, num_heads=8, head_dim=8, n_groups=2)
 
-OURS_OF_THEIRS = {  # our field: transformers' attribute
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "state_size": "state_size",
-    "num_layers": "num_hidden_layers",
-    "conv_kernel": "conv_kernel",
-    "norm_eps": "layer_norm_epsilon",
-    "use_bias": "use_bias",
-    "conv_bias": "use_conv_bias",
-    "residual_in_fp32": "residual_in_fp32",
-    "tie_embeddings": "tie_word_embeddings",
+LAYERS = dict(layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"])
+ZAMBA = dict(model_type="zamba", **SMALL, **LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48)
+ZAMBA2 = dict(ZAMBA, model_type="zamba2", adapter_rank=6)
+FALCON = dict(MAMBA, model_type="falcon_mamba")
+CLASSES = {
+    "mamba": MambaConfig, "falcon_mamba": FalconMambaConfig, "mamba2": Mamba2Config, "zamba": ZambaConfig,
+    "zamba2": Zamba2Config,
+}  # fmt: skip
+
+OURS_OF_THEIRS = {  # our field: transformers' attribute, of those it has
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "state_size": ("state_size", "mamba_d_state"),
+    "num_layers": ("num_hidden_layers",),
+    "conv_kernel": ("conv_kernel", "mamba_d_conv"),
+    "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
+    "use_bias": ("use_bias", "mamba_proj_bias", "add_bias_linear"),
+    "tie_embeddings": ("tie_word_embeddings",),
 }
-MAMBA_ONLY = {"dt_rank": "time_step_rank", "intermediate_size": "intermediate_size"}
-MAMBA2_ONLY = {"heads": "num_heads", "head_dim": "head_dim", "groups": "n_groups"}
+MAMBA_ONLY = {
+    "dt_rank": ("time_step_rank", "mamba_dt_rank"),
+    "conv_bias": ("use_conv_bias", "mamba_conv_bias"),
+    "residual_in_fp32": ("residual_in_fp32",),
+    "inner_norm_eps": ("mixer_rms_eps",),
+    "intermediate_size": ("intermediate_size",),
+}
+MAMBA2_ONLY = {
+    "conv_bias": ("use_conv_bias",), "residual_in_fp32": ("residual_in_fp32",), "heads": ("num_heads",),
+    "head_dim": ("head_dim",), "groups": ("n_groups",),
+}  # fmt: skip
+ZAMBA_ONLY = {"heads": ("n_mamba_heads",), "dt_rank": ("mamba_dt_rank",), "conv_bias": ("mamba_conv_bias",)}
+ZAMBA2_ONLY = {"heads": ("n_mamba_heads",), "head_dim": ("mamba_headdim",), "groups": ("mamba_ngroups",)}
+SHARED = {
+    "heads": ("num_attention_heads",), "kv_heads": ("num_key_value_heads",), "head_dim": ("attention_head_dim",),
+    "feed_forward_size": ("intermediate_size",), "activation": ("hidden_act",), "tied": ("tie_word_embeddings",),
+    "blocks": ("num_mem_blocks",), "bias": ("add_bias_linear",), "adapter_rank": ("adapter_rank",),
+    "attention_adapters": ("use_shared_attention_adapter",),
+}  # fmt: skip
+ONLY = {
+    "mamba": MAMBA_ONLY,
+    "falcon_mamba": MAMBA_ONLY,
+    "mamba2": MAMBA2_ONLY,
+    "zamba": ZAMBA_ONLY,
+    "zamba2": ZAMBA2_ONLY,
+}
 
 
-@pytest.mark.parametrize("theirs, only", [(MambaConfig, MAMBA_ONLY), (Mamba2Config, MAMBA2_ONLY)])
-def test_defaults_are_those_of_transformers(theirs, only):
-    theirs = theirs()
-    ours = Config.from_dict({"model_type": theirs.model_type})
-    for name, attribute in {**OURS_OF_THEIRS, **only}.items():
-        assert getattr(ours, name) == getattr(theirs, attribute), name
-    assert ours.dt_limit == tuple(getattr(theirs, "time_step_limit", (0.0, math.inf)))
+def assert_same(ours, theirs, attributes):
+    """Each of our fields is the attribute of transformers' configuration, of those names that it has."""
+    compared = 0
+    for name, theirs_of in attributes.items():
+        for attribute in theirs_of:
+            if hasattr(theirs, attribute):
+                assert getattr(ours, name) == getattr(theirs, attribute), name
+                compared += 1
+    assert compared >= len(attributes) - 4
+
+
+def assert_same_configuration(ours, theirs):
+    """Everything that either of them says about the model."""
+    assert_same(ours, theirs, {**OURS_OF_THEIRS, **ONLY[ours.family]})
+    low = theirs.time_step_min if ours.family == "zamba2" else 0.0
+    assert ours.dt_limit == tuple(getattr(theirs, "time_step_limit", (low, math.inf)))
     assert ours.dt_init == (theirs.time_step_min, theirs.time_step_max, theirs.time_step_floor)
+    kinds = getattr(theirs, "layers_block_type", [])
+    assert ours.hybrid_layers == tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
+    assert (ours.shared is not None) == bool(ours.hybrid_layers)
+    if ours.shared is not None:
+        assert_same(ours.shared, theirs, SHARED)
+        rope = theirs.rope_parameters["rope_theta"] if getattr(theirs, "use_mem_rope", False) else 0.0
+        assert ours.shared.rope_theta == rope
 
 
-@pytest.mark.parametrize("theirs", (MambaConfig, Mamba2Config))
-def test_every_field_that_transformers_writes_is_known(theirs, tmp_path):
+@pytest.mark.parametrize("family", CLASSES)
+def test_defaults_are_those_of_transformers(family):
+    assert_same_configuration(Config.from_dict({"model_type": family}), CLASSES[family]())
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("seed", range(10))
+def test_what_transformers_writes_is_read(family, seed, tmp_path):
+    changes = {**SMALL, **CONFIGS[family][1], **with_layers(random_changes(family, seed))}
+    theirs = CLASSES[family](**changes)
+    theirs.save_pretrained(tmp_path)
+    ours = Config.read(tmp_path)
+    assert_same_configuration(ours, theirs)
+    assert ours.unknown == ()
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_field_that_transformers_writes_is_known(family, tmp_path):
     """Also infinity in a time_step_limit, however this release of transformers writes it."""
-    theirs().save_pretrained(tmp_path)
+    CLASSES[family]().save_pretrained(tmp_path)
     config = Config.read(tmp_path)
     assert config.unknown == ()
-    assert config == Config.from_dict({"model_type": theirs.model_type, "eos_token_id": list(config.eos_token_ids)})
+    assert config == Config.from_dict({"model_type": family, "eos_token_id": list(config.eos_token_ids)})
+
+
+@pytest.mark.parametrize("base", (ZAMBA, ZAMBA2), ids=("zamba", "zamba2"))
+def test_the_old_name_of_a_layer_without_attention(base):
+    old = [kind.replace("linear_attention", "mamba") for kind in base["layers_block_type"]]
+    assert Config.from_dict({**base, "layers_block_type": old}) == Config.from_dict(base)
+
+
+@pytest.mark.parametrize("base", (ZAMBA, ZAMBA2), ids=("zamba", "zamba2"))
+def test_transformers_other_name_of_the_layers(base):
+    """transformers reads layer_types as well, and it wins."""
+    layers = ["hybrid", "linear_attention", "linear_attention", "hybrid"]
+    for written in (base | dict(layers_block_type=None), base):
+        assert Config.from_dict({**written, "layer_types": layers}).hybrid_layers == (0, 3)
+        kinds = CLASSES[base["model_type"]].from_dict({**written, "layer_types": layers}).layers_block_type
+        assert kinds == layers
+
+
+@pytest.mark.parametrize(
+    "written, theta",
+    [
+        (dict(), 10000.0),
+        (dict(rope_theta=500), 500.0),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=50.0)), 50.0),
+        (dict(rope_parameters=dict(rope_type="default")), 10000.0),
+        (dict(rope_scaling=dict(type="default"), rope_theta=70.0), 70.0),
+        (dict(rope_scaling=None, rope_parameters=None), 10000.0),
+        (dict(rope_parameters=dict(rope_type="yarn"), use_mem_rope=False), 0.0),
+    ],
+)
+def test_ways_to_write_the_base_of_rotary_positions(written, theta):
+    raw = {**ZAMBA2, "use_mem_rope": True, **written}
+    assert Config.from_dict(raw).shared.rope_theta == theta
+    if theta:
+        assert Zamba2Config.from_dict(raw).rope_parameters["rope_theta"] == theta
 
 
 # As in the config.json of state-spaces/mamba-130m-hf and of mistralai/Mamba-Codestral-7B-v0.1.
@@ -61,7 +160,7 @@ OLD_NAMES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("base", (MAMBA, MAMBA2), ids=("mamba", "mamba2"))
+@pytest.mark.parametrize("base", (MAMBA, MAMBA2, FALCON), ids=("mamba", "mamba2", "falcon_mamba"))
 def test_old_names_of_the_hub_pass_silently(base):
     assert Config.from_dict({**base, **OLD_NAMES}).unknown == ()
 
@@ -74,9 +173,9 @@ def test_ways_to_write_no_limit(limit, tmp_path):
 
 
 REFUSED = [  # (configuration, changes, what the message must contain)
-    (MAMBA, dict(model_type="llama"), "model type 'llama' is not supported (supported: mamba, mamba2)"),
-    (MAMBA, dict(model_type=None), "supported: mamba, mamba2"),
-    (MAMBA, dict(model_type=["mamba"]), "supported: mamba, mamba2"),
+    (MAMBA, dict(model_type="llama"), "model type 'llama' is not supported (supported: mamba, falcon_mamba, mamba2"),
+    (MAMBA, dict(model_type=None), "supported: mamba, falcon_mamba"),
+    (MAMBA, dict(model_type=["mamba"]), "supported: mamba, falcon_mamba"),
     (MAMBA, dict(hidden_act="gelu"), "hidden_act='gelu' is not implemented (only 'silu')"),
     (MAMBA, dict(rms_norm=False), "rms_norm=False"),
     (MAMBA, dict(quantization_config={"bits": 4}), "quantization_config"),
@@ -85,7 +184,11 @@ REFUSED = [  # (configuration, changes, what the message must contain)
     (MAMBA2, dict(d_intermediate=128), "d_intermediate=128"),
     (MAMBA2, dict(is_encoder_decoder=True), "is_encoder_decoder=True"),
     (MAMBA, dict(head_bias=True), "head_bias=True"),
-    (MAMBA, dict(intermediate_size=96), "intermediate_size=96 is not expand * hidden_size = 64"),
+    (MAMBA2, dict(intermediate_size=96), "intermediate_size=96 is not expand * hidden_size = 64"),
+    (MAMBA, dict(intermediate_size=0), "intermediate_size=0 must be a positive integer"),
+    (FALCON, dict(hidden_act="gelu"), "falcon_mamba with hidden_act='gelu' is not implemented (only 'silu')"),
+    (FALCON, dict(mixer_rms_eps=None, layer_norm_epsilon="x"), "layer_norm_epsilon='x' must be a number"),
+    (FALCON, dict(mixer_rms_eps="small"), "mixer_rms_eps='small' must be a number"),
     (MAMBA2, dict(num_heads=7), "7 heads of 8 are 56 channels, not expand * hidden_size = 64"),
     (MAMBA2, dict(n_groups=3), "8 heads do not divide over 3 groups (8 % 3 = 2)"),
     (MAMBA, dict(hidden_size="32"), "hidden_size='32' must be a positive integer"),
@@ -100,10 +203,51 @@ REFUSED = [  # (configuration, changes, what the message must contain)
     (MAMBA2, dict(time_step_limit=[0.1]), "must be two numbers"),
     (MAMBA2, dict(time_step_limit=[0, {"float": "inf"}]), "must be two numbers"),
     (MAMBA, dict(eos_token_id="</s>"), "eos_token_id='</s>'"),
-]
+    *((base, changes, words) for base in (ZAMBA, ZAMBA2) for changes, words in [
+        (dict(num_hidden_layers=5), "layers_block_type has 4 layers, num_hidden_layers=5"),
+        (dict(layers_block_type=["hybrid"]), "layers_block_type has 1 layers, num_hidden_layers=4"),
+        (dict(layers_block_type=["attention"] * 4), "must be a list of 'linear_attention' and 'hybrid'"),
+        (dict(layers_block_type="hybrid"), "must be a list of 'linear_attention' and 'hybrid'"),
+        (dict(layers_block_type=[["hybrid"]] * 4), "must be a list of 'linear_attention' and 'hybrid'"),
+        (dict(attention_hidden_size=32), "attention_hidden_size=32 is not 2 * hidden_size = 64"),
+        (dict(num_key_value_heads=3), "4 attention heads do not divide over 3 key/value heads (4 % 3 = 1)"),
+        (dict(num_key_value_heads=8), "4 attention heads do not divide over 8 key/value heads (4 % 8 = 4)"),
+        (dict(num_attention_heads=0), "num_attention_heads=0 must be a positive integer"),
+        (dict(attention_head_dim=2.5), "attention_head_dim=2.5 must be a positive integer"),
+        (dict(n_mamba_heads=3), "64 channels do not divide over 3 mamba heads (64 % 3 = 1)"),
+        (dict(attention_dropout=0.1), "attention_dropout=0.1 is not implemented (only 0)"),
+        (dict(hidden_act="gelu_new"), "hidden_act='gelu_new' is not implemented (only gelu, gelu_pytorch_tanh, silu"),
+        (dict(intermediate_size="wide"), "intermediate_size='wide' must be a positive integer"),
+        (dict(mamba_d_state=0), "mamba_d_state=0 must be a positive integer"),
+        (dict(rms_norm_eps=None, tie_word_embeddings="no"), "tie_word_embeddings='no' must be true or false"),
+    ]),
+    (ZAMBA, dict(hidden_mamba_act="gelu"), "hidden_mamba_act='gelu' is not implemented (only 'silu')"),
+    (ZAMBA, dict(layers_block_type=None, attn_layer_period=0), "attn_layer_period=0 must be a positive integer"),
+    (ZAMBA, dict(mamba_dt_rank="most"), "mamba_dt_rank='most' must be a positive integer"),
+    (ZAMBA, dict(mamba_proj_bias=1), "mamba_proj_bias=1 must be true or false"),
+    (ZAMBA2, dict(layers_block_type=None), "layers_block_type has 54 layers, num_hidden_layers=4"),
+    (ZAMBA2, dict(hybrid_layer_ids=[0]), "hybrid_layer_ids=[0] is not the hybrid layers of layers_block_type = [1, 3]"),
+    (ZAMBA2, dict(mamba_headdim=64), "mamba_headdim=64 is not mamba_expand * hidden_size / n_mamba_heads = 8"),
+    (ZAMBA2, dict(mamba_ngroups=3), "8 heads do not divide over 3 groups (8 % 3 = 2)"),
+    (ZAMBA2, dict(num_mem_blocks=0), "num_mem_blocks=0 must be a positive integer"),
+    (ZAMBA2, dict(adapter_rank=0), "adapter_rank=0 must be a positive integer"),
+    (
+        ZAMBA2, dict(use_shared_attention_adapter=True, num_key_value_heads=2),
+        "4 heads of 16 and 2 key/value heads are 64 and 32",
+    ),
+    (ZAMBA2, dict(use_shared_attention_adapter=True, attention_head_dim=8), "adapters are 2 * hidden_size = 64 wide"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_scaling=dict(type="linear")), "rope_type='linear' is not implemented"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_parameters=dict(rope_type="yarn")), "rope_type='yarn' is not implemented"),
+    (ZAMBA2, dict(use_mem_rope=True, attention_head_dim=5), "rotary embeddings need heads of even size, not 5"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_parameters=[1]), "rope_parameters=[1] must be an object"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_parameters=dict(rope_theta="big")), "rope_theta='big' must be a number"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_theta="big"), "rope_theta='big' must be a number"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("base, changes, words", REFUSED, ids=[str(changes) for _, changes, _ in REFUSED])
+@pytest.mark.parametrize(
+    "base, changes, words", REFUSED, ids=[f"{base['model_type']} {changes}" for base, changes, _ in REFUSED]
+)
 def test_what_cannot_be_honoured_is_refused(base, changes, words):
     with pytest.raises(ValueError) as caught:
         Config.from_dict({**base, **changes})
@@ -134,6 +278,20 @@ INDIVISIBLE = [  # (configuration, changes, ranks that cannot split it, the equa
     (MAMBA2, dict(n_groups=1), 16, "8 heads do not divide over 16 tensor-parallel ranks (8 % 16 = 8)"),
     (MAMBA2, dict(num_heads=6, n_groups=3, hidden_size=24), 2, "3 groups do not divide over 2 tensor-parallel ranks"),
     (MAMBA2, dict(num_heads=12, n_groups=6, hidden_size=48), 4, "(6 % 4 = 2, 4 % 6 = 4)"),
+    (FALCON, dict(intermediate_size=66), 4, "66 channels do not divide over 4 tensor-parallel ranks (66 % 4 = 2)"),
+    (ZAMBA, dict(n_mamba_heads=1), 3, "64 channels do not divide over 3 tensor-parallel ranks (64 % 3 = 1)"),
+    (ZAMBA, dict(hidden_size=48, n_mamba_heads=6), 4, "6 mamba heads do not divide over 4 tensor-parallel ranks, nor"),
+    (ZAMBA, {}, 8, "4 attention heads do not divide over 8 tensor-parallel ranks (4 % 8 = 4)"),
+    (ZAMBA, dict(num_key_value_heads=2), 4, "2 key/value heads do not divide over 4 tensor-parallel ranks (2 % 4 = 2)"),
+    (ZAMBA, dict(intermediate_size=50), 4, "50 channels of the shared MLP do not divide over 4 tensor-parallel ranks"),
+    (ZAMBA2, dict(n_mamba_heads=2), 4, "2 heads do not divide over 4 tensor-parallel ranks (2 % 4 = 2)"),
+    (ZAMBA2, dict(hidden_size=24, n_mamba_heads=6, mamba_ngroups=3), 2, "3 groups do not divide over 2"),
+    (
+        ZAMBA2,
+        dict(num_key_value_heads=1),
+        2,
+        "1 key/value heads do not divide over 2 tensor-parallel ranks (1 % 2 = 1)",
+    ),
 ]
 
 
@@ -164,11 +322,14 @@ def test_an_unknown_field_is_one_warning_of_one_rank(ranks, tp, tmp_path):
     assert ranks(run, tp) == [[("WARNING", line)]] + [[]] * (tp - 1)
 
 
-@pytest.mark.parametrize("base", (MAMBA, {**MAMBA2, "time_step_limit": [0.01, 0.2]}), ids=("mamba", "mamba2"))
+WRITTEN = MAMBA, {**MAMBA2, "time_step_limit": [0.01, 0.2]}, FALCON, ZAMBA, {**ZAMBA2, "use_mem_rope": True}
+
+
+@pytest.mark.parametrize("base", WRITTEN, ids=CLASSES)
 def test_what_is_written_is_read_by_transformers(base, tmp_path):
     config = Config.from_dict({**base, "torch_dtype": "float32", "n_layer": 4})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict("bfloat16")))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert theirs.dtype == torch.bfloat16
-    assert theirs.num_hidden_layers == config.num_layers
+    assert_same_configuration(config, theirs)
     assert Config.read(tmp_path) == config

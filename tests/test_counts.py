@@ -1,4 +1,4 @@
-"""What is sent and what is held, counted; oracles: the formulas of ssm.md A1, A3, A6, and torch.distributed itself."""
+"""What is sent and what is held, counted; oracles: the formulas of ssm.md A1-A6, and torch.distributed itself."""
 
 from collections import Counter
 
@@ -11,24 +11,53 @@ from hf import save_hf
 
 LAYERS, HIDDEN, STATE, KERNEL, VOCAB, BATCH = 3, 32, 8, 4, 61, 2
 INNER, RANK = 2 * HIDDEN, HIDDEN // 16
+HYBRIDS, HEAD_DIM = (1, 2), 8  # of the shared block
 
 worlds = pytest.mark.parametrize("tp", (1, 2, 4))
-MODELS = {  # name: (family, changes, groups; 0 for Mamba-1, which has none)
-    "mamba": ("mamba", dict(use_bias=True), 0),
-    "mamba2-1-group": ("mamba2", dict(n_groups=1, use_bias=True), 1),
-    "mamba2-2-groups": ("mamba2", dict(n_groups=2), 2),
-    "mamba2-4-groups": ("mamba2", dict(n_groups=4, tie_word_embeddings=True), 4),
-}
+PLAIN = dict(num_hidden_layers=LAYERS, state_size=STATE, conv_kernel=KERNEL)
+ZAMBA = dict(
+    layers_block_type=["linear_attention", "hybrid", "hybrid"], num_hidden_layers=LAYERS, mamba_d_state=STATE,
+    mamba_d_conv=KERNEL, num_attention_heads=8, num_key_value_heads=4,
+)  # fmt: skip
+ADAPTERS = dict(ZAMBA, num_key_value_heads=8, use_shared_attention_adapter=True)
+MODELS = {  # name: (family, changes)
+    "mamba": ("mamba", dict(PLAIN, use_bias=True)),
+    "falcon": ("falcon_mamba", PLAIN),
+    "mamba2-1-group": ("mamba2", dict(PLAIN, n_groups=1, use_bias=True)),
+    "mamba2-2-groups": ("mamba2", dict(PLAIN, n_groups=2)),
+    "mamba2-4-groups": ("mamba2", dict(PLAIN, n_groups=4, tie_word_embeddings=True)),
+    "zamba-1-head": ("zamba", dict(ZAMBA, n_mamba_heads=1)),
+    "zamba-2-heads-biases": ("zamba", dict(ZAMBA, n_mamba_heads=2, mamba_proj_bias=True)),
+    "zamba-8-heads-untied": ("zamba", dict(ZAMBA, n_mamba_heads=8, tie_word_embeddings=False)),
+    "zamba2-1-group": ("zamba2", dict(ZAMBA, mamba_ngroups=1)),
+    "zamba2-2-groups-biases": ("zamba2", dict(ADAPTERS, mamba_ngroups=2, add_bias_linear=True)),
+    "zamba2-4-groups-untied": (
+        "zamba2", dict(ADAPTERS, mamba_ngroups=4, num_mem_blocks=1, tie_word_embeddings=False),
+    ),
+}  # fmt: skip
+
+
+NAMES = [pytest.param(name, marks=pytest.mark.full) if name == "zamba-8-heads-untied" else name for name in MODELS]
+
+
+def groups_of(name):
+    """0 for the kinds of Mamba-1, which have none."""
+    changes = MODELS[name][1]
+    return changes.get("n_groups", changes.get("mamba_ngroups", 0))
+
+
+def uses_of(name):
+    """How many layers use a shared block."""
+    return len(HYBRIDS) * ("zamba" in name)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """{name: (directory, {Hugging Face name: shape})}"""
     made = {}
-    shape = dict(num_hidden_layers=LAYERS, hidden_size=HIDDEN, state_size=STATE, conv_kernel=KERNEL, vocab_size=VOCAB)
-    for name, (family, changes, _) in MODELS.items():
+    for name, (family, changes) in MODELS.items():
         directory = tmp_path_factory.mktemp(name)
-        model = save_hf(directory, family, **shape, **changes)
+        model = save_hf(directory, family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
         made[name] = directory, {name: parameter.shape for name, parameter in model.named_parameters()}
     return made
 
@@ -55,25 +84,34 @@ def tallied(function):
 # Messages
 
 
-def sums_of_a_token(groups, tp):
+def sums_of_a_mixer(name, tp):
+    """(all-reduces, the floats in them) of one token in one layer's mixer."""
+    groups, changes = groups_of(name), MODELS[name][1]
+    if groups == 0 and changes.get("n_mamba_heads", 1) >= tp:  # out_proj; each rank has whole heads' x_proj
+        return 1, HIDDEN
+    if groups == 0:  # x_proj, over all ranks or those that share a head, and out_proj
+        return 2, RANK + 2 * STATE + HIDDEN
+    if groups == 1:  # out_proj with the norm's sum of squares as one more column
+        return 1, HIDDEN + 1
+    if groups % tp == 0:
+        return 1, HIDDEN
+    return 2, groups + HIDDEN  # the norm's sums of squares, one for each group, and out_proj
+
+
+def sums_of_a_token(name, tp):
     """(all-reduces, the floats in them) of one token."""
     if tp == 1:
         return 0, 0
-    if groups == 0:  # x_proj and out_proj
-        sums, floats = 2, RANK + 2 * STATE + HIDDEN
-    elif groups == 1:  # out_proj with the norm's sum of squares as one more column
-        sums, floats = 1, HIDDEN + 1
-    elif groups % tp == 0:
-        sums, floats = 1, HIDDEN
-    else:  # the norm's sums of squares, one for each group, and out_proj
-        sums, floats = 2, groups + HIDDEN
-    return LAYERS * sums + 1, LAYERS * floats + HIDDEN  # and the embedding
+    sums, floats = sums_of_a_mixer(name, tp)
+    others = 2 * uses_of(name) + 1  # attention and MLP of each use, and the embedding
+    return LAYERS * sums + others, LAYERS * floats + others * HIDDEN
 
 
 @worlds
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_all_reduces_of_a_decoded_token(ranks, tp, name, models):
-    """2L+1 for Mamba-1, and for Mamba-2 at 1 < groups < ranks; else L+1. A prefill has as many, and longer."""
+    """2L+1 for Mamba-1, Zamba at heads < ranks, and Mamba-2 at 1 < groups < ranks; else L+1; and 2 for each use of a
+    shared block. A prefill has as many, and longer."""
     prompt = 20
 
     @torch.no_grad()
@@ -87,7 +125,7 @@ def test_all_reduces_of_a_decoded_token(ranks, tp, name, models):
         gathered, _ = tallied(lambda: model(ids[:, :1], cache=cache))
         return *counts, gathered
 
-    calls, floats = sums_of_a_token(MODELS[name][2], tp)
+    calls, floats = sums_of_a_token(name, tp)
     calls = {"all_reduce": calls} if calls else {}
     for prefill, token, gathered in ranks(run, tp):
         assert token == (calls, 4 * BATCH * floats)
@@ -96,7 +134,7 @@ def test_all_reduces_of_a_decoded_token(ranks, tp, name, models):
 
 
 @worlds
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_all_reduces_of_a_training_step(ranks, tp, name, models):
     """Forward: those of a token and the loss's two. Backward: the gradients of what each rank used for its part."""
 
@@ -109,12 +147,15 @@ def test_all_reduces_of_a_training_step(ranks, tp, name, models):
         assert Counter(forward) + Counter(backward) == model.counter.calls
         return forward, backward
 
-    _, changes, groups = MODELS[name]
-    forward = sums_of_a_token(groups, tp)[0] + 2
+    groups, changes = groups_of(name), MODELS[name][1]
+    forward = sums_of_a_token(name, tp)[0] + 2
     inputs = LAYERS + 1  # of every in_proj, and of the head
-    sums = LAYERS * (groups == 0 or 1 < groups < tp)  # x_proj's, or the norm's
-    tensors = 3 + changes.get("use_bias", False)  # that hold B and C: in_proj's weight and bias, the convolution's two
+    sums = LAYERS * (sums_of_a_mixer(name, tp)[0] - 1)  # x_proj's, or the norm's
+    biases = changes.get("use_bias", changes.get("add_bias_linear", False))
+    tensors = 3 + biases  # that hold B and C: in_proj's weight and bias, the convolution's two
     shared = LAYERS * tensors * (0 < groups < tp)
+    adapters = MODELS[name][0] == "zamba2", "use_shared_attention_adapter" in changes
+    inputs += uses_of(name) * (2 + sum(adapters))  # of attention and MLP, and between the two halves of adapters
     expected = ({}, {}) if tp == 1 else ({"all_reduce": forward}, {"all_reduce": inputs + sums + shared})
     assert ranks(run, tp) == [expected] * tp
 
@@ -122,30 +163,68 @@ def test_all_reduces_of_a_training_step(ranks, tp, name, models):
 # Memory
 
 
-@worlds
-@pytest.mark.parametrize("name", MODELS)
-def test_cache_bytes(ranks, tp, name, models):
-    """1/T of it on each rank, but every rank holds the history of its groups' B and C; the state is fp32."""
-    dtypes = torch.float32, torch.bfloat16
-
-    def held(dtype):
-        cache = megatron_ssm.load(models[name][0], dist.group.WORLD, dtype=dtype).new_cache(BATCH)
-        storages = [t.untyped_storage() for layer in cache.layers for t in (layer.conv, layer.state)]
-        assert cache.nbytes == sum(storage.nbytes() for storage in storages)
-        return cache.nbytes
-
-    groups = MODELS[name][2]
+def state_bytes(name, tp, dtype):
+    """Of the convolutions' histories and the fp32 states: 1/T, but every rank has its groups' B and C in its history."""
+    groups = groups_of(name)
     channels = INNER // tp + (2 * max(groups // tp, 1) * STATE if groups else 0)
-    history, state = channels * (KERNEL - 1), INNER // tp * STATE * 4
-    expected = [LAYERS * BATCH * (history * dtype.itemsize + state) for dtype in dtypes]
-    assert ranks(lambda rank: [held(dtype) for dtype in dtypes], tp) == [expected] * tp
+    return LAYERS * BATCH * (channels * (KERNEL - 1) * dtype.itemsize + INNER // tp * STATE * 4)
 
 
-def numbers_on_a_rank(name, shape, groups, tp):
+def position_bytes(name, tp, dtype):
+    """Of the keys and values of one position in every row."""
+    kv_heads = MODELS[name][1].get("num_key_value_heads", 0)
+    return 2 * uses_of(name) * BATCH * kv_heads // tp * HEAD_DIM * dtype.itemsize
+
+
+@worlds
+@pytest.mark.parametrize("name", NAMES)
+def test_cache_bytes(ranks, tp, name, models):
+    """Keys and values have room for max_length from the start, and nothing moves; or for what has been stored."""
+    dtypes, longest, prompt = (torch.float32, torch.bfloat16), 9, 6
+    ids = torch.zeros(BATCH, prompt, dtype=torch.long)
+
+    def held(cache):
+        storages = [t.untyped_storage() for layer in cache.layers for t in layer.tensors()]
+        assert cache.nbytes == sum(storage.nbytes() for storage in storages)
+        return cache.nbytes, [storage.data_ptr() for storage in storages]
+
+    @torch.no_grad()
+    def run(dtype):
+        model = megatron_ssm.load(models[name][0], dist.group.WORLD, dtype=dtype)
+        found = []
+        for cache in (model.new_cache(BATCH), model.new_cache(BATCH, max_length=longest)):
+            found.append(held(cache))
+            for part in (ids, ids[:, :1]):
+                model.local_logits(part, cache=cache)
+                found.append(held(cache))
+        sizes, places = zip(*found, strict=True)
+        assert places[3] == places[4] == places[5]
+        return sizes
+
+    lengths = 0, prompt, prompt + 1, longest, longest, longest
+    bytes_of = [(state_bytes(name, tp, dtype), position_bytes(name, tp, dtype)) for dtype in dtypes]
+    expected = [tuple(state + length * position for length in lengths) for state, position in bytes_of]
+    assert ranks(lambda rank: [run(dtype) for dtype in dtypes], tp) == [expected] * tp
+
+
+WHOLE = ("layernorm.weight", ".norm.weight", "norm_f.weight", "out_proj.bias", "down_proj.bias", ".linear.weight")
+
+
+def is_whole(model, name):
+    """Whether every rank holds all of a Hugging Face tensor."""
+    if "adapter_list" in name:
+        layer, use = int(name.split(".")[2]), int(name.split("adapter_list.")[1].split(".")[0])
+        untied = MODELS[model][1].get("tie_word_embeddings") is False
+        return name.endswith(".0.weight") or (untied and HYBRIDS[use] != layer)  # another layer's, and unused
+    return name.endswith(WHOLE) and not name.endswith(("mixer.norm.weight", "mamba.norm.weight"))
+
+
+def numbers_on_a_rank(model, name, shape, tp):
     """How many numbers of a Hugging Face tensor the first of `tp` ranks holds."""
-    if name.endswith((".norm.weight", "norm_f.weight", "out_proj.bias")) and "mixer.norm" not in name:
+    groups = groups_of(model)
+    if is_whole(model, name):
         return shape.numel()
-    if name.endswith(("embeddings.weight", "lm_head.weight")):
+    if name.endswith(("embeddings.weight", "embed_tokens.weight", "lm_head.weight")):
         return -(-shape[0] // tp) * shape[1]
     if groups and ("in_proj" in name or "conv1d" in name):
         bc = 2 * groups * STATE
@@ -154,9 +233,10 @@ def numbers_on_a_rank(name, shape, groups, tp):
 
 
 @worlds
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_parameter_bytes(ranks, tp, name, models):
-    """1/T of every tensor, except norms, out_proj's bias, and the B and C of groups that several ranks share."""
+    """1/T of every tensor, except norms, biases of sums, Zamba's `linear`, the first halves of adapters, unused adapters,
+    and the B and C of groups that several ranks share."""
     place, shapes = models[name]
 
     def run(rank):
@@ -164,7 +244,7 @@ def test_parameter_bytes(ranks, tp, name, models):
         storages = [parameter.untyped_storage() for parameter in model.parameters()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
-    expected = 4 * sum(numbers_on_a_rank(n, shape, MODELS[name][2], tp) for n, shape in shapes.items())
+    expected = 4 * sum(numbers_on_a_rank(name, n, shape, tp) for n, shape in shapes.items())
     first, *others = ranks(run, tp)
     assert first == expected
     assert all(other <= first for other in others)  # of the vocabulary

@@ -12,12 +12,23 @@ from megatron_ssm import Config, build, initialize
 from megatron_ssm.families import layout
 
 SHAPE = dict(hidden_size=64, num_hidden_layers=3, vocab_size=211, state_size=16, use_bias=True)
+ZAMBA = dict(
+    hidden_size=64, num_hidden_layers=3, vocab_size=211, mamba_d_state=16, layers_block_type=["hybrid"] * 3,
+    num_attention_heads=8, num_key_value_heads=8, intermediate_size=96,
+)  # fmt: skip
+ZAMBA2 = dict(ZAMBA, model_type="zamba2", n_mamba_heads=16, adapter_rank=20, use_shared_attention_adapter=True)
 MODELS = {
     "mamba": dict(SHAPE, model_type="mamba"),
     "mamba2-1-group": dict(SHAPE, model_type="mamba2", num_heads=16, head_dim=8, n_groups=1, tie_word_embeddings=True),
     "mamba2-2-groups": dict(SHAPE, model_type="mamba2", num_heads=16, head_dim=8, n_groups=2),
     "mamba2-4-groups": dict(SHAPE, model_type="mamba2", num_heads=16, head_dim=8, n_groups=4),
+    "falcon": dict(SHAPE, model_type="falcon_mamba"),
+    "zamba-2-heads": dict(ZAMBA, model_type="zamba", mamba_proj_bias=True),
+    "zamba2-2-groups": dict(ZAMBA2, mamba_ngroups=2, tie_word_embeddings=False),
+    "zamba2-2-blocks": dict(ZAMBA2, num_mem_blocks=2, add_bias_linear=True),
 }
+OURS = [name for name in MODELS if "zamba" not in name]  # whose tensors have these names
+ZAMBAS = [name for name in MODELS if "zamba" in name]
 
 
 def drawn(name, seed=0, group=None):
@@ -49,8 +60,8 @@ def test_the_seed_decides(name):
     first = drawn(name, 1)
     torch.rand(3)
     again, other = drawn(name, 1), drawn(name, 2)
-    fixed = (".D", "norm.weight", "norm_weight", "norm_f.weight", "in_proj.bias", "conv.bias", "out_proj.bias")
-    fixed += (".A_log",) if name == "mamba" else ()
+    fixed = (".D", "norm.weight", "norm_weight", "norm_f.weight", ".bias")
+    fixed += (".A_log",) if name in ("mamba", "falcon", "zamba-2-heads") else ()
     for parameter, values in first.items():
         assert torch.equal(values, again[parameter])
         assert torch.equal(values, other[parameter]) == any(part in parameter for part in fixed), parameter
@@ -76,10 +87,11 @@ def assert_uniform(values, bound):
     assert abs(values.mean()) <= 0.1 * bound
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OURS)
 def test_the_distributions(name):
     tensors = whole(name, [drawn(name)])
     layers, inner, width = SHAPE["num_hidden_layers"], 128, 64
+    kind_1 = name in ("mamba", "falcon")
     assert tensors["backbone.embeddings.weight"].std() == pytest.approx(0.02, rel=0.05)
     assert tensors["backbone.norm_f.weight"].eq(1).all()
     for layer in range(layers):
@@ -89,16 +101,37 @@ def test_the_distributions(name):
         assert_uniform(one["mixer.out_proj.weight"], inner**-0.5 / math.sqrt(layers))
         assert all(one[constant].eq(1).all() for constant in ("norm.weight", "mixer.D"))
         assert all(one[constant].eq(0).all() for constant in ("mixer.in_proj.bias", "mixer.out_proj.bias"))
-        dt = F.softplus(one["mixer.dt_proj.bias" if name == "mamba" else "mixer.dt_bias"])
+        dt = F.softplus(one["mixer.dt_proj.bias" if kind_1 else "mixer.dt_bias"])
         assert dt.min() >= 0.001 * (1 - 1e-4) and dt.max() <= 0.1 * (1 + 1e-4)
         assert dt.log().std() == pytest.approx(math.log(100) / math.sqrt(12), rel=0.35)  # log-uniform
         A = one["mixer.A_log"].exp()
-        if name == "mamba":
+        if kind_1:
             torch.testing.assert_close(A, torch.arange(1.0, 17, dtype=A.dtype).expand(inner, 16))
             assert_uniform(one["mixer.x_proj.weight"], inner**-0.5)
             assert_uniform(one["mixer.dt_proj.weight"], 4**-0.5)  # dt_rank is 64/16
         else:
             assert 1 <= A.min() and A.max() <= 16
+
+
+@pytest.mark.parametrize("name", ZAMBAS)
+def test_the_distributions_of_a_shared_block(name):
+    """Each field by its own inputs, never by how Hugging Face stores it (x_proj of a head has only its channels)."""
+    fields, residual = drawn(name), math.sqrt(3)
+    assert_uniform(fields["shared.0.qkv.weight.q"], 128**-0.5)
+    assert_uniform(fields["shared.0.gate_up.weight.up"], 64**-0.5)
+    assert_uniform(fields["shared.0.o_proj.weight"], 128**-0.5 / residual)
+    assert_uniform(fields["shared.0.down_proj.weight"], 96**-0.5 / residual)
+    assert all(fields[f"shared.0.{norm}.weight"].eq(1).all() for norm in ("norm", "mlp_norm"))
+    for layer in range(3):
+        assert_uniform(fields[f"layers.{layer}.use.linear"], 64**-0.5 / residual)
+        if name == "zamba-2-heads":
+            assert_uniform(fields[f"layers.{layer}.mixer.x_proj"], 128**-0.5)
+        else:
+            assert_uniform(fields[f"layers.{layer}.use.qkv.down.k"], 128**-0.5)
+            assert_uniform(fields[f"layers.{layer}.use.qkv.up.k"], 20**-0.5)
+            assert_uniform(fields[f"layers.{layer}.use.gate_up.up.gate"], 20**-0.5)
+    biases = [values for parameter, values in fields.items() if ".bias" in parameter]
+    assert biases and all(values.eq(0).all() for values in biases)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -114,6 +114,26 @@ def test_a_group_of_one_rank_is_one_rank(ranks, world):
     assert ranks(alone, world) == [(None, 0, 1)] * world
 
 
+@pytest.mark.parametrize("tp, dp", [(4, 1), (4, 2), (6, 1)])
+def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
+    """Two pieces over the ranks of each replica: sums of halves of it, also if some ranks have made groups before."""
+
+    def add_up(rank):
+        replicas = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)]
+        if rank % 3 == 0:
+            dist.new_group([rank], use_local_synchronization=True)
+        whole = Ranks.of(replicas[rank // tp])
+        half = whole.sharing(2)
+        assert whole.sharing(1) is whole
+        assert [whole.sharing(pieces).group for pieces in (tp, 2 * tp)] == [None, None]
+        return sum_over_ranks(normal(3, seed=rank), half.group, half.exact)
+
+    for rank, total in enumerate(ranks(add_up, tp * dp)):
+        first = rank // (tp // 2) * (tp // 2)
+        expected = sum(normal(3, seed=other) for other in range(first, first + tp // 2))
+        torch.testing.assert_close(total, expected, **EXACT)
+
+
 # Packed parameters
 
 

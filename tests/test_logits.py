@@ -9,13 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_ssm
-from cases import CASES, SEQ, Oracle, oracle
+from cases import DECODED, MARKED, SEQ, oracle
+from hf import CONFIGS
 
 __all__ = ["oracle"]
 
-TOLERANCE = 5e-5  # of logits whose standard deviation is 1 to 4
-DECODED = 3
-BIASED = ("mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied")
+UNCLAMPED = 5e-3  # of Zamba2's logits where the pieces of a prompt are single tokens
+BIASED = (
+    "mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied", "falcon-biases-untied",
+    "zamba-2-heads-biases", "zamba2-4-groups-biases-adapters-untied",
+)  # fmt: skip
 
 
 def tokens_one_by_one(model, ids, cache, steps):
@@ -41,24 +44,13 @@ def in_chunks(model, ids, cuts, mask=None):
     return torch.cat(chunks, dim=1)
 
 
-@torch.no_grad()
-def decoded_by_transformers(model, ids, steps):
-    """The logits after each of the last `steps` ids, by transformers' cache; its name differs between models."""
-    output = model(ids[:, :-steps], use_cache=True)
-    logits = []
-    for i in range(ids.shape[1] - steps, ids.shape[1]):
-        output = model(ids[:, i : i + 1], cache_params=output.cache_params, use_cache=True)
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1)
-
-
-def check_against_transformers(ranks, tp, oracle, smallest=1):
+def check_against_transformers(ranks, tp, oracle, tolerance):
     """Prefill, decoding, and prefill in random chunks, on `tp` ranks, each of which must return the same logits.
 
     Also: the prefill is about as near to our float64 logits as transformers' is (root mean square).
     """
     ids = oracle.ids
-    cuts = random_cuts(f"{oracle.directory}{tp}", SEQ, smallest)
+    cuts = random_cuts(f"{oracle.name} {tp}", SEQ, oracle.smallest_piece)
 
     @torch.no_grad()
     def run(rank):
@@ -66,30 +58,48 @@ def check_against_transformers(ranks, tp, oracle, smallest=1):
         whole, cache = model(ids), model.new_cache(2)
         model(ids[:, :-DECODED], cache=cache)
         decoded = tokens_one_by_one(model, ids, cache, DECODED)
-        assert cache.tokens == SEQ
+        assert cache.lengths.tolist() == [SEQ, SEQ]
         return whole, decoded, in_chunks(model, ids, cuts)
 
-    whole = oracle.logits()
-    expected = whole, decoded_by_transformers(oracle.model, ids, DECODED), whole
+    whole = oracle.whole
+    expected = whole, oracle.decoded, whole
     results = ranks(run, tp)
     errors = [(logits - oracle.exact).square().mean().sqrt() for logits in (results[0][0], whole)]
     assert errors[0] <= 2.5 * errors[1]
     for ours, theirs in zip(results[0], expected, strict=True):
         assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-# Where there is a time_step_limit, one token that continues a sequence is not clamped to it: no chunks of one there.
 @pytest.mark.parametrize("tp", (1, 2, 4))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MARKED)
 def test_prefill_decode_and_chunks(ranks, tp, name, oracle):
-    check_against_transformers(ranks, tp, oracle(name), smallest=2 if name == "mamba2-dt-limit" else 1)
+    check_against_transformers(ranks, tp, oracle(name), oracle(name).tolerance)
+
+
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", ("zamba2-1-group", "zamba2-grouped-rope-1-use"))
+def test_a_clamped_prompt_token_by_token(ranks, tp, name, oracle):
+    """Its steps are not clamped, as in transformers: near a one-shot prefill, and nearer to transformers' own steps."""
+    oracle = oracle(name)
+    ids = oracle.ids[:, :10]
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
+        cache = model.new_cache(2)
+        return torch.cat([model(ids[:, :1], cache=cache), tokens_one_by_one(model, ids, cache, 9)], dim=1)
+
+    steps = oracle.decode(ids, 9)
+    for logits in ranks(run, tp):
+        torch.testing.assert_close(logits, oracle.logits(ids), rtol=0, atol=UNCLAMPED)
+        torch.testing.assert_close(logits[:, 1:], steps, rtol=0, atol=oracle.tolerance)
 
 
 @pytest.mark.parametrize("tp", (1, 2))
-@pytest.mark.parametrize("name", ("mamba", "mamba2-dt-limit"))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-dt-limit", "zamba-2-heads-biases", "zamba2-2-groups-adapters-rope"))
 def test_a_sequence_of_one_token(ranks, tp, name, oracle):
     """The first token is a prefill, clamped to time_step_limit, even when it is alone; the following are decoded."""
     oracle = oracle(name)
@@ -101,44 +111,19 @@ def test_a_sequence_of_one_token(ranks, tp, name, oracle):
         cache = model.new_cache(2)
         return model(ids[:, :1], cache=cache), tokens_one_by_one(model, ids, cache, DECODED)
 
-    expected = oracle.logits(ids[:, :1]), decoded_by_transformers(oracle.model, ids, DECODED)
+    expected = oracle.logits(ids[:, :1]), oracle.decode(ids, DECODED)
     for result in ranks(run, tp):
-        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE)
-
-
-def random_configuration(seed):
-    """(family, changes) that every tensor-parallel degree of 1, 2 and 4 can split."""
-    draw = random.Random(seed)
-    shared = dict(
-        vocab_size=draw.randint(2, 90),
-        num_hidden_layers=draw.randint(1, 3),
-        state_size=draw.choice((1, 3, 8, 16)),
-        conv_kernel=draw.randint(2, 5),
-        use_bias=draw.random() < 0.5,
-        use_conv_bias=draw.random() < 0.5,
-        tie_word_embeddings=draw.random() < 0.5,
-        residual_in_fp32=draw.random() < 0.5,
-    )
-    if draw.random() < 0.4:
-        expand = draw.choice((1, 2, 3))
-        hidden = 4 * draw.randint(2, 12)
-        return "mamba", dict(shared, hidden_size=hidden, expand=expand, time_step_rank=draw.choice(("auto", 1, 7)))
-    heads, head_dim, expand = draw.choice((4, 8, 12)), draw.choice((2, 6, 8)), draw.choice((1, 2))
-    groups = draw.choice([g for g in (1, 2, 4, 8, 12) if heads % g == 0])
-    return "mamba2", dict(
-        shared,
-        num_heads=heads,
-        head_dim=head_dim,
-        n_groups=groups,
-        expand=expand,
-        hidden_size=heads * head_dim // expand,
-    )
+        torch.testing.assert_close(result, expected, rtol=0, atol=oracle.tolerance)
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 60))])
-def test_random_configurations(ranks, tp, seed, tmp_path):
-    check_against_transformers(ranks, tp, Oracle(tmp_path, *random_configuration(seed)))
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
+def test_random_configurations(ranks, tp, family, seed, oracle):
+    """Some are ill-conditioned (a norm over two channels): transformers' own error is allowed for."""
+    oracle = oracle((family, seed))
+    own = (oracle.whole - oracle.exact).abs().max().item()
+    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 3 * own)
 
 
 # Left padding
@@ -150,6 +135,7 @@ def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
     """Rows of 40, 35 and 1 tokens, then 6 more: one call, chunks, and decoding after it, against each row alone."""
     oracle = oracle(name)
     lengths, prompt, more = (40, 35, 1), 40, 6
+    cuts = [0, 41, 41 + oracle.smallest_piece, prompt + more]
     ids = torch.randint(oracle.vocab, (3, prompt + more), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     for row, length in enumerate(lengths):
@@ -160,14 +146,19 @@ def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
         model = megatron_ssm.load(oracle.directory, dist.group.WORLD)
         cache = model.new_cache(3)
         prefill = model(ids[:, :prompt], mask[:, :prompt], cache)
+        assert tuple(cache.lengths) == lengths
         then = tokens_one_by_one(model, ids, cache, more)
-        return model(ids, mask), torch.cat([prefill, then], 1), in_chunks(model, ids, [0, 41, 42, 46], mask)
+        return model(ids, mask), in_chunks(model, ids, cuts, mask), prefill, then
 
-    for results in ranks(run, tp):
-        for padded in results:
-            for row, length in enumerate(lengths):
-                alone = oracle.logits(ids[row : row + 1, prompt - length :])[0]
-                torch.testing.assert_close(padded[row, prompt - length :], alone, rtol=0, atol=TOLERANCE)
+    alone = [ids[row : row + 1, prompt - length :] for row, length in enumerate(lengths)]
+    whole, decoded = [oracle.logits(row) for row in alone], [oracle.decode(row, more) for row in alone]
+    for one_call, chunks, prefill, then in ranks(run, tp):
+        for row, length in enumerate(lengths):
+            for padded in (one_call, chunks):
+                torch.testing.assert_close(padded[row, -length - more :], whole[row][0], rtol=0, atol=oracle.tolerance)
+            first = prefill[row, -length:]
+            torch.testing.assert_close(first, whole[row][0, :length], rtol=0, atol=oracle.tolerance)
+            torch.testing.assert_close(then[row], decoded[row][0], rtol=0, atol=oracle.tolerance)
 
 
 def refused(model, *arguments, **keywords):
@@ -179,9 +170,10 @@ def refused(model, *arguments, **keywords):
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
-def test_masks_and_ids_that_cannot_be_meant(ranks, tp, oracle):
+@pytest.mark.parametrize("name", ("mamba2-2-groups", "zamba2-1-group"))
+def test_masks_and_ids_that_cannot_be_meant(ranks, tp, name, oracle):
     """Refused on every rank alike, before anything is sent; the model can still be used."""
-    oracle = oracle("mamba2-2-groups")
+    oracle = oracle(name)
     ids = oracle.ids[:, :4]
 
     def mask(*row):
@@ -221,7 +213,7 @@ def test_masks_and_ids_that_cannot_be_meant(ranks, tp, oracle):
 
 
 @pytest.mark.parametrize("tp", (1, 2))
-@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-1-group"))
 def test_logits_to_keep(ranks, tp, name, oracle):
     oracle = oracle(name)
 
@@ -235,10 +227,10 @@ def test_logits_to_keep(ranks, tp, name, oracle):
         last = model(oracle.ids[:, -1:], cache=cache)
         return [model(oracle.ids, logits_to_keep=keep) for keep in (0, 1, 3, SEQ, SEQ + 1)] + [last]
 
-    whole = oracle.logits()
+    whole = oracle.whole
     for results in ranks(run, tp):
         for kept, keep in zip(results, (SEQ, 1, 3, SEQ, SEQ, 1), strict=True):
-            torch.testing.assert_close(kept, whole[:, -keep:], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(kept, whole[:, -keep:], rtol=0, atol=oracle.tolerance)
 
 
 def test_logits_to_keep_is_not_negative(oracle):
@@ -250,7 +242,7 @@ def test_logits_to_keep_is_not_negative(oracle):
 
 
 @pytest.mark.parametrize("tp", (1, 4))
-@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("name", (*BIASED[:5], "zamba2-grouped-rope-1-use"))
 def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
     oracle = oracle(name)
 
@@ -264,7 +256,7 @@ def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
         prefill = model(oracle.ids[:, :-DECODED], cache=cache)
         return torch.cat([prefill, tokens_one_by_one(model, oracle.ids, cache, DECODED)], dim=1)
 
-    expected = oracle.logits()
+    expected = oracle.whole
     for ours in ranks(run, tp):
         assert ours.dtype == torch.float32
         assert (ours - expected).std() <= 0.05 * expected.std()

@@ -76,7 +76,9 @@ def test_under_torchrun(here, capsys):
     with open("log.jsonl", "a") as log:
         log.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
     Path("run.yaml").write_text(yaml.safe_dump({"tensor-model-parallel-size": 2, "train_iters": 9, "lr": "1e-2"}))
-    done = torchrun(2, "--config", "run.yaml", "--data", "text", "--out", "out", "--log", "log.jsonl", "--resume", *TINY)
+    done = torchrun(
+        2, "--config", "run.yaml", "--data", "text", "--out", "out", "--log", "log.jsonl", "--resume", *TINY
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 tensor x 1 data-parallel ranks" in done.stdout
     assert "resuming out/checkpoints/step-000002" in done.stdout

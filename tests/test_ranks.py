@@ -96,7 +96,7 @@ def test_an_exception_that_cannot_be_rebuilt_is_a_runtime_error(ranks, world_siz
 @worlds
 def test_a_result_that_cannot_be_sent_is_an_error(ranks, world_size):
     with pytest.raises(Exception, match="rank . of .*(?s:.)*pickle"):
-        ranks(lambda rank: (lambda: None), world_size)
+        ranks(lambda rank: lambda: None, world_size)
 
 
 @worlds

@@ -1,0 +1,255 @@
+"""What load refuses and save cannot do; oracle: a table of broken directories, and what lay there before."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from cases import oracle
+from directories import INDEX, edit_config, in_two_files, rewritten
+from hf import save_hf
+
+__all__ = ["oracle"]
+
+
+# What load refuses
+
+
+def truncated(keep):
+    """A corruption that cuts the weights to a part, or to so many bytes."""
+
+    def corrupt(directory, file="model.safetensors"):
+        data = (directory / file).read_bytes()
+        (directory / file).write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+
+    return corrupt
+
+
+def one_of_two(corrupt):
+    """A corruption of the second of two files."""
+
+    def corrupt_second(directory):
+        in_two_files(directory)
+        corrupt(directory / "model-00002-of-00002.safetensors")
+
+    return corrupt_second
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def bad_index(text):
+    """A corruption that replaces the index of two files."""
+
+    def corrupt(directory):
+        in_two_files(directory)
+        (directory / INDEX).write_text(text)
+
+    return corrupt
+
+
+A_NORM = "backbone.layers.1.norm.weight"
+BROKEN = {  # name: (what is done to a good directory, the error, what its message must contain)
+    "no directory": (shutil.rmtree, FileNotFoundError, "is not a directory"),
+    "no configuration": (lambda d: (d / "config.json").unlink(), FileNotFoundError, "config.json does not exist"),
+    "unknown model type": (lambda d: edit_config(d, model_type="gpt2"), ValueError, "supported: mamba, falcon_mamba,"),
+    "unsupported field": (lambda d: edit_config(d, hidden_act="relu"), ValueError, "hidden_act='relu'"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), FileNotFoundError, "neither model.safetensors nor"),
+    "empty file": (truncated(0), ValueError, "not a whole safetensors file"),
+    "cut in the header": (truncated(100), ValueError, "not a whole safetensors file"),
+    "cut in the data": (truncated(0.9), ValueError, "not a whole safetensors file"),
+    "cut by a byte": (truncated(-1), ValueError, "not a whole safetensors file"),
+    "a text file": (lambda d: (d / "model.safetensors").write_text("once " * 99), ValueError, "not a whole"),
+    "one of two cut": (one_of_two(halve), ValueError, "model-00002-of-00002.safetensors is not a whole"),
+    "one of two absent": (one_of_two(Path.unlink), FileNotFoundError, "model-00002-of-00002.safetensors is named in"),
+    "index is no JSON": (bad_index("{"), ValueError, "is not an index"),
+    "index is a list": (bad_index("[]"), ValueError, "is not an index"),
+    "index names no file": (bad_index('{"weight_map": {"a": 1}}'), ValueError, "is not an index"),
+    "index leads elsewhere": (bad_index('{"weight_map": {"a": "../x.safetensors"}}'), ValueError, "is not an index"),
+    "tensor missing": (rewritten(lambda t: t.pop(A_NORM)), ValueError, f"has no tensor {A_NORM} (32,)"),
+    "tensor too many": (rewritten(lambda t: t.update(extra=torch.ones(2))), ValueError, "1 tensors that a mamba2"),
+    "wrong shape": (rewritten(lambda t: t.update({A_NORM: torch.ones(31)})), ValueError, f"{A_NORM} is (31,), its"),
+    "another vocabulary": (lambda d: edit_config(d, vocab_size=60), ValueError, "is (61, 32), its"),
+    "integers": (rewritten(lambda t: t.update({A_NORM: torch.ones(32).int()})), ValueError, f"{A_NORM} is I32, not"),
+    "8-bit floats": (
+        rewritten(lambda t: t.update({A_NORM: torch.ones(32).to(torch.float8_e4m3fn)})), ValueError, "is F8_E4M3",
+    ),
+    "another family": (lambda d: edit_config(d, model_type="mamba"), ValueError, "its configuration says"),
+    "more layers": (lambda d: edit_config(d, num_hidden_layers=3), ValueError, "has no tensor backbone.layers.2."),
+    "fewer layers": (lambda d: edit_config(d, num_hidden_layers=1), ValueError, "tensors that a mamba2 model does not"),
+    "untied without a head": (
+        rewritten(lambda t: t.pop("lm_head.weight")), ValueError, "has no tensor lm_head.weight (61, 32)",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A good directory."""
+    directory = tmp_path_factory.mktemp("good")
+    save_hf(directory, "mamba2", num_hidden_layers=2, n_groups=2)
+    return directory
+
+
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_directories(ranks, tp, broken, good, tmp_path):
+    """Every rank says the same, in one line, and sends nothing."""
+    corrupt, error, words = BROKEN[broken]
+    directory = tmp_path / "broken"
+    shutil.copytree(good, directory)
+    corrupt(directory)
+
+    def run(rank):
+        with pytest.raises(error) as caught:
+            megatron_ssm.load(directory, dist.group.WORLD)
+        return str(caught.value)
+
+    messages = ranks(run, tp)
+    assert words in messages[0] and "\n" not in messages[0]
+    assert set(messages) == {messages[0]}
+
+
+A_BLOCK = "model.layers.0.shared_transformer."
+AN_ADAPTER = f"{A_BLOCK}feed_forward.gate_up_proj_adapter_list.0.0.weight"
+BROKEN_HYBRIDS = {  # of two hybrid layers, each with a block of its own
+    "a use less": (
+        lambda d: edit_config(d, layers_block_type=["hybrid", "linear_attention"]),
+        "has no tensor model.layers.1.input_layernorm.weight (32,)",
+    ),
+    "a layer less": (
+        lambda d: edit_config(d, layers_block_type=["hybrid"], num_hidden_layers=1),
+        "tensors that a zamba2 model does not use, such as model.layers.1.",
+    ),
+    "a layer more": (
+        lambda d: edit_config(d, num_hidden_layers=3),
+        "layers_block_type has 2 layers, num_hidden_layers=3",
+    ),
+    "three blocks": (lambda d: edit_config(d, tie_word_embeddings=False, num_mem_blocks=1), "has no tensor"),
+    "no adapter": (rewritten(lambda t: t.pop(AN_ADAPTER)), f"has no tensor {AN_ADAPTER} (6, 32)"),
+    "wider adapters": (lambda d: edit_config(d, adapter_rank=7), "its configuration says (7, 32)"),
+    "adapters of attention": (
+        lambda d: edit_config(d, use_shared_attention_adapter=True),
+        f"has no tensor {A_BLOCK}self_attn.linear_q_adapter_list.0.0.weight (6, 64)",
+    ),
+    "fewer key/value heads": (lambda d: edit_config(d, num_key_value_heads=2), "k_proj.weight is (64, 64), its"),
+    "a wider MLP": (lambda d: edit_config(d, intermediate_size=52), "its configuration says (104, 32)"),
+    "dropout": (lambda d: edit_config(d, attention_dropout=0.1), "attention_dropout=0.1 is not implemented"),
+    "untied": (lambda d: edit_config(d, tie_word_embeddings=False), "has no tensor"),
+    "zamba": (lambda d: edit_config(d, model_type="zamba", hybrid_layer_ids=None), "has no tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def good_hybrid(tmp_path_factory):
+    """A good directory of Zamba2."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    save_hf(directory, "zamba2", layers_block_type=["hybrid"] * 2, num_hidden_layers=2)
+    edit_config(directory, hybrid_layer_ids=None)
+    return directory
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_broken_directories_of_a_hybrid(ranks, tp, good_hybrid, tmp_path):
+    directories = [shutil.copytree(good_hybrid, tmp_path / str(i)) for i in range(len(BROKEN_HYBRIDS))]
+    for (corrupt, _), directory in zip(BROKEN_HYBRIDS.values(), directories, strict=True):
+        corrupt(directory)
+
+    def run(rank):
+        megatron_ssm.load(good_hybrid, dist.group.WORLD)
+        messages = []
+        for directory in directories:
+            with pytest.raises(ValueError) as caught:
+                megatron_ssm.load(directory, dist.group.WORLD)
+            messages.append(str(caught.value))
+        return messages
+
+    messages, *others = ranks(run, tp)
+    assert all(other == messages for other in others)
+    for message, (_, words) in zip(messages, BROKEN_HYBRIDS.values(), strict=True):
+        assert words in message and "\n" not in message
+
+
+@pytest.mark.parametrize("tp", (3, 4))
+def test_ranks_that_cannot_split_a_model(ranks, tp, good, tmp_path):
+    """8 heads over 3 ranks; 6 groups over 4."""
+    directory = tmp_path / "model"
+    save_hf(directory, "mamba2", num_hidden_layers=1, num_heads=12, hidden_size=48, n_groups=6)
+    directory = good if tp == 3 else directory
+
+    def run(rank):
+        with pytest.raises(ValueError) as caught:
+            megatron_ssm.load(directory, dist.group.WORLD)
+        return str(caught.value)
+
+    words = {3: "(8 % 3 = 2)", 4: "6 groups do not divide over 4 tensor-parallel ranks"}[tp]
+    assert all(words in message and "\n" not in message for message in ranks(run, tp))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(context=object()), "context"),
+        (dict(reduce="int3"), "reduce='int3'"),
+        (dict(dtype=torch.int8), "dtype=torch.int8"),
+        (dict(dtype="float32"), "dtype='float32'"),
+    ],
+)
+def test_arguments_of_load(arguments, words, good):
+    with pytest.raises(ValueError) as caught:
+        megatron_ssm.load(good, **arguments)
+    assert words in str(caught.value)
+
+
+# What save cannot do
+
+
+def no_room(directory):
+    """From now on this process can write no file longer than 20 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def a_file_in_the_way(directory):
+    """A folder that cannot be made."""
+    shutil.rmtree(directory)
+    directory.write_text("a file")
+
+
+def a_weight_that_cannot_be_replaced(directory):
+    """The last step, moving into place, fails."""
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("prevent", (no_room, a_file_in_the_way, a_weight_that_cannot_be_replaced))
+def test_save_fails_on_every_rank(ranks, tp, dp, prevent, oracle, tmp_path):
+    """One line, no hang, nothing half-written; where only the disk is full, what was there can still be loaded."""
+    oracle = oracle("mamba2-2-groups")
+    target = tmp_path / "target"
+    save_hf(target, "mamba", num_hidden_layers=1)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+
+    def run(rank):
+        tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
+        data = [dist.new_group(range(i, tp * dp, tp)) for i in range(tp)][rank % tp]
+        model = megatron_ssm.load(oracle.directory, tensor, data_group=data)
+        if rank == 0:
+            prevent(target)
+        dist.barrier()
+        with pytest.raises(OSError) as caught:
+            megatron_ssm.save(model, target)
+        dist.barrier()
+        return str(caught.value)
+
+    messages = ranks(run, tp * dp)
+    assert set(messages) == {messages[0]}
+    assert messages[0].startswith(f"cannot save to {target}: ") and "\n" not in messages[0]
+    assert not list(tmp_path.glob("**/.saving*"))
+    if prevent is no_room:
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
