@@ -118,6 +118,10 @@ class Cache:
     def select(self, rows) -> "Cache":
         """A view of some rows (distinct indices), to be continued by one call; the storage is shared."""
         rows = [int(row) for row in rows]
+        if self.rows != ALL:
+            raise ValueError("rows are selected from a whole cache, not from a selection")
+        if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
+            raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
         return Cache(self.layers, self.lengths, self.max_length, where)

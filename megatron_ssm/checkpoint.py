@@ -116,12 +116,21 @@ def match_tensors(config: Config, tensors: dict, directory) -> dict[str, str]:
         if tensors[name].get_dtype() not in FLOATS:
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         names[hf] = name
+        if config.shared is not None and config.shared.tied:
+            _check_tied(tensors, name, set(aliases(config, hf)) & set(tensors) - {"lm_head.weight"}, directory)
     left = sorted(set(tensors) - known)
     if left:
         raise ValueError(
             f"{directory} has {len(left)} tensors that a {config.family} model does not use, such as {left[0]}"
         )
     return names
+
+
+def _check_tied(tensors, name, copies, directory) -> None:
+    """ValueError if what is one tensor in the model is several in the files, and they differ."""
+    for other in sorted(copies - {name}):
+        if not torch.equal(tensors[name][:], tensors[other][:]):
+            raise ValueError(f"{directory}: {name} and {other} differ, but its configuration ties them")
 
 
 def _read(parameter, tensor, ranks: Ranks) -> None:

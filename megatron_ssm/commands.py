@@ -103,9 +103,10 @@ def _continue(model, tokenizer, prompt, eos, arguments, speaks) -> None:
 
 def _bytes_of_a_step(model, arguments) -> int:
     """What one decoded token sends, when none was decoded: a prompt of one token sends the same. On every rank."""
+    steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
+                   arguments.top_k, seed=0)  # fmt: skip
     before = model.counter.nbytes
-    next(stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
-                arguments.top_k, seed=0))  # fmt: skip
+    next(steps)
     return model.counter.nbytes - before
 
 

@@ -8,16 +8,13 @@ At tensor-parallel degrees above 1 every rank makes the same calls. What each is
 added; everything else follows from that.
 """
 
-import hashlib
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from sparsefusion import collectives
-
+from .agreement import agree
 from .cache import Snapshot
 from .model import Model
 from .prefix_cache import PrefixCache
@@ -49,12 +46,21 @@ class Request:
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("a request needs a prompt of at least one token")
-        if type(self.max_new_tokens) is not int:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be an integer")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0)):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer")
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"seed={self.seed!r} must be an integer")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} must fit in 64 bits")
+
+    @property
+    def said(self) -> tuple:
+        """What was asked for, in an order that does not depend on a set's."""
+        return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
+                self.min_new_tokens)  # fmt: skip
 
     @property
     def longest(self) -> int:
@@ -113,49 +119,46 @@ class Engine:
         All ranks call it with the same arguments: it gathers 16 bytes of each, and raises ValueError on all if they
         differ, or if what they ask cannot be done. Without a seed, rank 0's choice is everyone's.
         """
-        ranks, wrong = self.model.ranks, None
-        try:
-            stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
-            stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-            sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-            prompt, stop_tokens = tuple(int(i) for i in prompt), frozenset(int(i) for i in stop_tokens)
-            request = Request(
-                prompt, max_new_tokens, sampling, stop_tokens, tuple(stop_strings), seed, min_new_tokens, self._added
-            )
-            self._check(request)
-            asked = repr(
-                (sorted(stop_tokens), [value for name, value in vars(request).items() if name != "stop_tokens"])
-            )
-        except Exception as error:  # of any kind: the others wait in the gather
-            wrong, asked = error, repr(error)
-        digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "little", signed=True)
-        mine = torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=self.model.device)
-        given = torch.stack(collectives.all_gather(mine, ranks.group)).cpu()
-        different = (given[:, 0] != given[0, 0]).nonzero().flatten().tolist()
-        if different:
-            raise ValueError(f"tensor-parallel ranks {different} were given another request than rank 0")
-        if wrong is not None:
-            raise wrong
-        request.seed = int(given[0, 1]) if seed is None else seed
-        self._added += 1
-        self._waiting.append(request)
-        return request
+        made = []
 
-    def _check(self, request: Request) -> None:
+        def asked():
+            made.append(self.request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, repetition_penalty),
+                                      stop_tokens, stop_strings, seed, min_new_tokens))  # fmt: skip
+            return made[0].said
+
+        fresh = agree(self.model.ranks, self.model.device, asked)
+        return self.queue(made[0], fresh)
+
+    def request(self, prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens) -> Request:
+        """A request as a value; ValueError if this engine cannot serve it. Sends nothing."""
+        stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+        prompt, stop_tokens = tuple(int(i) for i in prompt), frozenset(int(i) for i in stop_tokens)
+        request = Request(prompt, max_new_tokens, sampling, stop_tokens, tuple(stop_strings), seed, min_new_tokens)
         vocabulary = self.model.config.vocab_size
-        wrong = next((i for i in request.prompt if not 0 <= i < vocabulary), None)
+        wrong = next((i for i in prompt if not 0 <= i < vocabulary), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
-        if self.max_length is not None and len(request.prompt) + request.max_new_tokens > self.max_length:
+        if self.max_length is not None and len(prompt) + max_new_tokens > self.max_length:
             raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones do not fit into "
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit into "
                 f"max_length={self.max_length}"
             )
-        if request.stop_strings and self._tokenizer is None:
+        if not all(isinstance(text, str) for text in request.stop_strings):
+            raise ValueError(f"stop_strings={request.stop_strings!r} must be texts")
+        if request.stop_strings:
             if self.model.directory is None:
                 raise ValueError("stop_strings need a tokenizer.json, and this model was not loaded from a directory")
-            self._tokenizer = load_tokenizer(self.model.directory)
-        TextStream(self._tokenizer, request.stop_strings) if request.stop_strings else None  # ValueError if empty
+            self._tokenizer = self._tokenizer or load_tokenizer(self.model.directory)
+            TextStream(self._tokenizer, request.stop_strings)  # ValueError for one that could never or always stand
+        return request
+
+    def queue(self, request: Request, fresh: int) -> Request:
+        """Take in a request that all ranks agree on; `fresh`: its seed, if it has none."""
+        request.seed = fresh if request.seed is None else request.seed
+        request.id, self._added = self._added, self._added + 1
+        self._waiting.append(request)
+        return request
 
     @property
     def busy(self) -> bool:
@@ -174,6 +177,12 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[int]:
         """The tokens of one request as they come; steps the engine, and so all requests, while it has none to give."""
+        running = [slot.request for slot in self._slots.values()]
+        if request.finished is None and request not in running and request not in self._waiting:
+            raise ValueError("the request is not one of this engine's")
+        return self._tokens_of(request)
+
+    def _tokens_of(self, request):
         given = 0
         while True:
             while given < len(request.tokens):

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
+from .agreement import agree
 from .engine import Engine
 from .model import Model
+from .sampling import Sampling
 
 
 def generate(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
@@ -30,19 +32,31 @@ def generate(model: Model, input_ids, attention_mask=None, max_new_tokens=64, te
 def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None, top_p=None,
            repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0,
            min_new_tokens=0) -> Iterator[torch.Tensor]:  # fmt: skip
-    """As `generate`, but yields each step's (batch,) tokens as soon as they are known. Every rank must draw as many."""
-    model.check(input_ids, attention_mask)
-    batch, length = input_ids.shape
-    if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
-        raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
-    engine = Engine(model, slots=batch)
-    requests = []
-    for row, ids in enumerate(input_ids.tolist()):
-        prompt = ids if attention_mask is None else ids[length - int(attention_mask[row].sum()) :]
-        requests.append(
-            engine.add(prompt, max_new_tokens, temperature, top_k, top_p, repetition_penalty, stop_tokens, stop_strings,
-                       None if seed is None else seed + row, min_new_tokens)
-        )  # fmt: skip
+    """As `generate`, but yields each step's (batch,) tokens as soon as they are known. Every rank must draw as many.
+
+    What the ranks were given is compared at once (16 bytes of each): ValueError on all of them if it differs.
+    """
+    engine, requests = None, []
+
+    def asked():
+        nonlocal engine
+        model.check(input_ids, attention_mask)
+        batch, length = input_ids.shape
+        if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
+            raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
+        engine = Engine(model, slots=batch)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+        for row, ids in enumerate(input_ids.tolist()):
+            prompt = ids if attention_mask is None else ids[length - int(attention_mask[row].sum()) :]
+            own_seed = None if seed is None else seed + row
+            requests.append(
+                engine.request(prompt, max_new_tokens, sampling, stop_tokens, stop_strings, own_seed, min_new_tokens)
+            )
+        return [request.said for request in requests]
+
+    fresh = agree(model.ranks, model.device, asked)
+    for row, request in enumerate(requests):
+        engine.queue(request, fresh + row)
     return _columns(engine, requests, pad_token_id)
 
 

@@ -29,8 +29,11 @@ class PrefixCache:
 
     def get(self, prefix) -> Snapshot | None:
         """The snapshot of exactly this prefix."""
-        entry = self._entries.get(_digest(prefix))
-        return None if entry is None else entry[0]
+        key = _digest(prefix)
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
 
     def longest(self, tokens) -> tuple[Snapshot, torch.Tensor] | None:
         """The entry of the longest prefix of `tokens` that there is."""

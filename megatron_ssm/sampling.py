@@ -26,8 +26,8 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r} must be an integer, at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 < self.repetition_penalty < math.inf:

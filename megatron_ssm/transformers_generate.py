@@ -2,10 +2,12 @@
 
 import difflib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from .agreement import agree
 from .beam_search import Beams, beam_search
 from .config import token_ids
 from .engine import Request
@@ -43,59 +45,87 @@ _IRRELEVANT = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What a call means: `beams`, or `options` of `megatron_ssm.generate`; each prompt `sequences` times."""
+
+    attention_mask: torch.Tensor | None
+    sequences: int
+    beams: Beams | None
+    options: dict
+
+
 def transformers_generate(model: Model, input_ids, attention_mask, generation_config, seed, arguments) -> torch.Tensor:
     """See `Model.generate`."""
-    values = _settings(model, generation_config, arguments)
-    eos = token_ids(values["eos_token_id"])
-    pad = values["pad_token_id"]
+    plans = []
+
+    def asked():
+        values = _settings(model, generation_config, arguments)
+        plans.append(_plan(model, input_ids, attention_mask, values, seed))
+        mask = plans[0].attention_mask
+        return plans[0].beams, plans[0].options, input_ids.tolist(), None if mask is None else mask.tolist()
+
+    agree(model.ranks, model.device, asked)
+    plan = plans[0]
+    rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(plan.sequences)
+    if plan.beams is not None:
+        new = beam_search(model, input_ids, plan.attention_mask, plan.beams)
+    else:
+        mask = None if plan.attention_mask is None else plan.attention_mask[rows]
+        new = generate(model, input_ids[rows], mask, **plan.options)
+    return torch.cat([input_ids[rows], new.to(input_ids.device)], dim=1)
+
+
+def _plan(model, input_ids, attention_mask, values, seed) -> _Plan:
+    """The settings as what is to be done; ValueError for what cannot be."""
+    eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
     if attention_mask is None and pad is not None and pad not in eos:
         attention_mask = ((input_ids != pad).cumsum(1) > 0).long()  # what stands before the first other token
     model.check(input_ids, attention_mask)
-    batch, length = input_ids.shape
-    longest = _new_tokens(values, length)
-    shortest = values["min_new_tokens"]
+    length = input_ids.shape[1]
+    longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
     shortest = max(0, values["min_length"] - length) if shortest is None else shortest
+    sampling = Sampling(0.0, repetition_penalty=values["repetition_penalty"])
+    if values["do_sample"]:
+        sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p")})
+    Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError if it cannot be
     sequences = values["num_return_sequences"]
-    Request((0,), longest, Sampling(repetition_penalty=values["repetition_penalty"]))  # ValueError if it cannot be
     if values["num_beams"] > 1:
         fill = (pad or eos[0]) if eos else -1  # transformers' own: pad id 0 counts as none
         beams = Beams(
             values["num_beams"], longest, eos, fill, values["length_penalty"], values["early_stopping"],
             values["repetition_penalty"], shortest, sequences,
         )  # fmt: skip
-        new = beam_search(model, input_ids, attention_mask, beams)
-    else:
-        rows = torch.arange(batch).repeat_interleave(sequences)
-        mask = None if attention_mask is None else attention_mask[rows]
-        sampling = dict(temperature=0.0)
-        if values["do_sample"]:
-            sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
-        new = generate(
-            model, input_ids[rows], mask, longest, **sampling, repetition_penalty=values["repetition_penalty"],
-            stop_tokens=eos, stop_strings=values["stop_strings"] or (), seed=seed,
-            pad_token_id=pad if pad is not None else (eos or (0,))[0], min_new_tokens=shortest,
-        )  # fmt: skip
-    prompts = input_ids.repeat_interleave(sequences, 0)
-    return torch.cat([prompts, new.to(input_ids.device)], dim=1)
+        return _Plan(attention_mask, sequences, beams, {})
+    options = dict(
+        vars(sampling), max_new_tokens=longest, min_new_tokens=shortest, stop_tokens=eos, seed=seed,
+        stop_strings=values["stop_strings"] or (), pad_token_id=pad if pad is not None else (eos or (0,))[0],
+    )  # fmt: skip
+    return _Plan(attention_mask, sequences, None, options)
 
 
 def _settings(model, generation_config, arguments) -> dict:
-    """DEFAULTS, overruled by the checkpoint's generation configuration, then by the one given, then by the arguments."""
-    values = dict(DEFAULTS)
-    for source in (_of_checkpoint(model), _as_dict(generation_config), arguments):
+    """DEFAULTS, overruled by the checkpoint's generation configuration, then by the one given, then by the arguments.
+
+    A checkpoint's own configuration may have fields that nobody knows, as in transformers.
+    """
+    values, checkpoint = dict(DEFAULTS), _of_checkpoint(model)
+    for source in (checkpoint, _as_dict(generation_config), arguments):
         for name, value in source.items():
+            value = value.tolist() if torch.is_tensor(value) and name in DEFAULTS else value
             if name in _NEUTRAL and value not in (None, _NEUTRAL[name]):
                 raise ValueError(f"generate: {name}={value!r} is not implemented")
-            if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT:
+            if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT and source is not checkpoint:
                 close = difflib.get_close_matches(name, DEFAULTS, 1)
                 raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
             if name in DEFAULTS and (value is not None or source is arguments):
                 values[name] = value
+    for name in ("temperature", "repetition_penalty", "length_penalty", "early_stopping", "do_sample", "min_length"):
+        values[name] = DEFAULTS[name] if values[name] is None else values[name]
     _check(values)
     sampled = values["do_sample"]
     values["top_k"] = values["top_k"] if sampled and values["top_k"] else None
     values["top_p"] = values["top_p"] if sampled and values["top_p"] not in (None, 1.0) else None
-    values["min_length"] = values["min_length"] or 0
     return values
 
 
