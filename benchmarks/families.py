@@ -27,8 +27,8 @@ FAMILIES = {
     "Falcon-Mamba": ("falcon_mamba", {}),
     "Mamba-2, 1 group": ("mamba2", dict(n_groups=1)),
     "Mamba-2, 2 groups": ("mamba2", dict(n_groups=2)),
-    "Zamba, 2 heads": ("zamba", {}),
-    "Zamba2, 2 blocks": ("zamba2", dict(use_shared_attention_adapter=True, use_mem_rope=True)),
+    "Zamba, 2 heads": ("zamba", dict(num_hidden_layers=4)),
+    "Zamba2, 2 blocks": ("zamba2", dict(num_hidden_layers=4, use_shared_attention_adapter=True, use_mem_rope=True)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching and the prefix cache: the engine against one request after the other (about 3 min).
+"""Continuous batching and the prefix cache: the engine against one request after the other (about 4 min).
 
 The claims: a batch of requests takes less time than the same requests one by one, and a prompt whose beginning was read
 before starts sooner. Mamba-2 at the 130m shape, random weights, fp32, one thread, one rank; contestants in turn.
