@@ -10,9 +10,9 @@ import torch
 from .agreement import agree
 from .beam_search import Beams, beam_search
 from .config import token_ids
-from .engine import Request
 from .generation import generate
 from .model import Model
+from .request import Request
 from .sampling import Sampling
 
 # transformers 5.23's defaults of what is implemented here.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm import Engine, generate, load
-from megatron_ssm.engine import Request
+from megatron_ssm.request import Request
 from megatron_ssm.text import load_tokenizer
 from serving import VOCAB, attempt, checkpoint, families, ids, on_ranks, on_ranks_of_families
 
