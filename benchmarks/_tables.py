@@ -30,7 +30,7 @@ def publish(name: str, table: str) -> None:
     """Print the table and put it into README.md between `<!-- NAME -->` and `<!-- end -->`."""
     print(table)
     text = README.read_text(encoding="utf-8")
-    pattern = rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- end -->)"
+    pattern = rf"(<!-- {re.escape(name)} -->\n)(?:(?!<!-- ).)*(<!-- end -->)"
     if not re.search(pattern, text, flags=re.DOTALL):
         raise ValueError(f"README.md has no table {name!r}")
-    README.write_text(re.sub(pattern, lambda m: m[1] + table + m[2], text, flags=re.DOTALL), encoding="utf-8")
+    README.write_text(re.sub(pattern, lambda m: m[1] + table + "\n" + m[2], text, flags=re.DOTALL), encoding="utf-8")

@@ -20,6 +20,9 @@ def agree(ranks: Ranks, device, asked: Callable[[], object]) -> int:
     wrong = None
     try:
         text = repr(asked())
+    except TypeError as error:  # a list where a number is meant, and so on
+        wrong = ValueError(f"an argument is of the wrong type: {error}")
+        text = repr(wrong)
     except Exception as error:  # of any kind: the others wait in the gather
         wrong, text = error, repr(error)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -27,7 +30,9 @@ def agree(ranks: Ranks, device, asked: Callable[[], object]) -> int:
     given = torch.stack(collectives.all_gather(mine, ranks.group, ranks.counter)).cpu()
     different = (given[:, 0] != given[0, 0]).nonzero().flatten().tolist()
     if different:
-        raise ValueError(f"tensor-parallel ranks {different} were given another request than rank 0")
+        raise ValueError(
+            f"tensor-parallel ranks {different} were asked something else than rank 0 (now or earlier, or with other options)"
+        )
     if wrong is not None:
         raise wrong
     return int(given[0, 1])

@@ -162,9 +162,13 @@ class Cache:
 
     def fork(self, source: int, target: int) -> None:
         """Row `target` becomes a copy of row `source`."""
-        rows = torch.arange(len(self.lengths))
-        rows[target] = source
-        self.reorder(rows)
+        length = int(self.lengths[source])
+        for layer in self.layers:
+            layer.conv[target], layer.state[target] = layer.conv[source], layer.state[source]
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    tensor[target, :length] = tensor[source, :length]
+        self.lengths[target] = length
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
         """A copy of a row's state. after: an earlier snapshot of the same sequence, whose keys and values are shared."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import FILE_BYTES, FLOATS, WEIGHTS, Writer, match_tensors, open_tensors
+from .checkpoint import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, match_tensors, open_tensors
 from .config import Config
+from .config_fields import Values
 from .families import hf_shapes, layout
 
 BIN = "pytorch_model.bin"
@@ -61,8 +62,8 @@ def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
     source = Path(source)
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a directory")
-    if target is not None and Path(target).exists() and source.samefile(target):
-        raise ValueError(f"{target} is the directory to be translated; name another")
+    if target is not None:
+        _check_target(source, Path(target))
     path = source / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -75,19 +76,35 @@ def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
     return _to_state_spaces(source, Config.read(source), target)
 
 
+def _check_target(source: Path, target: Path) -> None:
+    """ValueError for a target that is a file, or has a model already."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is not a directory")
+    if target.is_dir() and source.samefile(target):
+        raise ValueError(f"{target} is the directory to be translated; name another")
+    held = [name for name in ("config.json", WEIGHTS, INDEX, BIN) if (target / name).exists()]
+    if held:
+        raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
+
+
 def hugging_face_config(raw: dict) -> dict:
     """state-spaces' config.json as Hugging Face's; ValueError for what it cannot say."""
-    ssm = dict(raw.get("ssm_cfg") or {})
+    ssm = raw.get("ssm_cfg") or {}
+    if not isinstance(ssm, dict):
+        raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
     layer = ssm.get("layer", "Mamba1")
-    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer)
+    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer if isinstance(layer, str) else None)
     if family is None:
         raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
     _only(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
     _only(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
-    for name in ("d_model", "n_layer", "vocab_size"):
-        if type(raw.get(name)) is not int or raw[name] < 1:
-            raise ValueError(f"config.json: {name}={raw.get(name)!r} must be a positive integer")
     multiple = raw.get("pad_vocab_size_multiple", 8)
+    sizes = {name: raw.get(name) for name in ("d_model", "n_layer", "vocab_size")}
+    sizes |= {"pad_vocab_size_multiple": multiple}
+    sizes |= {f"ssm_cfg.{name}": ssm[name] for name in ("expand", "headdim") if name in ssm}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"config.json: {name}={size!r} must be a positive integer")
     config = {
         "architectures": ["MambaForCausalLM" if family == "mamba" else "Mamba2ForCausalLM"],
         "model_type": family,
@@ -103,7 +120,7 @@ def hugging_face_config(raw: dict) -> dict:
     if family == "mamba2":
         inner = int(config["expand"] * config["hidden_size"])
         config["num_heads"] = inner // config["head_dim"]
-        limit = [float(x) for x in config["time_step_limit"]]
+        limit = Values(family, config).limits("time_step_limit")
         config["time_step_limit"] = [{"__float__": "Infinity"} if x == math.inf else x for x in limit]
     return config
 

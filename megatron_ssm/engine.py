@@ -8,6 +8,7 @@ At tensor-parallel degrees above 1 every rank makes the same calls. What each is
 added; everything else follows from that.
 """
 
+import operator
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,9 +56,11 @@ class Engine:
     """
 
     def __init__(self, model: Model, slots=8, max_length=None, chunk=None, prefix_bytes=0, block=256):
-        for name, value in dict(slots=slots, max_length=max_length, chunk=chunk, block=block).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        self._options = dict(slots=slots, max_length=max_length, chunk=chunk, block=block, prefix_bytes=prefix_bytes)
+        for name, value in self._options.items():
+            may_be_none, least = name in ("max_length", "chunk"), int(name != "prefix_bytes")
+            if not (may_be_none and value is None) and (type(value) is not int or value < least):
+                raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
         self.model, self.chunk, self.block, self.max_length = model, chunk, block, max_length
         self.cache = model.new_cache(slots, max_length)
         self.prefixes = PrefixCache(prefix_bytes)
@@ -71,24 +74,25 @@ class Engine:
             stop_tokens=(), stop_strings=(), seed=None, min_new_tokens=0) -> Request:  # fmt: skip
         """Queue a request; prompt: token ids. For the other arguments see `generate`.
 
-        All ranks call it with the same arguments: it gathers 16 bytes of each, and raises ValueError on all if they
-        differ, or if what they ask cannot be done. Without a seed, rank 0's choice is everyone's.
+        All ranks call it with the same arguments, on engines that have had the same requests: it gathers 16 bytes of
+        each, and raises ValueError on all if they differ, or if what they ask cannot be done. Without a seed, rank 0's
+        choice is everyone's.
         """
         made = []
 
         def asked():
             made.append(self.request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, repetition_penalty),
                                       stop_tokens, stop_strings, seed, min_new_tokens))  # fmt: skip
-            return made[0].said
+            return self._options, self._added, [r.id for r in self._requests()], made[0].said
 
         fresh = agree(self.model.ranks, self.model.device, asked)
         return self.queue(made[0], fresh)
 
     def request(self, prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens) -> Request:
-        """A request as a value; ValueError if this engine cannot serve it. Sends nothing."""
+        """A request as a value, and room for it; ValueError if this engine cannot serve it. Sends nothing."""
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-        prompt, stop_tokens = tuple(int(i) for i in prompt), frozenset(int(i) for i in stop_tokens)
+        prompt, stop_tokens = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
         request = Request(prompt, max_new_tokens, sampling, stop_tokens, tuple(stop_strings), seed, min_new_tokens)
         vocabulary = self.model.config.vocab_size
         wrong = next((i for i in prompt if not 0 <= i < vocabulary), None)
@@ -105,7 +109,9 @@ class Engine:
             if self.model.directory is None:
                 raise ValueError("stop_strings need a tokenizer.json, and this model was not loaded from a directory")
             self._tokenizer = self._tokenizer or load_tokenizer(self.model.directory)
-            TextStream(self._tokenizer, request.stop_strings)  # ValueError for one that could never or always stand
+            TextStream(self._tokenizer, request.stop_strings)  # ValueError for an empty one
+        if self.max_length is None:
+            self.cache.reserve(request.longest)
         return request
 
     def queue(self, request: Request, fresh: int) -> Request:
@@ -120,8 +126,17 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._slots)
 
+    def _requests(self) -> list[Request]:
+        """Those waiting or running."""
+        return [*self._waiting, *(slot.request for slot in self._slots.values())]
+
+    def _check_own(self, request: Request) -> None:
+        if request.finished is None and request not in self._requests():
+            raise ValueError("the request is not one of this engine's")
+
     def cancel(self, request: Request) -> None:
         """Stop a request, waiting or running; its slot is free for the next step. All ranks alike."""
+        self._check_own(request)
         if request.finished is not None:
             return
         request.finished = "cancelled"
@@ -132,9 +147,7 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[int]:
         """The tokens of one request as they come; steps the engine, and so all requests, while it has none to give."""
-        running = [slot.request for slot in self._slots.values()]
-        if request.finished is None and request not in running and request not in self._waiting:
-            raise ValueError("the request is not one of this engine's")
+        self._check_own(request)
         return self._tokens_of(request)
 
     def _tokens_of(self, request):
@@ -168,8 +181,6 @@ class Engine:
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
             request = self._waiting.popleft()
-            if self.max_length is None:
-                self.cache.reserve(request.longest)
             self.cache.reset(row)
             self._slots[row] = slot = self._new_slot(row, request)
             entry = self.prefixes.longest(request.prompt)

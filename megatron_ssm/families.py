@@ -150,7 +150,7 @@ def aliases(config: Config, hf: str) -> Iterator[str]:
     """The names under which checkpoints have kept a tensor: its own first, then old ones and those of tied tensors."""
     names = _NAMES[config.family]
     spellings = [hf]
-    if config.shared is not None and f".{names.shared}." in hf:
+    if config.shared is not None and config.shared.tied and f".{names.shared}." in hf:
         layer, tail = hf.removeprefix(f"{names.root}layers.").split(".", 1)
         block = config.hybrid_layers.index(int(layer)) % config.shared.blocks
         layers = config.hybrid_layers[block :: config.shared.blocks]

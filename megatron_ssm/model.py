@@ -148,7 +148,7 @@ class Model(nn.Module):
             cache.reserve(positions.longest)
         return Call(mask, decoding, ALL if cache is None else cache.rows, positions)
 
-    def generate(self, input_ids, generation_config=None, attention_mask=None, seed=None, **arguments):
+    def generate(self, input_ids=None, generation_config=None, attention_mask=None, seed=None, **arguments):
         """transformers' `generate`: the prompts and what follows them, (batch * num_return_sequences, seq + new) int64.
 
         arguments: transformers' own (max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature,
@@ -156,11 +156,13 @@ class Model(nn.Module):
         pad_token_id, stop_strings), with its defaults: those of generation_config (an object of transformers or a
         dictionary), then of the checkpoint; greedy, 20 new tokens, stops at the checkpoint's eos_token_id, shorter rows
         filled with pad_token_id. Greedy search and beam search give transformers' tokens; samples are drawn as
-        `megatron_ssm.generate` draws them, from `seed`. Without attention_mask, pad_token_id on the left of a row is
-        padding, as there. ValueError for an argument that is unknown or would change the tokens and is not implemented.
+        `megatron_ssm.generate` draws them, from `seed`. input_ids may be called inputs. Without attention_mask,
+        pad_token_id on the left of a row is padding, as there, and an error elsewhere. ValueError for an argument that
+        is unknown, or would change the tokens and is not implemented.
         """
         from .transformers_generate import transformers_generate
 
+        input_ids = arguments.pop("inputs", None) if input_ids is None else input_ids
         return transformers_generate(self, input_ids, attention_mask, generation_config, seed, arguments)
 
     def loss(self, input_ids, labels, ignore_index=-100):
@@ -196,8 +198,9 @@ class Model(nn.Module):
 
     def check(self, input_ids, attention_mask=None, cache=None):
         """Raise ValueError for what cannot be meant, on every rank before anything is sent; the mask as (batch, seq, 1)."""
-        if input_ids.ndim != 2 or input_ids.numel() == 0:
-            raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {tuple(input_ids.shape)}")
+        if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.numel() == 0:
+            given = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
+            raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {given}")
         self._check_ids(input_ids, "token id")
         if cache is not None and cache.batch != input_ids.shape[0]:
             raise ValueError(f"a cache for {cache.batch} sequences was given {input_ids.shape[0]}")

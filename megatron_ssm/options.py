@@ -34,7 +34,7 @@ class Options:
     mamba_state_dim: int = _option(64, "state per channel")
     mamba_head_dim: int = _option(32, "channels per head (mamba2, zamba, zamba2)")
     mamba_num_groups: int = _option(1, "groups of heads that share B and C (mamba2, zamba2)")
-    hybrid_interval: int = _option(2, "every so many blocks use the shared attention block (zamba, zamba2; 0: none)")
+    hybrid_interval: int = _option(1, "every so many blocks use the shared attention block (zamba, zamba2)")
     shared_blocks: int = _option(1, "attention blocks that these take in turn (zamba2)")
     adapter_rank: int = _option(8, "of what each use adds to its shared block (zamba2)")
     num_attention_heads: int = _option(4, "of the shared block, which is 2 x --hidden-size wide")
@@ -72,6 +72,12 @@ class Options:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:  # nan is not
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least {least}")
+        uses, least = self.num_layers // self.hybrid_interval, {"zamba": 2, "zamba2": 1}.get(self.model_type, 0)
+        if uses < least:  # transformers can make nothing else
+            raise ValueError(
+                f"--model-type {self.model_type} needs the shared block in at least {least} blocks; --num-layers "
+                f"{self.num_layers} with --hybrid-interval {self.hybrid_interval} has it in {uses}"
+            )
         if self.context_parallel_size != 1:
             raise ValueError(f"--context-parallel-size {self.context_parallel_size} is not implemented (only 1)")
 
@@ -114,9 +120,9 @@ class Options:
     def _hybrid_config(self) -> dict:
         """What zamba and zamba2 have beside their Mamba blocks."""
         every = self.hybrid_interval
-        hybrid = [every and (layer + 1) % every == 0 for layer in range(self.num_layers)]
+        kinds = ["linear_attention" if layer % every else "hybrid" for layer in range(1, self.num_layers + 1)]
         config = dict(
-            layers_block_type=["hybrid" if is_hybrid else "linear_attention" for is_hybrid in hybrid],
+            layers_block_type=kinds,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_query_groups or self.num_attention_heads,
             intermediate_size=self.ffn_hidden_size or 4 * self.hidden_size,
@@ -135,10 +141,10 @@ class Options:
 _LEAST = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
-                     "mamba_num_groups", "shared_blocks", "adapter_rank", "num_attention_heads"), 1),
+                     "mamba_num_groups", "hybrid_interval", "shared_blocks", "adapter_rank",
+                     "num_attention_heads"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
-                     "save_interval", "exit_interval", "eval_interval", "hybrid_interval", "num_query_groups",
-                     "ffn_hidden_size"), 0),
+                     "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size"), 0),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import datetime
 import os
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -75,19 +76,25 @@ def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str
     return Groups(group, None, None, dist.get_rank(), world)
 
 
+_NEIGHBOURS = weakref.WeakKeyDictionary()  # {group: {count: its subgroup}}, so that a second model makes no second one
+
+
 def neighbours(group, count: int, timeout=TIMEOUT):
-    """This rank's group of `count` consecutive ranks of `group`, which all of its ranks make together.
+    """This rank's group of `count` consecutive ranks of `group`, which all of its ranks make together, once.
 
     torch names a group that only its members make after the number of groups they already have; ranks that have fewer
     make groups of their own alone first, so that all names agree.
     """
-    made = [None] * group.size()
-    dist.all_gather_object(made, len(dist.distributed_c10d._world.pg_names), group=group)
-    for _ in range(made[group.rank()], max(made)):
-        dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
-    members = dist.get_process_group_ranks(group)
-    first = group.rank() // count * count
-    return dist.new_group(members[first : first + count], timeout, use_local_synchronization=True)
+    known = _NEIGHBOURS.setdefault(group, {})
+    if count not in known:
+        made = [None] * group.size()
+        dist.all_gather_object(made, len(dist.distributed_c10d._world.pg_names), group=group)
+        for _ in range(made[group.rank()], max(made)):
+            dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
+        members = dist.get_process_group_ranks(group)
+        first = group.rank() // count * count
+        known[count] = dist.new_group(members[first : first + count], timeout, use_local_synchronization=True)
+    return known[count]
 
 
 def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:

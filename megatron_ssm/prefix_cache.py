@@ -17,8 +17,6 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int):
-        if max_bytes < 0:
-            raise ValueError(f"prefix_bytes={max_bytes} must be at least 0")
         self.max_bytes, self.nbytes = max_bytes, 0
         self._entries: OrderedDict[bytes, tuple[Snapshot, torch.Tensor]] = OrderedDict()
         self._lengths: Counter[int] = Counter()

@@ -24,6 +24,10 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) or (name == "top_p" and value is None)):
+                raise ValueError(f"{name}={value!r} must be a number")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):

@@ -79,8 +79,11 @@ def transformers_generate(model: Model, input_ids, attention_mask, generation_co
 def _plan(model, input_ids, attention_mask, values, seed) -> _Plan:
     """The settings as what is to be done; ValueError for what cannot be."""
     eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
+    model.check(input_ids)
     if attention_mask is None and pad is not None and pad not in eos:
-        attention_mask = ((input_ids != pad).cumsum(1) > 0).long()  # what stands before the first other token
+        attention_mask = (input_ids != pad).long()
+        if (attention_mask.diff(dim=1) < 0).any():  # transformers would hide them, and go on as if nothing was
+            raise ValueError(f"pad_token_id={pad} stands after other tokens of a prompt: pass an attention_mask")
     model.check(input_ids, attention_mask)
     length = input_ids.shape[1]
     longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
@@ -113,7 +116,7 @@ def _settings(model, generation_config, arguments) -> dict:
     for source in (checkpoint, _as_dict(generation_config), arguments):
         for name, value in source.items():
             value = value.tolist() if torch.is_tensor(value) and name in DEFAULTS else value
-            if name in _NEUTRAL and value not in (None, _NEUTRAL[name]):
+            if name in _NEUTRAL and value not in (None, [], _NEUTRAL[name]):
                 raise ValueError(f"generate: {name}={value!r} is not implemented")
             if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT and source is not checkpoint:
                 close = difflib.get_close_matches(name, DEFAULTS, 1)
@@ -130,6 +133,8 @@ def _settings(model, generation_config, arguments) -> dict:
 
 
 def _check(values) -> None:
+    if isinstance(values["length_penalty"], bool) or not isinstance(values["length_penalty"], int | float):
+        raise ValueError(f"length_penalty={values['length_penalty']!r} must be a number")
     for name in ("num_beams", "num_return_sequences"):
         if type(values[name]) is not int or values[name] < 1:
             raise ValueError(f"{name}={values[name]!r} must be at least 1")
@@ -158,10 +163,10 @@ def _new_tokens(values, length) -> int:
 
 
 def _of_checkpoint(model) -> dict:
-    """The checkpoint's generation_config.json; without one, the token ids of its config.json."""
+    """The checkpoint's generation_config.json; without one, what its config.json says of generation."""
     path = Path(model.directory or ".") / "generation_config.json"
     if model.directory is None or not path.is_file():
-        return {name: model.config.raw.get(name) for name in ("eos_token_id", "pad_token_id")}
+        return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NEUTRAL}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):

@@ -315,7 +315,9 @@ def test_a_request_that_differs_between_ranks_is_refused_by_all(ranks, world, od
         return add_all(model, [GOOD | change if rank == odd else GOOD for change in changes])
 
     others = list(range(1, world)) if odd == 0 else [odd]
-    message = f"tensor-parallel ranks {others} were given another request than rank 0"
+    message = (
+        f"tensor-parallel ranks {others} were asked something else than rank 0 (now or earlier, or with other options)"
+    )
     for answers, tokens in ranks(run, world):
         assert answers == [("ValueError", message)] * len(changes)
         assert tokens == alone
@@ -339,7 +341,7 @@ def test_engines_that_cannot_be():
     model = load(checkpoint("mamba2"))
     for name in ("slots", "chunk", "block", "max_length", "prefix_bytes"):
         value = -1 if name == "prefix_bytes" else 0
-        with pytest.raises(ValueError, match=f"{name}={value} must be at least"):
+        with pytest.raises(ValueError, match=f"{name}={value} must be an integer, at least"):
             Engine(model, **{name: value})
 
 

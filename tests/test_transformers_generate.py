@@ -340,5 +340,5 @@ def test_ranks_that_are_asked_different_things(ranks, world):
 
     answers, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
     for answer in answers:
-        assert answer[0] == "ValueError" and "were given another request than rank 0" in answer[1]
+        assert answer[0] == "ValueError" and "were asked something else than rank 0" in answer[1]
     assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)
