@@ -31,7 +31,8 @@ def agree(ranks: Ranks, device, asked: Callable[[], object]) -> int:
     different = (given[:, 0] != given[0, 0]).nonzero().flatten().tolist()
     if different:
         raise ValueError(
-            f"tensor-parallel ranks {different} were asked something else than rank 0 (now or earlier, or with other options)"
+            f"tensor-parallel ranks {different} were asked something else than rank 0 "
+            "(now or earlier, or with other options)"
         )
     if wrong is not None:
         raise wrong
