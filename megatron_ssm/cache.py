@@ -136,9 +136,10 @@ class Cache:
             return
         if self.max_length is not None:
             raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
-        for layer in self.layers:
-            if layer.keys is not None:
-                layer.keys, layer.values = (_longer(t, length) for t in (layer.keys, layer.values))
+        grown = [layer for layer in self.layers if layer.keys is not None]
+        longer = [[_longer(t, length) for t in (layer.keys, layer.values)] for layer in grown]  # all of them, or none
+        for layer, (keys, values) in zip(grown, longer, strict=True):
+            layer.keys, layer.values = keys, values
 
     def reset(self, row: int) -> None:
         """Free a row: the start of a sequence."""

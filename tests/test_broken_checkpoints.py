@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import megatron_ssm
 from cases import oracle
-from directories import INDEX, edit_config, in_two_files, rewritten
+from directories import INDEX, edit_config, in_two_files, rewritten, tensors_in
 from hf import save_hf
+from serving import attempt
 
 __all__ = ["oracle"]
 
@@ -173,6 +175,90 @@ def test_broken_directories_of_a_hybrid(ranks, tp, good_hybrid, tmp_path):
     assert all(other == messages for other in others)
     for message, (_, words) in zip(messages, BROKEN_HYBRIDS.values(), strict=True):
         assert words in message and "\n" not in message
+
+
+# One tensor under several names
+
+
+def missing(name):
+    """A case: a directory without this tensor."""
+    return rewritten(lambda t: t.pop(name)), f"has no tensor {name} ("
+
+
+def copied(change, name, copy):
+    """A case: a directory in which what is one tensor lies twice, the second copy changed."""
+
+    def corrupt(tensors):
+        tensors[copy] = change(tensors[name]).clone()
+
+    return rewritten(corrupt), f"{name} and {copy} differ, but its configuration makes them one"
+
+
+UNTIED = dict(layers_block_type=["hybrid"] * 3, num_hidden_layers=3, tie_word_embeddings=False)
+TIED = dict(UNTIED, tie_word_embeddings=True)
+ZAMBA = "model.layers.{}.shared_transf.self_attn.q_proj.weight"
+ZAMBA2 = "model.layers.{}.shared_transformer.feed_forward."
+
+
+@pytest.mark.parametrize("family", ("zamba", "zamba2"))
+def test_no_tensor_of_an_untied_block_is_taken_from_another_layer(family, tmp_path):
+    """Of no block, and of no adapter, also where it lies idle."""
+    save_hf(tmp_path, family, **UNTIED, **dict(use_shared_attention_adapter=True) if family == "zamba2" else {})
+    whole = tensors_in(tmp_path)
+    names = [name for name in whole if ".shared_transf" in name]
+    assert {name.split(".")[2] for name in names} == {"0", "1", "2"}
+    for name in names:
+        rest = {other: tensor for other, tensor in whole.items() if other != name}
+        save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError) as caught:
+            megatron_ssm.load(tmp_path)
+        assert f"has no tensor {name} (" in str(caught.value) and "\n" not in str(caught.value)
+
+
+SEVERAL_NAMES = [  # (family, changes to the small model, (corruption, words))
+    ("zamba", UNTIED, missing(ZAMBA.format(2))),
+    ("zamba2", UNTIED, missing(ZAMBA2.format(2) + "down_proj.weight")),
+    ("zamba2", UNTIED, missing(ZAMBA2.format(0) + "gate_up_proj_adapter_list.2.0.weight")),
+    ("zamba", TIED, copied(lambda t: t + 1e-6, ZAMBA.format(0), ZAMBA.format(1))),
+    ("zamba2", TIED, copied(lambda t: t * 2, ZAMBA2.format(0) + "down_proj.weight", ZAMBA2.format(2) + "down_proj.weight")),
+    *[(family, dict(tie_word_embeddings=True, num_hidden_layers=2), copied(change, embedding, "lm_head.weight"))
+      for family, embedding in (("mamba", "backbone.embeddings.weight"), ("zamba2", "model.embed_tokens.weight"))
+      for change in (lambda t: t.flip(0), lambda t: t[:-1], lambda t: t.T.contiguous())],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_tensor_is_never_taken_for_another(ranks, tp, tmp_path):
+    """An untied one is its own; of a tied one every copy is equal."""
+    directories = [tmp_path / str(i) for i in range(len(SEVERAL_NAMES))]
+    for directory, (family, changes, (corrupt, _)) in zip(directories, SEVERAL_NAMES, strict=True):
+        save_hf(directory, family, **changes)
+        corrupt(directory)
+
+    def run(rank):
+        return [attempt(megatron_ssm.load, directory, dist.group.WORLD) for directory in directories]
+
+    answers, *others = ranks(run, tp)
+    assert all(other == answers for other in others)
+    for answer, (family, _, (_, words)) in zip(answers, SEVERAL_NAMES, strict=True):
+        assert answer is not None, f"{family}: not {words}"
+        assert answer[0] == "ValueError" and words in answer[1] and "\n" not in answer[1]
+
+
+@pytest.mark.parametrize("family", ("mamba", "zamba", "zamba2"))
+def test_equal_copies_of_tied_tensors_load(family, tmp_path):
+    """As older versions of transformers wrote them."""
+    changes = dict(TIED, num_mem_blocks=1) if family == "zamba2" else TIED if family == "zamba" else {}
+    theirs = save_hf(tmp_path, family, **changes)
+    every = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    assert len(every) > len(tensors_in(tmp_path))
+    save_file(every, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(megatron_ssm.load(tmp_path)(ids), theirs(ids).logits, rtol=0, atol=3e-4)
+
+
+# Ranks and arguments
 
 
 @pytest.mark.parametrize("tp", (3, 4))

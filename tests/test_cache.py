@@ -1,14 +1,13 @@
-"""Caches, snapshots and prefixes. Oracles: sequences that go on alone, in a cache of their own; a list of entries."""
-
-import random
+"""Caches and snapshots. Oracle: sequences that go on alone, in a cache of their own."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_ssm import Engine, load
-from megatron_ssm.cache import Snapshot
-from megatron_ssm.prefix_cache import PrefixCache
-from serving import FAMILIES, VOCAB, attempt, checkpoint, families, ids, on_ranks, on_ranks_of_families
+import megatron_ssm.cache as cache_module
+from megatron_ssm import load
+from serving import FAMILIES, attempt, checkpoint, families, ids, on_ranks_of_families
 
 HYBRIDS = [family for family in FAMILIES if family.startswith("zamba")]
 SEQUENCES, MORE = ids(4, 9), ids(4, 12, seed=4)
@@ -125,6 +124,40 @@ def test_a_fork_goes_its_own_way(ranks, world):
             same(found, alone(model, source, MORE[more, :2])[0])
 
     on_ranks_of_families(ranks, world, run)
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(t.numel() for t in tree_leaves(result) if torch.is_tensor(t))])
+        return result
+
+
+@worlds
+def test_a_fork_copies_one_row_only(ranks, world):
+    """To the bit, keys and values included, onto a longer row and a free one; the others are not touched."""
+
+    def run(model):
+        cache = filled(model)
+        before, lengths = everything(cache)
+        with Largest() as largest:
+            for source, target in ((2, 0), (3, 5)):
+                cache.fork(source, target)
+        assert largest.elements == max(t[0].numel() for layer in cache.layers for t in layer.tensors())
+        after, lengths_after = everything(cache)
+        for t, u in zip(before, after, strict=True):
+            assert t[[1, 2, 3, 4]].equal(u[[1, 2, 3, 4]])
+        assert lengths_after.tolist() == [lengths[2], *lengths[1:5], lengths[3]]
+        for layer in cache.layers:
+            for source, target in ((2, 0), (3, 5)):
+                held = (layer.conv, layer.state, *(t[:, : lengths[source]] for t in layer.tensors()[2:]))
+                assert all(t[target].equal(t[source]) for t in held)
+
+    on_ranks_of_families(ranks, world, run, HYBRIDS)
 
 
 # Snapshots
@@ -261,101 +294,20 @@ def test_room_that_is_made_keeps_what_is_there(family):
         same(logits[row], alone(model, row, MORE[row])[0])
 
 
-# Prefixes
+def test_room_that_cannot_be_made_changes_nothing(monkeypatch):
+    """Whichever layer's allocation fails: there is as much room as before in all of them."""
+    model = load(checkpoint("zamba2"), dtype=torch.float64)
+    assert len(model.config.hybrid_layers) == 2
+    for last in range(4):
+        cache, left = filled(model), iter(range(last))
 
+        def longer(tensor, length, left=left, whole=cache_module._longer):
+            if next(left, None) is None:
+                raise RuntimeError("no memory")
+            return whole(tensor, length)
 
-def entry(length, sizes=(3, 5), after=None):
-    """A snapshot that holds tensors of these many bytes for itself, and logits of as many as `length`."""
-    new = [[torch.zeros(sizes[1], dtype=torch.int8), torch.zeros(0, dtype=torch.int8)]]
-    segments = (*(after.segments if after else ()), new)
-    return Snapshot(length, [[torch.zeros(sizes[0], dtype=torch.int8)]], segments), torch.zeros(7, dtype=torch.int8)
-
-
-def distinct_bytes(entries):
-    tensors = {id(t): t for snapshot, logits in entries for t in [*snapshot.tensors(), logits]}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def test_shared_keys_and_values_count_once():
-    """3 bytes of states, 5 of keys, 7 of logits each; the second holds the first's keys as well."""
-    prefixes = PrefixCache(100)
-    first = entry(2)
-    second = entry(4, after=first[0])
-    assert prefixes.add((1, 2), *first) and prefixes.nbytes == 15
-    assert prefixes.add((1, 2, 3, 4), *second) and prefixes.nbytes == 30
-    assert len(prefixes) == 2 and prefixes.get((1, 2)) is first[0] and prefixes.get((1,)) is None
-
-
-def test_the_longest_prefix_is_found():
-    prefixes = PrefixCache(1000)
-    for prefix in ((1,), (1, 2, 3), (1, 2, 4, 5), (9, 9)):
-        assert prefixes.add(prefix, *entry(len(prefix)))
-    lengths = {(1, 2, 3): 3, (1, 2, 3, 4): 3, (1, 2, 4): 1, (1, 2, 4, 5, 6): 4, (9,): None, (9, 9, 1): 2, (2, 1): None}
-    for tokens, length in lengths.items():
-        found = prefixes.longest(tokens)
-        assert (None if found is None else found[0].length) == length
-
-
-def test_the_least_recently_used_goes_first():
-    prefixes = PrefixCache(45)
-    for token in (1, 2, 3):
-        prefixes.add((token,), *entry(1))
-    assert prefixes.longest((1, 5)) is not None
-    prefixes.add((4,), *entry(1))
-    assert [t for t in (1, 2, 3, 4) if prefixes.get((t,))] == [1, 3, 4] and prefixes.nbytes == 45
-
-
-def test_what_is_larger_than_all_room_is_not_kept_and_displaces_nothing():
-    prefixes = PrefixCache(15)
-    assert prefixes.add((1,), *entry(1)) and not prefixes.add((2,), *entry(1, sizes=(3, 6)))
-    assert (len(prefixes), prefixes.nbytes) == (1, 15)
-    assert not PrefixCache(0).add((1,), *entry(1))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_prefixes_against_a_list(seed):
-    """Entries in the order of their use; the oldest go while their distinct tensors are too many bytes."""
-    draw = random.Random(seed)
-    bound, entries = draw.choice((40, 120, 400)), []
-    prefixes = PrefixCache(bound)
-    for _ in range(200):
-        tokens = tuple(draw.randrange(2) for _ in range(draw.randint(1, 7)))
-        if draw.random() < 0.5:
-            known = [item for item in entries if tokens[: len(item[0])] == item[0]]
-            best = max(known, key=lambda item: len(item[0]), default=None)
-            found = prefixes.longest(tokens)
-            assert (found is None) == (best is None)
-            if best:
-                assert found[0] is best[1][0] and found[1] is best[1][1]
-                entries.remove(best)
-                entries.append(best)
-        elif prefixes.get(tokens) is None:
-            before = [item[1][0] for item in entries if tokens[: len(item[0])] == item[0]]
-            after = draw.choice([None, *before])
-            made = entry(len(tokens), (draw.randint(1, 30), draw.randint(0, 30)), after)
-            kept = prefixes.add(tokens, *made)
-            assert kept == (distinct_bytes([made]) <= bound)
-            entries += [(tokens, made)] if kept else []
-            while distinct_bytes([made for _, made in entries]) > bound:
-                entries.pop(0)
-        assert len(prefixes) == len(entries) and prefixes.nbytes == distinct_bytes([made for _, made in entries])
-        assert all(prefixes.get(tokens) is made[0] for tokens, made in entries)
-
-
-@worlds
-def test_all_ranks_keep_the_same_prefixes(ranks, world):
-    """The bound is on each rank's own part, and the parts are as large."""
-
-    def run(model):
-        engine, draw, found = Engine(model, prefix_bytes=150_000, block=3), random.Random(1), []
-        stem = [draw.randrange(VOCAB) for _ in range(12)]
-        for _ in range(25):
-            request = engine.add(stem[: draw.randint(1, 12)] + [draw.randrange(3)], max_new_tokens=1)
-            list(engine.stream(request))
-            found.append((request.reused, len(engine.prefixes), engine.prefixes.nbytes))
-        assert engine.prefixes.nbytes == distinct_bytes(engine.prefixes._entries.values())
-        return found
-
-    found = on_ranks(ranks, world, checkpoint("zamba2"), run)
-    assert max(nbytes for *_, nbytes in found) <= 150_000
-    assert len({entries for _, entries, _ in found}) > 2 and any(reused for reused, *_ in found)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_module, "_longer", longer)
+            assert attempt(cache.reserve, 30) == ("RuntimeError", "no memory")
+        assert {t.shape[1] for layer in cache.layers for t in layer.tensors()[2:]} == {9}
+        same(go_on(model, cache, [3], MORE[3:])[0], alone(model, 3, MORE[3])[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from directories import INDEX
 from hf import hf_model
 from megatron_ssm.__main__ import main
 from megatron_ssm.config import Config
@@ -147,6 +148,19 @@ BROKEN_CONFIG = {
     "attn_layer_idx=[1] has no counterpart": dict(attn_layer_idx=[1]),
     "flavour is not a field": dict(flavour=1),
     "n_layer=0 must be a positive integer": dict(n_layer=0),
+    "pad_vocab_size_multiple=0 must be a positive integer": dict(pad_vocab_size_multiple=0),
+    "pad_vocab_size_multiple='8' must be a positive integer": dict(pad_vocab_size_multiple="8"),
+    "ssm_cfg.headdim=0 must be a positive integer": dict(ssm_cfg={"layer": "Mamba2", "headdim": 0}),
+    "ssm_cfg.headdim='a' must be a positive integer": dict(ssm_cfg={"layer": "Mamba2", "headdim": "a"}),
+    "ssm_cfg.expand=1.5 must be a positive integer": dict(ssm_cfg={"expand": 1.5}),
+    "ssm_cfg=['Mamba2'] must be an object": dict(ssm_cfg=["Mamba2"]),
+    "ssm_cfg.layer=['Mamba2'] is not supported": dict(ssm_cfg={"layer": ["Mamba2"]}),
+    "time_step_limit=5": dict(ssm_cfg={"layer": "Mamba2", "dt_limit": 5}),
+    "time_step_limit=['a', 1]": dict(ssm_cfg={"layer": "Mamba2", "dt_limit": ["a", 1]}),
+    "state_size='a' must be": dict(ssm_cfg={"d_state": "a"}),
+    "state_size=0 must be": dict(ssm_cfg={"layer": "Mamba2", "d_state": 0}),
+    "n_groups=[1] must be": dict(ssm_cfg={"layer": "Mamba2", "ngroups": [1]}),
+    "time_step_rank=[] must be": dict(ssm_cfg={"dt_rank": []}),
 }
 
 
@@ -234,6 +248,40 @@ def test_onto_itself(theirs):
     """The source is not overwritten."""
     with pytest.raises(ValueError, match="is the directory to be translated"):
         convert(theirs, theirs)
+
+
+def contents(directory):
+    """{name: bytes} of the files in a directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("there", ("a file", "config.json", "model.safetensors", "pytorch_model.bin", INDEX))
+def test_onto_what_is_there(theirs, case, tmp_path, capsys, there):
+    """A file, or a directory with a model or a part of one: exit code 2, one line, nothing touched. Others are taken."""
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("mine")
+        words = f"{out} is not a directory"
+    else:
+        out.mkdir()
+        (out / there).write_text("mine")
+        words = f"{out} already holds a model ({there}); name another directory"
+    for source in (theirs, case[1]):
+        before = contents(source)
+        assert main(["convert", "--model", str(source), "--out", str(out)]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+        assert contents(source) == before
+        assert (out.read_text() if there == "a file" else contents(out)) in ("mine", {there: b"mine"})
+
+
+def test_into_a_directory_with_other_things(theirs, tmp_path):
+    """They stay; an empty one is as good."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    convert(theirs, tmp_path / "out")
+    assert {"README.md", "config.json", "model.safetensors"} <= set(contents(tmp_path / "out"))
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
 def test_command(theirs, tmp_path, capsys):

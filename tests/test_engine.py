@@ -7,12 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_ssm import Engine, generate, load
 from megatron_ssm.request import Request
 from megatron_ssm.text import load_tokenizer
-from serving import VOCAB, attempt, checkpoint, families, ids, on_ranks, on_ranks_of_families
+from serving import VOCAB, checkpoint, families, ids, on_ranks
 
 worlds = pytest.mark.parametrize("world", (1, 2))
 
@@ -143,208 +142,6 @@ def run_scenarios(ranks, world, directory, seeds, **options):
     assert ends == {"stop", "length", "cancelled"}
 
 
-# Prefixes
-
-
-class Recording(Engine):
-    """An engine that keeps the logits from which each request's tokens are chosen, as {id: [(width,), ...]}."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.logits = {}
-
-    def _choose(self, slots):
-        for slot in slots:
-            self.logits.setdefault(slot.request.id, []).append(slot.logits.clone())
-        super()._choose(slots)
-
-
-def serve(engine, prompt, **options):
-    """One request from its arrival to its end: (request, its logits, the tokens of prompts read for it)."""
-    before, request = engine.prefilled_tokens, engine.add(prompt, **options)
-    assert list(engine.stream(request)) == request.tokens
-    return request, torch.stack(engine.logits.pop(request.id)), engine.prefilled_tokens - before
-
-
-PROMPT = ids(23).tolist()
-BLOCK = 4
-# name: prompts that were read before, the prompt, how much of it they spare
-HITS = {
-    "none": ([PROMPT[1:]], PROMPT[:9], 0),
-    "shorter than a block": ([PROMPT], PROMPT[:3], 0),
-    "at the end of a block": ([PROMPT[:8]], PROMPT[:15], 8),
-    "at the end of a prompt": ([PROMPT[:10]], PROMPT[:15], 10),
-    "one token left": ([PROMPT[:10]], PROMPT[:11], 10),
-    "one token left after a block": ([PROMPT], PROMPT[:9], 8),
-    "nothing left": ([PROMPT[:10]], PROMPT[:10], 10),
-    "nothing left after a block": ([PROMPT], PROMPT[:12], 12),
-    "the longest of several": ([PROMPT[:5], PROMPT[:11], PROMPT[:7], PROMPT[:6] + [0] * 9], PROMPT, 11),
-    "another continuation": ([PROMPT[:8] + [0] * 9, PROMPT[:9] + [1] * 9], PROMPT[:14], 8),
-    "one block after another": ([PROMPT[:8], PROMPT[:14]], PROMPT[:22], 14),
-}
-
-
-def hits(model, names=HITS):
-    """{name: (reused, tokens read, the largest difference from the logits of a cold run)}."""
-    cold, results = Recording(model, slots=1), {}
-    for name in names:
-        earlier, prompt, _ = HITS[name]
-        engine = Recording(model, slots=2, prefix_bytes=10**7, block=BLOCK)
-        for one in earlier:
-            serve(engine, one, max_new_tokens=1)
-        expected, expected_logits, _ = serve(cold, prompt, max_new_tokens=3)
-        request, logits, read = serve(engine, prompt, max_new_tokens=3)
-        assert request.tokens == expected.tokens, name
-        results[name] = request.reused, read, difference(model, logits, expected_logits)
-    return results
-
-
-def difference(model, logits, expected):
-    """The largest one among the ids that exist."""
-    existing = slice(model.embeddings.stop - model.embeddings.start)
-    return float((logits - expected)[..., existing].abs().max())
-
-
-@worlds
-def test_what_was_read_before_is_not_read_again(ranks, world):
-    """And the logits are those of a cold run."""
-    for results in on_ranks_of_families(ranks, world, hits):
-        for family, found in results.items():
-            for name, (reused, read, largest) in found.items():
-                _, prompt, spared = HITS[name]
-                assert (reused, read) == (spared, len(prompt) - spared), (family, name)
-                assert largest < 1e-10, (family, name)
-
-
-@worlds
-@families
-def test_logits_after_a_prefix_in_single_precision(ranks, world, family):
-    """Of Zamba2 they are as near as the family's are to transformers'."""
-    directory, names = checkpoint(family), ["at the end of a block", "one token left", "nothing left"]
-    for found in ranks(lambda rank: hits(load(directory, dist.group.WORLD), names), world):
-        assert max(largest for _, _, largest in found.values()) < (3e-4 if family == "zamba2" else 2e-5)
-
-
-@worlds
-def test_a_prompt_in_pieces_is_read_as_by_one_call_of_the_model(ranks, world):
-    def run(model):
-        whole = model.local_logits(torch.tensor([PROMPT]), logits_to_keep=1)[0]
-        for settings in (dict(), dict(chunk=1), dict(chunk=5, prefix_bytes=10**7, block=BLOCK)):
-            _, logits, read = serve(Recording(model, slots=1, **settings), PROMPT, max_new_tokens=1)
-            assert read == len(PROMPT)
-            assert difference(model, logits, whole) < 1e-10
-
-    on_ranks_of_families(ranks, world, run)
-
-
-@worlds
-def test_equal_prompts_that_arrive_together(ranks, world):
-    """Each reads its own, the snapshot is kept once; those that come later read nothing."""
-
-    def run(model):
-        engine = Recording(model, slots=3, prefix_bytes=10**7, block=BLOCK)
-        together = [engine.add(PROMPT, max_new_tokens=3) for _ in range(3)]
-        while engine.busy:
-            engine.step()
-        later, _, read = serve(engine, PROMPT, max_new_tokens=3)
-        assert {len(PROMPT)} == {engine.prefilled_tokens // 3} and read == 0
-        return [request.tokens for request in (*together, later)], len(engine.prefixes)
-
-    tokens, entries = on_ranks(ranks, world, checkpoint("zamba2"), run)
-    assert all(row == tokens[0] for row in tokens)
-    assert entries == len(PROMPT) // BLOCK + 1
-
-
-# What is refused
-
-
-GOOD = dict(prompt=[1, 2, 3], max_new_tokens=3, temperature=0.9, seed=5, stop_strings=["none"])
-DIFFERENT = dict(
-    prompt=[1, 2, 4], max_new_tokens=4, temperature=0.91, top_k=3, top_p=0.9, repetition_penalty=1.5,
-    stop_tokens=[3], stop_strings=["a"], seed=6, min_new_tokens=1,
-)  # fmt: skip
-WRONG = {
-    "at least one token": dict(prompt=[]),
-    f"token id {VOCAB} is outside the vocabulary of {VOCAB}": dict(prompt=[1, VOCAB]),
-    "token id -1 is outside": dict(prompt=[-1]),
-    "max_new_tokens=0 must be at least 1": dict(max_new_tokens=0),
-    "3 tokens and 10 new ones do not fit into max_length=12": dict(max_new_tokens=10),
-    "temperature=-1 must be": dict(temperature=-1),
-    "temperature=nan must be": dict(temperature=float("nan")),
-    "top_k=0 must be": dict(top_k=0),
-    "top_p=1.5 must be": dict(top_p=1.5),
-    "repetition_penalty=0 must be": dict(repetition_penalty=0),
-    "must fit in 64 bits": dict(seed=2**64),
-    "stop string is empty": dict(stop_strings=["a", ""]),
-}
-several_ranks = pytest.mark.parametrize("world", (2, 4))
-any_number_of_ranks = pytest.mark.parametrize("world", (1, 2, 4))
-
-
-def add_all(model, cases):
-    """What each request is answered; then one that is good must be as if there had been no others."""
-    engine = Engine(model, slots=2, max_length=12)
-    answers = [attempt(engine.add, **case) for case in cases]
-    assert not engine.busy
-    good = engine.add(**GOOD)
-    assert good.id == 0
-    return answers, list(engine.stream(good))
-
-
-@any_number_of_ranks
-def test_what_cannot_be_done_is_one_value_error_on_every_rank(ranks, world):
-    cases = [GOOD | change for change in WRONG.values()]
-    answers, tokens = on_ranks(ranks, world, checkpoint("mamba2"), lambda model: add_all(model, cases))
-    for expected, answer in zip(WRONG, answers, strict=True):
-        assert answer is not None and answer[0] == "ValueError" and expected in answer[1], expected
-    assert len(tokens) == 3
-
-
-@several_ranks
-@pytest.mark.parametrize("odd", ("first", "last"))
-def test_a_request_that_differs_between_ranks_is_refused_by_all(ranks, world, odd):
-    """Whatever differs, and also where it is wrong on one rank only."""
-    changes = [{name: value} for name, value in DIFFERENT.items()] + list(WRONG.values())
-    changes += [dict(seed=None), dict(prompt=[[1], [2, 3]]), dict(prompt=None), dict(temperature="hot")]
-    changes += [dict(prompt=torch.ones(2, 2)), dict(prompt=[float("inf")]), dict(stop_strings=[""])]
-    odd, directory = 0 if odd == "first" else world - 1, checkpoint("mamba2")
-    alone = on_ranks(ranks, 1, directory, lambda model: add_all(model, []))[1]
-
-    def run(rank):
-        model = load(directory, dist.group.WORLD, dtype=torch.float64)
-        return add_all(model, [GOOD | change if rank == odd else GOOD for change in changes])
-
-    others = list(range(1, world)) if odd == 0 else [odd]
-    message = (
-        f"tensor-parallel ranks {others} were asked something else than rank 0 (now or earlier, or with other options)"
-    )
-    for answers, tokens in ranks(run, world):
-        assert answers == [("ValueError", message)] * len(changes)
-        assert tokens == alone
-
-
-@any_number_of_ranks
-def test_without_a_seed_all_ranks_draw_the_same_and_each_request_others(ranks, world):
-    def run(model):
-        engine = Engine(model, slots=4)
-        requests = [engine.add([1, 2], 8, temperature=2.0) for _ in range(3)]
-        again = engine.add([1, 2], 8, temperature=2.0, seed=requests[1].seed)
-        while engine.busy:
-            engine.step()
-        return [request.tokens for request in (*requests, again)]
-
-    first, second, third, again = on_ranks(ranks, world, checkpoint("mamba2"), run)
-    assert again == second and len({str(row) for row in (first, second, third)}) == 3
-
-
-def test_engines_that_cannot_be():
-    model = load(checkpoint("mamba2"))
-    for name in ("slots", "chunk", "block", "max_length", "prefix_bytes"):
-        value = -1 if name == "prefix_bytes" else 0
-        with pytest.raises(ValueError, match=f"{name}={value} must be an integer, at least"):
-            Engine(model, **{name: value})
-
-
 # Coming and going
 
 
@@ -369,17 +166,18 @@ def test_slots_are_given_in_the_order_of_arrival_and_free_at_once():
 
 def test_cancelling():
     """One that waits, one whose prompt is half read and one that is decoding; their slots are free in the next step."""
+    prompt = ids(23).tolist()
     model = load(checkpoint("zamba2"), dtype=torch.float64)
     engine = Engine(model, slots=2, chunk=2)
-    decoding, reading = engine.add([1], max_new_tokens=9), engine.add(PROMPT, max_new_tokens=9)
-    waiting, last = engine.add([3], max_new_tokens=9), engine.add(PROMPT[:5], max_new_tokens=3)
+    decoding, reading = engine.add([1], max_new_tokens=9), engine.add(prompt, max_new_tokens=9)
+    waiting, last = engine.add([3], max_new_tokens=9), engine.add(prompt[:5], max_new_tokens=3)
     engine.step()
     for request in (decoding, reading, waiting):
         engine.cancel(request)
     assert [len(r.tokens) for r in (decoding, reading, waiting)] == [1, 0, 0]
     assert {r.finished for r in (decoding, reading, waiting)} == {"cancelled"}
     assert list(engine.stream(reading)) == []
-    assert list(engine.stream(last)) == generate(model, torch.tensor([PROMPT[:5]]), max_new_tokens=3)[0].tolist()
+    assert list(engine.stream(last)) == generate(model, torch.tensor([prompt[:5]]), max_new_tokens=3)[0].tolist()
     assert (engine.prefilled_tokens, len(decoding.tokens), engine.busy) == (1 + 2 + 5, 1, False)
 
 
@@ -391,6 +189,20 @@ def test_two_streams_of_one_engine():
     pairs = list(zip(*map(engine.stream, requests), strict=True))
     for row, column in zip((4, 5), zip(*pairs, strict=True), strict=True):
         assert list(column) == generate(model, torch.tensor([[row]]), max_new_tokens=6)[0].tolist()
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_without_a_seed_all_ranks_draw_the_same_and_each_request_others(ranks, world):
+    def run(model):
+        engine = Engine(model, slots=4)
+        requests = [engine.add([1, 2], 8, temperature=2.0) for _ in range(3)]
+        again = engine.add([1, 2], 8, temperature=2.0, seed=requests[1].seed)
+        while engine.busy:
+            engine.step()
+        return [request.tokens for request in (*requests, again)]
+
+    first, second, third, again = on_ranks(ranks, world, checkpoint("mamba2"), run)
+    assert again == second and len({str(row) for row in (first, second, third)}) == 3
 
 
 # Memory

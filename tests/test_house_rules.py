@@ -265,3 +265,46 @@ def test_benchmarks_tell_how_long_they_take():
     benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")]
     silent = [path.name for path in benchmarks if not re.search(r"about \d+ min", path.read_text().partition("\n")[0])]
     assert_none(silent)
+
+
+MARKED = re.compile(r"^<!-- ([\w-]+) -->$", re.MULTILINE)
+
+
+def tables():
+    """{name: benchmark} of every table that a benchmark publishes."""
+    calls = nodes(sorted((ROOT / "benchmarks").glob("[!_]*.py")), ast.Call)
+    return {node.args[0].value: path.name for path, node in calls if ast.unparse(node.func).endswith("publish")}
+
+
+def test_every_benchmark_has_its_table_in_the_readme():
+    """Between markers that follow one another: its name, the table, end."""
+    text = (ROOT / "README.md").read_text()
+    markers = MARKED.findall(text)
+    assert markers[1::2] == ["end"] * (len(markers) // 2) and len(markers) % 2 == 0, markers
+    assert sorted(markers[::2]) == sorted(tables()) and len(tables()) >= 4
+    for name in tables():
+        table = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].splitlines()
+        assert len(table) >= 3 and all(line.startswith("| ") and line.endswith(" |") for line in table), name
+        assert set(table[1]) == set("| -") and len({line.count(" | ") for line in table}) == 1, name
+
+
+@pytest.mark.parametrize("emptied", ("", *sorted(tables())))
+def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch):
+    """Also where it is empty, or another one is; a table that the README lacks is an error and changes nothing."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    shared, copy = importlib.import_module("_tables"), tmp_path / "README.md"
+    monkeypatch.setattr(shared, "README", copy)
+    text = (ROOT / "README.md").read_text()
+    if emptied:
+        text = re.sub(rf"(<!-- {emptied} -->\n).*?(<!-- end -->)", r"\1\2", text, count=1, flags=re.DOTALL)
+        assert f"<!-- {emptied} -->\n<!-- end -->" in text
+    for name in tables():
+        copy.write_text(text)
+        shared.publish(name, shared.markdown(["a", "b"], [["1", r"\1"]]))
+        before, rest = text.split(f"<!-- {name} -->\n")
+        after = rest[rest.index("<!-- end -->") :]
+        assert copy.read_text() == f"{before}<!-- {name} -->\n| a | b |\n| --- | --- |\n| 1 | \\1 |\n{after}"
+    copy.write_text(text)
+    with pytest.raises(ValueError, match="README.md has no table 'colours'"):
+        shared.publish("colours", "| a |")
+    assert copy.read_text() == text

@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import megatron_ssm
+from hf import save_hf
 from megatron_ssm.layers import (
     ColumnParallelLinear,
     Packed,
@@ -132,6 +134,31 @@ def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
         first = rank // (tp // 2) * (tp // 2)
         expected = sum(normal(3, seed=other) for other in range(first, first + tp // 2))
         torch.testing.assert_close(total, expected, **EXACT)
+
+
+@pytest.mark.parametrize("tp, dp", [(4, 1), (4, 2), (8, 1)])
+def test_loading_again_makes_no_more_groups(ranks, tp, dp, tmp_path):
+    """A Zamba of two mamba heads: the first load in a group makes one, whatever is loaded later none; all work."""
+    save_hf(tmp_path / "a", "zamba", num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8)
+    save_hf(tmp_path / "b", "zamba", num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, seed=1)
+    ids = torch.arange(12).view(2, 6)
+
+    def run(rank):
+        replicas = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)]
+        counts, logits = [len(dist.distributed_c10d._world.pg_names)], []
+        for name in ("a", "b", "a"):
+            model = megatron_ssm.load(tmp_path / name, replicas[rank // tp], dtype=torch.float64)
+            counts.append(len(dist.distributed_c10d._world.pg_names))
+            with torch.no_grad():
+                logits.append(model(ids))
+        return [count - counts[0] for count in counts], logits
+
+    with torch.no_grad():
+        first, second = (megatron_ssm.load(tmp_path / n, dtype=torch.float64)(ids) for n in ("a", "b"))
+    for made, logits in ranks(run, tp * dp):
+        assert made == [0, 1, 1, 1]
+        for found, expected in zip(logits, (first, second, first), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 # Packed parameters

@@ -116,9 +116,9 @@ def test_a_sequence_of_one_token(ranks, tp, name, oracle):
         torch.testing.assert_close(result, expected, rtol=0, atol=oracle.tolerance)
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))])
 def test_random_configurations(ranks, tp, family, seed, oracle):
     """Some are ill-conditioned (a norm over two channels): transformers' own error is allowed for."""
     oracle = oracle((family, seed))

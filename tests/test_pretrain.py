@@ -21,6 +21,7 @@ import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from hf import save_hf
 from megatron_ssm.arguments import run
+from megatron_ssm.config_fields import FAMILIES
 from megatron_ssm.data import Batches, read_documents, split_documents, tokenize
 from megatron_ssm.options import Options, parse_options
 from megatron_ssm.pretraining import pretrain
@@ -115,6 +116,21 @@ def test_every_family(ranks, here, family, tp):
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)(ids).logits
         assert (megatron_ssm.load("out")(ids) - theirs).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_default_options(here, family):
+    """Of any family; transformers loads it, gives the same logits and generates the same tokens from it."""
+    sizes = "--hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1"
+    rest = "--global-batch-size 2 --train-iters 2 --device cpu --data text --out out --model-type"
+    pretrain(parse_options([*sizes.split(), *rest.split(), family]))
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert (megatron_ssm.load("out")(ids) - theirs(ids).logits).abs().max() <= 5e-5
+    tokens = theirs.double().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)
+    assert tokens.tolist() == megatron_ssm.load("out", dtype=torch.float64).generate(ids, max_new_tokens=5).tolist()
+    assert tokens.shape == (2, 15)
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
@@ -366,6 +382,15 @@ def refused(capsys, *arguments):
         *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
           for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
+        *[(f"--data text --out out --train-iters 1 --model-type {family} {more}",
+           f"--model-type {family} needs the shared block in at least {least} blocks; {found}")
+          for family, least, more, found in (
+              ("zamba", 2, "--num-layers 1", "--num-layers 1 with --hybrid-interval 1 has it in 1"),
+              ("zamba", 2, "--num-layers 5 --hybrid-interval 3", "--num-layers 5 with --hybrid-interval 3 has it in 1"),
+              ("zamba", 2, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
+              ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
+          )],
+        ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
         ("--config none.yaml", "[Errno 2] No such file or directory: 'none.yaml'"),
     ],
 )  # fmt: skip

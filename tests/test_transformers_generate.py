@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from directories import edit_config
 from hf import save_hf
 from megatron_ssm import generate, load
 from serving import FAMILIES, attempt, families, ids, on_ranks
@@ -182,6 +184,48 @@ def test_a_checkpoint_without_a_generation_config(tmp_path):
         load(directory).generate(prompts)
 
 
+IN_CONFIG = [  # in config.json, where old checkpoints have them
+    dict(num_beams=3, max_length=LENGTH + 7),
+    dict(repetition_penalty=1.8, eos_token_id=None),
+    dict(max_length=LENGTH + 3, eos_token_id=None, pad_token_id=0),
+    dict(num_beams=4, num_return_sequences=2, length_penalty=-1.0, early_stopping=True, eos_token_id=[1, 5]),
+    dict(min_length=LENGTH + 9, eos_token_id=[0, 1, 2, 3], no_repeat_ngram_size=0, top_k=3),
+]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_generation_fields_of_a_config_json(ranks, world, tmp_path):
+    """Are honoured where there is no generation_config.json, and overruled by one."""
+    directories, prompts = [tmp_path / str(i) for i in range(len(IN_CONFIG))], words(3)
+    mask = torch.ones_like(prompts)
+    for directory, fields in zip(directories, IN_CONFIG, strict=True):
+        shutil.copytree(checkpoint("zamba2"), directory)
+        (directory / "generation_config.json").unlink()
+        edit_config(directory, **fields)
+    expected = [transformers(directory, prompts, mask) for directory in directories]
+    assert len({str(tokens) for tokens in expected}) == len(IN_CONFIG)
+    overruled = shutil.copytree(directories[0], tmp_path / "overruled")
+    shutil.copy(checkpoint("zamba2") / "generation_config.json", overruled)
+
+    def run(rank):
+        group, found = dist.group.WORLD, []
+        for directory in (*directories, overruled):
+            model = load(directory, group, dtype=torch.float64)
+            found.append(model.generate(prompts, attention_mask=mask).tolist())
+        return found
+
+    for found in ranks(run, world):
+        assert found == [*expected, transformers(overruled, prompts, mask)]
+
+
+def test_what_a_config_json_asks_for_and_is_not_implemented(tmp_path):
+    directory = shutil.copytree(checkpoint("mamba2"), tmp_path / "copy")
+    (directory / "generation_config.json").unlink()
+    edit_config(directory, no_repeat_ngram_size=2)
+    with pytest.raises(ValueError, match="no_repeat_ngram_size=2 is not implemented"):
+        load(directory).generate(words(1))
+
+
 # Padding
 
 
@@ -198,6 +242,32 @@ def test_without_a_mask_padding_on_the_left_is_found(ranks, world, family):
     )
     assert found == [transformers(directory, prompts, **options) for options in cases]
     assert found[0] != found[4] and found[1] != found[5]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@families
+def test_a_pad_id_that_is_no_padding(ranks, world, family):
+    """Within a row, or at its right: with a mask that says so it is a token like others; without one it is an error."""
+    directory, prompts = checkpoint(family), words(3, seed=14).clamp(min=1)
+    inside, right = prompts.clone(), prompts.clone()
+    inside[1, 4], right[2, -2:] = 0, 0
+    common = dict(pad_token_id=0, max_new_tokens=6, eos_token_id=3)
+    cases = [dict(common, num_beams=beams) for beams in (1, 3)]
+
+    def run(model):
+        found, refused = [], []
+        for options in cases:
+            for rows in (inside, right):
+                refused.append(attempt(model.generate, rows, **options))
+                found.append(model.generate(rows, attention_mask=torch.ones_like(rows), **options).tolist())
+        return found, refused
+
+    found, refused = on_ranks(ranks, world, directory, run)
+    assert found == [
+        transformers(directory, rows, torch.ones_like(rows), **options) for options in cases for rows in (inside, right)
+    ]
+    message = "pad_token_id=0 stands after other tokens of a prompt: pass an attention_mask"
+    assert refused == [("ValueError", message)] * 4
 
 
 # Sampling
@@ -260,6 +330,25 @@ def test_stop_strings(ranks, world):
         assert row[: end - 1] == expected[: end - 1][: len(row)] and not any(row[end + 3 :])
 
 
+def test_inputs_is_another_name_of_input_ids():
+    directory, prompts = checkpoint("mamba2"), words(3)
+    model, options = load(directory, dtype=torch.float64), dict(attention_mask=torch.ones_like(prompts), num_beams=2)
+    expected = reference(directory).generate(inputs=prompts, **options).tolist()
+    assert model.generate(inputs=prompts, **options).tolist() == expected
+    assert model.generate(prompts, **options).tolist() == expected
+    with pytest.raises(ValueError, match="generate has no argument inputs"):
+        model.generate(prompts, inputs=prompts)
+
+
+def test_empty_lists_of_what_is_not_implemented_are_nothing():
+    directory, prompts = checkpoint("zamba"), words(2)
+    model = load(directory, dtype=torch.float64)
+    options = dict(attention_mask=torch.ones_like(prompts), logits_processor=[], stopping_criteria=[])
+    for beams in (1, 3):
+        expected = reference(directory).generate(prompts, num_beams=beams, **options).tolist()
+        assert model.generate(prompts, num_beams=beams, **options).tolist() == expected
+
+
 # Errors
 
 
@@ -295,6 +384,19 @@ REFUSED = {
     "zeros only on the left": dict(attention_mask=torch.tensor([[1] * 7 + [0]] * 3)),
     "zeros only on the left of": dict(attention_mask=torch.tensor([[1] * 7 + [0]] * 3), num_beams=2),
     "token id 7 is outside the vocabulary of 7": dict(input_ids=torch.full((1, 8), 7), num_beams=2),
+    "must be (batch, seq) with at least one token, not (8,)": dict(input_ids=words(1)[0]),
+    "must be (batch, seq) with at least one token, not (2, 0)": dict(input_ids=words(2)[:, :0]),
+    "must be (batch, seq) with at least one token, not list": dict(input_ids=words(2).tolist()),
+    "must be (batch, seq) with at least one token, not list ": dict(input_ids=words(2).tolist(), pad_token_id=0),
+    "must be (batch, seq) with at least one token, not NoneType": dict(input_ids=None),
+    "must be (batch, seq) with at least one token, not NoneType ": dict(input_ids=None, num_beams=2, pad_token_id=0),
+    "length_penalty='a' must be a number": dict(length_penalty="a"),
+    "length_penalty='a' must be a number ": dict(length_penalty="a", num_beams=2),
+    "length_penalty=True must be a number": dict(length_penalty=True, num_beams=2),
+    "temperature='a' must be a number": dict(do_sample=True, temperature="a"),
+    "repetition_penalty='a' must be a number": dict(repetition_penalty="a", num_beams=2),
+    "num_beams='2' must be at least 1": dict(num_beams="2"),
+    "logits_processor=[1] is not implemented": dict(logits_processor=[1]),
     "has no token": dict(input_ids=torch.zeros(2, 8, dtype=torch.long), pad_token_id=0),
 }
 
