@@ -79,9 +79,9 @@ def rotate(x, positions, theta):
 
 
 class Adapter(nn.Module):
-    """A low-rank addition to a column-parallel layer, one per use of it: x down^T up^T for each of `parts`.
+    """A low-rank addition to a column-parallel layer, one per use of it: x down^T up^T.
 
-    rows: this rank's rows of each field of the layer; parts: which fields share a low-rank activation, in order.
+    rows: this rank's rows of each field of the layer. downs: the low-rank activations, one for each field, or one for all.
     down is whole on every rank, up is split like the layer. Backward: one all-reduce of the low-rank activations, so
     that down's gradient, and x's, are whole (the layer's own all-reduce of x's gradient must not include this one).
     """

@@ -191,17 +191,25 @@ def _plan(model, file_bytes) -> dict[str, dict]:
     tensors: dict[str, list] = {}
     for parameter in model.parameters():
         tensors.setdefault(parameter.field.hf, []).append(parameter)
-    files, size = [{}], 0
-    for hf, parameters in tensors.items():
-        nbytes = sum(torch.Size(p.field.shape).numel() * p.element_size() for p in parameters)
-        if files[-1] and size + nbytes > file_bytes:
-            files.append({})
-            size = 0
-        files[-1][hf] = parameters
-        size += nbytes
+    sizes = {
+        hf: sum(torch.Size(p.field.shape).numel() * p.element_size() for p in parameters)
+        for hf, parameters in tensors.items()
+    }
+    return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
+
+
+def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """{file: its tensors}, from {tensor: its bytes}: filled in order up to `file_bytes` (a larger tensor has its own)."""
+    files, held = [[]], 0
+    for name, nbytes in sizes.items():
+        if files[-1] and held + nbytes > file_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += nbytes
     if len(files) == 1:
         return {WEIGHTS: files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, 1)}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
 @torch.no_grad()

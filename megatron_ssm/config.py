@@ -67,15 +67,7 @@ class Config:
     @classmethod
     def read(cls, directory) -> "Config":
         """From `directory`/config.json, or from a path of the json file itself."""
-        path = Path(directory)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise FileNotFoundError(f"no model configuration: {path} does not exist")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        return cls.from_dict(raw)
+        return cls.from_dict(read_json(directory))
 
     @classmethod
     def from_dict(cls, raw: dict) -> "Config":
@@ -152,6 +144,18 @@ class Config:
             close = difflib.get_close_matches(name, known, 1)
             notes.append(f"{name} (did you mean {close[0]}?)" if close else name)
         return f"config.json: ignored unknown field{'s' * (len(notes) > 1)} {', '.join(notes)}" if notes else ""
+
+
+def read_json(directory):
+    """What `directory`/config.json says, or the json file at that path; an error of one line unless it is JSON."""
+    path = Path(directory)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"no model configuration: {path} does not exist")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def read_for_ranks(model: str, ranks: int) -> Config:

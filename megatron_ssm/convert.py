@@ -5,15 +5,14 @@ Nothing is guessed: a tensor or a configuration field that has no counterpart is
 """
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from .checkpoint import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, match_tensors, open_tensors
-from .config import Config
+from .checkpoint import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
+from .config import Config, read_json
 from .config_fields import Values
 from .families import hf_shapes, layout
 
@@ -64,16 +63,10 @@ def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
         raise FileNotFoundError(f"{source} is not a directory")
     if target is not None:
         _check_target(source, Path(target))
-    path = source / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no model configuration: {path} does not exist") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    raw = read_json(source)
     if isinstance(raw, dict) and "d_model" in raw and "model_type" not in raw:
         return _to_hugging_face(source, raw, target, file_bytes)
-    return _to_state_spaces(source, Config.read(source), target)
+    return _to_state_spaces(source, Config.from_dict(raw), target)
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -244,18 +237,10 @@ def _read_bin(path: Path) -> dict:
 
 def _write_files(writer, tensors: dict, file_bytes) -> dict[str, str]:
     """Write Hugging Face tensors in files of at most `file_bytes`; returns {tensor: file}."""
-    files, size = [{}], 0
-    for name, tensor in tensors.items():
-        if files[-1] and size + tensor.nbytes > file_bytes:
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
     weight_map = {}
-    for number, content in enumerate(files, 1):
-        file = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        writer.write(file, {name: tensor.contiguous() for name, tensor in content.items()})
-        weight_map.update(dict.fromkeys(content, file))
+    for file, names in file_plan({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes).items():
+        writer.write(file, {name: tensors[name].contiguous() for name in names})
+        weight_map.update(dict.fromkeys(names, file))
     return weight_map
 
 
