@@ -14,14 +14,17 @@ from pathlib import Path
 
 from corpus import HELD_OUT, NGRAM, write_corpus
 
-from megatron_ssm.arguments import quiet, run
 from megatron_ssm.data import bigram_nats_per_byte, longest_shared, ngram_overlap
+from sparsefusion.arguments import quiet, run
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
 SAMPLING = ["--temperature", "0.6", "--seed", "1"]
 LIMIT = 0.10  # of the held-out text's n-grams may stand in the training text
-WORST, MARGIN = 1.5, 0.8  # the held-out loss in nats/byte is at most WORST, and at least MARGIN below the bigram baseline
+WORST, MARGIN = (
+    1.5,
+    0.8,
+)  # the held-out loss in nats/byte is at most WORST, and at least MARGIN below the bigram baseline
 
 
 def main(directory="demo") -> None:

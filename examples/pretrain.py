@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 -- examples/pretrain.py --tensor-model-parallel-size
 import os
 import sys
 
-from megatron_ssm.arguments import leave_on_interrupt, quiet, run
 from megatron_ssm.options import parse_options
+from sparsefusion.arguments import leave_on_interrupt, quiet, run
 
 
 def main():

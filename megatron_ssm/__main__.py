@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 
-from .arguments import Parser, leave_on_interrupt, quiet, run
+from sparsefusion.arguments import Parser, leave_on_interrupt, quiet, run
+
 from .config import read_for_ranks
 from .local_ranks import run_local_ranks
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from .arguments import Printer
+from sparsefusion.arguments import Printer
+
 from .checkpoint import load
 from .config import Config, read_for_ranks, token_ids
 from .convert import convert

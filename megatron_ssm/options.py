@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .arguments import Parser, did_you_mean
+from sparsefusion.arguments import Parser, did_you_mean
+
 from .config_fields import FAMILIES
 
 

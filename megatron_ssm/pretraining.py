@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .arguments import Printer
+from sparsefusion.arguments import Printer
+
 from .checkpoint import COMPANIONS, build, load, save
 from .config import Config
 from .data import Batches, read_documents, split_documents, tokenize

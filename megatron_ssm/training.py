@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion import collectives
+from sparsefusion.arguments import Failure
 
-from .arguments import Failure
 from .data import IGNORE_INDEX, Batches, windows
 from .layers import at_least_fp32
 from .model import Model

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .arguments import Failure
+from sparsefusion.arguments import Failure
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2  # the newest checkpoints stay

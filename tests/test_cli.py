@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from hf import save_hf
-from megatron_ssm import __main__, arguments, commands, generate, load
+from megatron_ssm import __main__, commands, generate, load
 from megatron_ssm.local_ranks import GRACE_S, _wait
 from megatron_ssm.options import parse_options
 from megatron_ssm.text import write_byte_tokenizer
+from sparsefusion import arguments
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "naïve — 語\n"

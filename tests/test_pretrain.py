@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from hf import save_hf
-from megatron_ssm.arguments import run
 from megatron_ssm.config_fields import FAMILIES
 from megatron_ssm.data import Batches, read_documents, split_documents, tokenize
 from megatron_ssm.options import Options, parse_options
 from megatron_ssm.pretraining import pretrain
 from megatron_ssm.text import load_tokenizer
 from megatron_ssm.training import Trainer
+from sparsefusion.arguments import run
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain.py"

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tiny
-from megatron_ssm.arguments import Failure
 from megatron_ssm.training_checkpoint import (
     MOMENTS,
     find_checkpoints,
@@ -22,6 +21,7 @@ from megatron_ssm.training_checkpoint import (
     save_training,
     set_aside,
 )
+from sparsefusion.arguments import Failure
 
 EXACT = 1e-10
 MODELS = {

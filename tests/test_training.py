@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny
-from megatron_ssm.arguments import Failure
 from megatron_ssm.data import Tokens, windows
 from megatron_ssm.families import layout
 from megatron_ssm.options import Options
 from megatron_ssm.parallel import initialize
 from megatron_ssm.training import adamw, clip_gradients, evaluate, grad_norm, learning_rate
+from sparsefusion.arguments import Failure
 
 EXACT = 1e-10
 MODELS = {

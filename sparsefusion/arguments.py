@@ -1,4 +1,4 @@
-"""Command lines that fail in one line, and print: for `python -m megatron_ssm` and the examples. Imports no torch."""
+"""Command lines that fail in one line, and print: for the packages' `python -m` and the examples. Imports no torch."""
 
 import argparse
 import difflib
@@ -88,7 +88,8 @@ def quiet() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    logging.getLogger("megatron_ssm").setLevel(logging.INFO if this_rank() == 0 else logging.ERROR)
+    for package in ("sparsefusion", "megatron_ssm"):
+        logging.getLogger(package).setLevel(logging.INFO if this_rank() == 0 else logging.ERROR)
 
 
 class Printer:
