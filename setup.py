@@ -26,7 +26,8 @@ setup(
         "hf": ["transformers"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "transformers"],
         "lint": ["ruff"],
-        "bench": ["transformers"],
+        "bench": ["transformers", "matplotlib"],
+        "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
         "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4"],
     },

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 
+from sparsefusion import FORMATS
 from sparsefusion.arguments import Parser, leave_on_interrupt, quiet, run
 
 from .config import read_for_ranks
@@ -29,7 +30,7 @@ def parser() -> Parser:
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    generate.add_argument("--reduce", choices=("fp32",), default="fp32", help="format of the block outputs' all-reduce")
+    generate.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
     generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sparsefusion import FORMATS
 from sparsefusion.collectives import Counter
+from sparsefusion.reduction import automatic
 
 from .config import Config
 from .families import aliases, hf_shapes, layout
@@ -41,15 +43,16 @@ def load(
 
     group: the tensor-parallel process group (None: one rank). data_group: the ranks that hold other tokens of the same
     batch, over which `model.loss` averages. dtype: of parameters and activations; A_log, D and the dt bias are at least
-    fp32. reduce: "fp32", or a callable (tensor, group) -> tensor that sums the block outputs.
+    fp32. reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto
+    (`sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
     ValueError or FileNotFoundError, on every rank and before anything is sent, for a configuration that cannot be split
     or honoured, and for tensors that are missing, truncated, or of another model.
     """
     if context is not None:
         raise ValueError("context parallelism is not implemented yet: context must be None")
-    if not callable(reduce) and reduce != "fp32":
-        raise ValueError(f"reduce={reduce!r} is not implemented (only 'fp32', or a callable)")
+    if not callable(reduce) and reduce not in FORMATS:
+        raise ValueError(f"reduce={reduce!r} is none of {', '.join(FORMATS)}, nor a callable")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
     if not Path(directory).is_dir():
@@ -70,7 +73,9 @@ def load(
 
 def build(config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32") -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
-    ranks = Ranks.of(group, Counter(), reduce if callable(reduce) else None)
+    ranks = Ranks.of(group, Counter(), reduce)
+    if reduce == "auto" and ranks.group is not None:
+        automatic(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
     return Model(config, ranks, data_group, dtype, device)
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsefusion import collectives
+from sparsefusion import all_reduce, collectives
 
 from .parallel import neighbours
 
@@ -34,26 +34,23 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 class Ranks:
     """The tensor-parallel ranks a model is split over; `group` None is one rank.
 
-    counter: adds up what this rank sends. reduce: the `(tensor, group) -> tensor` sum of the large outputs (out_proj),
-    which may be a quantized one; None: `exact`, which serves everything else.
+    counter: adds up what this rank sends. format: of the block outputs' sums (out_proj, o_proj, down_proj): fp32, fp16,
+    bf16, int8 or auto (`sparsefusion.all_reduce`), or a `(tensor, group) -> tensor` function of the caller's. Everything
+    else is summed by `exact`.
     """
 
     group: object = None
     rank: int = 0
     size: int = 1
     counter: collectives.Counter | None = None
-    reduce: Callable | None = None
-
-    def __post_init__(self):
-        if self.reduce is None:
-            object.__setattr__(self, "reduce", self.exact)
+    format: str | Callable = "fp32"
 
     @classmethod
-    def of(cls, group, counter=None, reduce=None) -> "Ranks":
+    def of(cls, group, counter=None, format="fp32") -> "Ranks":
         """The ranks of a process group (None, or a group of one: one rank)."""
         if group is None or group.size() == 1:
-            return cls(counter=counter, reduce=reduce)
-        return cls(group, group.rank(), group.size(), counter, reduce)
+            return cls(counter=counter, format=format)
+        return cls(group, group.rank(), group.size(), counter, format)
 
     def __deepcopy__(self, memo):
         return self  # process groups are handles
@@ -74,6 +71,18 @@ class Ranks:
     def exact(self, tensor, group):
         """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
+
+    def reduce(self, tensor, group):
+        """The sum over the group in this model's format."""
+        if callable(self.format):
+            return self.format(tensor, group)
+        return all_reduce(tensor, group, self.format, counter=self.counter)
+
+    def reduce_beside(self, tensor, column, group):
+        """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""
+        if callable(self.format):
+            return self.format(tensor, group), self.exact(column, group)
+        return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -101,6 +110,18 @@ class _ReduceFromRanks(torch.autograd.Function):
         return grad, None, None
 
 
+class _ReduceBeside(torch.autograd.Function):
+    """g of two tensors in one call: all-reduces in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, column, ranks):
+        return ranks.reduce_beside(x, column, ranks.group)
+
+    @staticmethod
+    def backward(ctx, grad, column_grad):
+        return grad, column_grad, None
+
+
 class _SumOverRanks(torch.autograd.Function):
     """All-reduce in forward and in backward."""
 
@@ -120,7 +141,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.width, ctx.rank = x.shape[-1], ranks.rank
-        return torch.cat(collectives.all_gather(x, ranks.group, ranks.counter), dim=-1)
+        return torch.cat(collectives.all_gather(x, ranks.group, ranks.counter).unbind(), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -135,6 +156,14 @@ def copy_to_ranks(x, group, reduce):
 def reduce_from_ranks(x, group, reduce):
     """The sum of every rank's partial x, whole (one all-reduce of x's bytes); backward sends nothing."""
     return x if group is None else _ReduceFromRanks.apply(x, group, reduce)
+
+
+def reduce_beside(x, column, ranks):
+    """The sums of partial x (..., n), in the model's format, and exactly of column (..., 1); backward sends nothing.
+
+    One all-reduce in fp32, and where the column rides in x's messages; else two (`sparsefusion.reduction`).
+    """
+    return (x, column) if ranks.group is None else _ReduceBeside.apply(x, column, ranks)
 
 
 def sum_over_ranks(x, group, reduce):

@@ -6,7 +6,7 @@ ranks is out_proj and, where a group of the gated norm spans several ranks, the 
 
 - groups % ranks == 0: the norm is local; one all-reduce a block.
 - one group: rsqrt(mean square) is one number per token and commutes with out_proj, so the sum of squares rides as one
-  more column of out_proj's all-reduce, and the result is scaled afterwards; still one.
+  more column of out_proj's all-reduce, exact in any format, and the result is scaled afterwards; still one.
 - 1 < groups < ranks: the sums of squares (G numbers per token) are reduced first; two.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from .cache import Call, LayerCache
 from .config import Config
-from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_from_ranks, sum_over_ranks
+from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_beside, sum_over_ranks
 from .mamba import Convolution
 from .scan import ssd
 
@@ -101,8 +101,7 @@ class Mamba2Mixer(nn.Module):
         """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
         ranks, project = self.ranks, self.out_proj
         part = F.linear(self.norm_weight * y.to(self.norm_weight.dtype), project.weight)
-        both = reduce_from_ranks(torch.cat([part.to(squares.dtype), squares], -1), ranks.group, ranks.reduce)
-        out, squares = both.split([both.shape[-1] - 1, 1], dim=-1)
+        out, squares = reduce_beside(part.to(squares.dtype), squares, ranks)
         out = (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
         return out if project.bias is None else out + project.bias
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from sparsefusion import FORMATS
 from sparsefusion.arguments import Parser, did_you_mean
 
 from .config_fields import FAMILIES
@@ -61,6 +62,7 @@ class Options:
     clip_grad: float = _option(1.0, "largest gradient norm over all ranks (0: no clipping)")
     bf16: bool = _option(False, "bf16 autocast of the matrix products; parameters stay fp32")
     params_dtype: str = _option("float32", "of parameters", choices=("float32", "float64"))
+    reduce: str = _option("fp32", "format of the block outputs' all-reduce in forward", choices=FORMATS)
     seed: int = _option(1234, "of initialization and data order")
 
     save_interval: int = _option(500, "steps between checkpoints; there is one at the end as well (0: only that)")

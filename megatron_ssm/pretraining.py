@@ -106,8 +106,8 @@ def _finish(model, text, out, report) -> None:
 def _model(options, config, groups, device):
     dtype = getattr(torch, options.params_dtype)
     if options.init_from:
-        return load(options.init_from, groups.tensor, dtype=dtype, device=device, data_group=groups.data)
-    return initialize_parameters(build(config, groups.tensor, groups.data, dtype, device), options.seed)
+        return load(options.init_from, groups.tensor, None, dtype, device, options.reduce, groups.data)
+    return initialize_parameters(build(config, groups.tensor, groups.data, dtype, device, options.reduce), options.seed)
 
 
 def _writable(path) -> Path:

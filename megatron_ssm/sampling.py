@@ -60,7 +60,7 @@ def penalize(scores, seen, penalty: float):
 def offers(values, ids, ranks: Ranks):
     """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as the values' floats."""
     parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, ranks.counter)
-    values, ids = torch.cat(parts, dim=-1)
+    values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
 
 

@@ -5,12 +5,15 @@ Names are imported on first use, so that command-line help loads no torch.
 
 import importlib
 
+# What `all_reduce` takes for its format.
+FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
+
 _HOME = {
     "all_reduce": "reduction",
     "Fabric": "fabric",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted(["FORMATS", *_HOME])
 
 
 def __getattr__(name):

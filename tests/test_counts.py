@@ -1,6 +1,7 @@
 """What is sent and what is held, counted; oracles: the formulas of ssm.md A1-A6, and torch.distributed itself."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import megatron_ssm
 from hf import save_hf
+from sparsefusion import all_reduce
 
 LAYERS, HIDDEN, STATE, KERNEL, VOCAB, BATCH = 3, 32, 8, 4, 61, 2
 INNER, RANK = 2 * HIDDEN, HIDDEN // 16
@@ -131,6 +133,81 @@ def test_all_reduces_of_a_decoded_token(ranks, tp, name, models):
         assert token == (calls, 4 * BATCH * floats)
         assert prefill == (calls, 4 * BATCH * floats * prompt)
         assert gathered == (calls | {"all_gather": 1} if calls else {})  # of the logits, for every rank
+
+
+def messages_in(format, tp, numbers, exact):
+    """{function of torch.distributed: bytes handed in} of one block output: `numbers`, and `exact` float32 beside them."""
+    size = {"fp16": 2, "bf16": 2}.get(format)
+    whole = numbers * size if size else -(-numbers // 128) * 132
+    if (tp - 1) * (tp - 2) * whole <= tp * 32 * 1024:  # one round, as two save no more than 32 KB
+        return {"all_gather": whole + 4 * exact}
+    chunk = -(-numbers // tp) * size if size else -(-numbers // (128 * tp)) * 132
+    chunk += 4 * -(-exact // tp)
+    return {"all_to_all_single": tp * chunk, "all_gather": chunk}
+
+
+def sent_of(messages, tp):
+    """Bytes that leave a rank."""
+    times = {"all_reduce": 2 * (tp - 1) / tp, "all_gather": tp - 1, "all_to_all_single": (tp - 1) / tp}
+    return sum(times[kind] * nbytes for kind, nbytes in messages.items())
+
+
+SOME = ("mamba", "mamba2-1-group", "zamba2-2-groups-biases")
+SOMETIMES = [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+
+
+@worlds
+@pytest.mark.parametrize("name", SOMETIMES)
+def test_messages_in_a_format(ranks, tp, name, models):
+    """Of block outputs in fewer bytes: all-gathers, with the norm's sum of squares behind them, in two rounds if they are
+    long; all else is as many all-reduces as in fp32. A caller's all-reduce has the squares summed by one of their own."""
+    formats, lengths = ("fp16", "bf16", "int8"), (1, 20, 200)
+    outputs, column = LAYERS + 2 * uses_of(name), groups_of(name) == 1
+
+    @torch.no_grad()
+    def run(rank):
+        found = {}
+        for format in formats:
+            model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=format)
+            cache = model.new_cache(BATCH)
+            for length in reversed(lengths):
+                ids = torch.zeros(BATCH, length, dtype=torch.long)
+                model.counter.reset()
+                calls, nbytes = tallied(lambda ids=ids, model=model, cache=cache: model.local_logits(ids, cache=cache))
+                counted = {
+                    kind.replace("all_to_all", "all_to_all_single"): n for kind, n in model.counter.calls.items()
+                }
+                assert (counted, model.counter.nbytes) == (calls, nbytes)
+                found[format, length] = calls, nbytes, model.counter.sent
+        native = partial(all_reduce, format="fp16", algorithm="native")
+        model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=native)
+        return found, tallied(lambda: model.local_logits(ids))
+
+    in_fp32, floats = sums_of_a_token(name, tp)
+    exactly = floats - outputs * HIDDEN - LAYERS * column  # of a token: x_proj, the norms, the embedding
+    for found, native in ranks(run, tp):
+        if tp == 1:
+            assert set(map(str, found.values())) == {str(({}, 0, 0))} and native == ({}, 0)
+            continue
+        for (format, length), (calls, nbytes, sent) in found.items():
+            of_one = messages_in(format, tp, BATCH * length * HIDDEN, BATCH * length * column)
+            messages = {kind: outputs * size for kind, size in of_one.items()}
+            messages = {"all_reduce": 4 * BATCH * length * exactly} | messages
+            if column:  # it rides with the mixers' outputs only
+                plain = messages_in(format, tp, BATCH * length * HIDDEN, 0)
+                for kind in of_one:
+                    messages[kind] -= 2 * uses_of(name) * (of_one[kind] - plain[kind])
+            # Zamba's x_proj is summed among the ranks that share a head only.
+            share = tp // MODELS[name][1].get("n_mamba_heads", 1)
+            less = (tp - 1) / tp - (share - 1) / share if groups_of(name) == 0 and share > 1 else 0
+            of_all = sent_of(messages, tp) - 2 * less * 4 * BATCH * length * (exactly - HIDDEN)
+            expected_calls = {"all_reduce": in_fp32 - outputs} | {kind: outputs for kind in of_one}
+            assert (calls, nbytes, sent) == (expected_calls, sum(messages.values()), of_all), format
+        columns = LAYERS * column
+        assert native == (
+            {"all_reduce": in_fp32 + columns},
+            BATCH * (4 * exactly + 2 * HIDDEN * outputs + 4 * columns),
+        )
 
 
 @worlds

@@ -363,7 +363,7 @@ def test_only_row_parallel_outputs_use_reduce(ranks, world):
             return exact.exact(tensor, group)
 
         exact = Ranks.of(dist.group.WORLD)
-        chosen = replace(exact, reduce=reduce)
+        chosen = replace(exact, format=reduce)
         column = ColumnParallelLinear(4, {"a": 3}, False, chosen, torch.float64)
         row = RowParallelLinear(3, 4, False, chosen, torch.float64)
         row(column(normal(2, 4).requires_grad_())).sum().backward()

@@ -1,0 +1,135 @@
+"""Formats of numbers on the wire: what becomes of a float32 between two ranks.
+
+| format | bytes per number | relative error of a heavy-tailed sum |
+|---|---|---|
+| fp32 | 4 (8 of a float64) | rounding only |
+| fp16 | 2, as x / ranks: finite while abs(x) and abs(sum) <= 65504 * ranks, else inf | 3e-4 |
+| bf16 | 2, float32's range | 3e-3 |
+| int8 | 1 + 4/128: blocks of 128 share a float32 scale, max(abs(x)) / 127 | 2e-2 |
+
+A format turns rows of numbers into rows of bytes and back. What is not finite stays so (in int8: its whole block).
+Source: section IV-D of the tensor-parallel SSM paper (fp16 transfer of the all-reduces that remain).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128  # numbers that share a scale in int8
+LARGEST_SCALE = torch.finfo(torch.float32).max / 127 * (1 - 2**-24)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Numbers sent in another dtype. scaled: divided by the number of ranks first, so that their sum has the same range."""
+
+    name: str
+    dtype: torch.dtype
+    scaled: bool = False
+    block = 1
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of `numel` numbers."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, x, ranks: int) -> torch.Tensor:
+        """x (rows, n) -> uint8 (rows, nbytes(n))."""
+        return (x / ranks if self.scaled else x).to(self.dtype).view(torch.uint8)
+
+    def decode(self, message, dtype) -> torch.Tensor:
+        """uint8 (rows, nbytes(n)) -> dtype (rows, n), still divided by the number of ranks if scaled."""
+        return view_bytes(message, self.dtype).to(dtype)
+
+    def encode_sum(self, total, ranks: int) -> torch.Tensor:
+        """A sum of decoded numbers -> uint8. What only the summands' rounding carried out of the range is put back."""
+        limit = torch.finfo(self.dtype).max
+        if self.scaled and (total.is_cuda or not all(abs(end) <= limit for end in _ends(total))):
+            slack = limit * (1 + ranks * torch.finfo(self.dtype).eps)
+            total = total.where(total.abs() > slack, total.clamp(-limit, limit))
+        return total.to(self.dtype).view(torch.uint8)
+
+    def restore(self, total, ranks: int) -> torch.Tensor:
+        """The sum that the decoded `total` stands for (may overwrite it)."""
+        return total.mul_(ranks) if self.scaled else total
+
+    def rounded(self, total, ranks: int) -> torch.Tensor:
+        """A sum of decoded numbers as it would be if it were sent on, so that it has one value however it was made."""
+        return self.decode(self.encode_sum(total, ranks), total.dtype)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Numbers as 8-bit integers, each block of 128 with a float32 scale of its own; rounding half to even.
+
+    Blocks below about 1e-36 lose precision: no scale is below float32's smallest normal number.
+    """
+
+    name: str = "int8"
+    block = BLOCK
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of `numel` numbers, a multiple of 128: the scales, then the integers."""
+        return numel // BLOCK * 4 + numel
+
+    def encode(self, x, ranks: int) -> torch.Tensor:
+        """x (rows, n), n a multiple of 128 -> uint8 (rows, nbytes(n))."""
+        blocks = x.float().view(len(x), -1, BLOCK)
+        scale = blocks.abs().amax(-1, keepdim=True).div_(127)
+        # Of a block of zeros; and 127 of it must not overflow, unless the block does.
+        scale = scale.where(scale.isinf(), scale.clamp(torch.finfo(torch.float32).tiny, LARGEST_SCALE))
+        integers = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
+        return torch.cat([scale.flatten(1).view(torch.uint8), integers.flatten(1).view(torch.uint8)], dim=1)
+
+    def decode(self, message, dtype) -> torch.Tensor:
+        """uint8 (rows, nbytes(n)) -> dtype (rows, n)."""
+        blocks = message.shape[1] // (BLOCK + 4)
+        scale, integers = message.split([4 * blocks, BLOCK * blocks], dim=1)
+        integers = integers.view(torch.int8).view(len(message), blocks, BLOCK)
+        return (integers * view_bytes(scale, torch.float32).unsqueeze(-1)).flatten(1).to(dtype)
+
+    encode_sum = encode
+
+    def restore(self, total, ranks: int) -> torch.Tensor:
+        """The sum that the decoded `total` stands for: itself."""
+        return total
+
+    def rounded(self, total, ranks: int) -> torch.Tensor:
+        """A sum keeps what it has: rounding it once more would cost as much again."""
+        return total
+
+
+LOSSY = {
+    "fp16": Cast("fp16", torch.float16, scaled=True),
+    "bf16": Cast("bf16", torch.bfloat16),
+    "int8": Int8(),
+}
+
+
+def wire_format(name: str, dtype: torch.dtype):
+    """The format called `name`, for sums of `dtype`: float32, or float64, which "fp32" sends whole."""
+    return LOSSY.get(name) or Cast("fp32", dtype)
+
+
+def _ends(x) -> list[float]:
+    """The smallest and the largest number (nan if there is one); none of none."""
+    return torch.stack(x.aminmax()).tolist() if x.numel() else []
+
+
+def padded(numel: int, multiple: int) -> int:
+    """`numel` rounded up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+def rows_of(x, rows: int, multiple: int) -> torch.Tensor:
+    """x (n,) cut into `rows` rows of equal length, a multiple of `multiple`: zeros at the end."""
+    total = padded(x.numel(), rows * multiple)
+    return (F.pad(x, (0, total - x.numel())) if total > x.numel() else x).view(rows, total // rows)
+
+
+def view_bytes(message, dtype) -> torch.Tensor:
+    """The bytes of each row as numbers of `dtype`, copied where they do not lie on its boundaries."""
+    size = dtype.itemsize
+    if message.storage_offset() % size or message.stride(0) % size or message.stride(-1) != 1:
+        message = message.clone(memory_format=torch.contiguous_format)
+    return message.view(dtype)
