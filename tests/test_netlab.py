@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,24 @@ def processes(name):
     return [pid for pid in found if pid != os.getpid()]
 
 
+def sleeping(name, count):
+    """The ids of the processes that the ranks of a lab left sleeping (WAIT), once there are `count`."""
+
+    def found():
+        return {pid for pid in processes(name) if command_of(pid).startswith(b"sleep\0")}
+
+    until(lambda: len(found()) == count)
+    return found()
+
+
+def command_of(pid):
+    """The command line of a process; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def until(condition):
     """Wait until a condition holds; it must within a generous time."""
     limit = time.monotonic() + 20
@@ -137,7 +156,8 @@ def lab(request, monkeypatch):
     yield name
     left = namespaces(name), processes(name)
     for pid in left[1]:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for space in left[0]:
         netlab("down", env={**os.environ, "NETLAB": space.rpartition("-")[0]})
     assert left == ([], [])
@@ -278,9 +298,9 @@ def test_two_runs_in_one_lab(up, lab):
     """One fails, and the other's ranks live on."""
     up(2, "none")
     first = waiting(start("run", 2, "bash", "-c", WAIT), 2)
-    before = set(processes(lab))
+    before = sleeping(lab, 2)
     assert netlab("run", 2, "bash", "-c", "exit 5").returncode == 5
-    assert set(processes(lab)) == before
+    assert sleeping(lab, 2) == before
     assert netlab("down").returncode == 0
     first.communicate(timeout=20)
     assert first.returncode == 137
@@ -290,9 +310,9 @@ def test_two_labs_of_their_own(lab):
     """Of the same name, even."""
     own = "run", "--rate", "none"
     first = waiting(start(*own, 2, "bash", "-c", WAIT), 2)
-    before = set(processes(lab))
+    before = sleeping(lab, 2)
     assert netlab(*own, 2, "true").returncode == 0
-    assert set(processes(lab)) == before
+    assert sleeping(lab, 2) == before
     first.terminate()
     first.communicate(timeout=20)
     assert first.returncode == 143
@@ -413,7 +433,13 @@ def refusal(result):
         "up two none",
     )
     + ("up 2 none 16kb 1", "rate", "rate 0mbit", "down now", "run", "run 2", "run 0 true", "run --rate 2 true")
-    + ("up 2 99kbit", "up 2 100gbit", "up 2 200mbit 3kb", "up 2 99999999999mbit", "run --rate 200mbit --burst 1kb 2 true")
+    + (
+        "up 2 99kbit",
+        "up 2 100gbit",
+        "up 2 200mbit 3kb",
+        "up 2 99999999999mbit",
+        "run --rate 200mbit --burst 1kb 2 true",
+    )
     + ("run --burst 16kb 2 true", "run --rate 200mbit", "ranks none 2 true"),
 )
 def test_usage(line):
