@@ -89,7 +89,7 @@ def plot(cells: dict) -> None:
     panels[0][0].legend()
     figure.supxlabel("bytes of float32")
     figure.supylabel("ms")
-    figure.savefig(PLOT, dpi=60)
+    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
 
 
 def main() -> None:
