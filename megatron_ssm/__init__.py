@@ -3,7 +3,7 @@
 Names are imported on first use, so that `import megatron_ssm` and command-line help load no torch.
 """
 
-import importlib
+from sparsefusion.lazy import exporting
 
 _HOME = {
     "load": "checkpoint",
@@ -18,16 +18,4 @@ _HOME = {
     "Cache": "cache",
 }
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return __all__
+__all__, __getattr__, __dir__ = exporting(__name__, _HOME)

@@ -3,7 +3,7 @@
 Names are imported on first use, so that command-line help loads no torch.
 """
 
-import importlib
+from .lazy import exporting
 
 # What `all_reduce` takes for its format.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
@@ -13,16 +13,4 @@ _HOME = {
     "Fabric": "fabric",
 }
 
-__all__ = sorted(["FORMATS", *_HOME])
-
-
-def __getattr__(name):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return __all__
+__all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS")

@@ -32,6 +32,9 @@ class Fabric:
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
             raise ValueError("two curves of {} on {} ranks, {}".format(*twice[0]))
+        link = self.description.get("link_bytes_per_s")
+        if not isinstance(link, (int, float, type(None))):
+            raise TypeError(f"link_bytes_per_s is {link!r}, no number")
 
     @staticmethod
     def load(path) -> "Fabric":
@@ -45,9 +48,7 @@ class Fabric:
         if made.get("version") != VERSION:
             raise ValueError(f"{path} is a fabric file of version {made.get('version')}; this program reads {VERSION}")
         try:
-            fabric = Fabric(tuple(map(_curve_of, made["curves"])), dict(made["description"]))
-            fabric.table()  # so that what is shown of it is sound too
-            return fabric
+            return Fabric(tuple(map(_curve_of, made["curves"])), dict(made["description"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged fabric file: {type(error).__name__}: {error}") from None
 

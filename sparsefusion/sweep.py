@@ -2,8 +2,8 @@
 
 Operations take turns, size by size, in another order in each repetition: a link that lets bursts through remembers what
 came before. A call begins with a barrier and lasts until its slowest rank is done; a point is the median of the
-repetitions. Rank 0 fits the curves and sends them to the others, so that what is decided
-from them is decided alike everywhere.
+repetitions. Rank 0 fits the curves and sends them to the others, so that what is decided from them is decided alike
+everywhere.
 """
 
 import datetime
@@ -59,7 +59,6 @@ def repetitions(functions, group, device="cpu", count=None) -> torch.Tensor:
 
     functions: `timed` ones, which take turns. count: of repetitions; None: as many as BUDGET_S allows.
     """
-
     ready = torch.zeros(1, device=device)
 
     def repetition(number):
