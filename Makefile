@@ -18,7 +18,7 @@ env: .venv/stamp
 	@cat .venv/stamp
 
 # The stamp's text is the line that `make env` prints.
-.venv/stamp: setup.py pyproject.toml Makefile
+.venv/stamp: setup.py pyproject.toml Makefile $(wildcard */_native/*.[ch])
 	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (a minute or two)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv

@@ -1,6 +1,59 @@
-"""Metadata of megatron-ssm. The build itself needs nothing but setuptools: torch is what the code runs on."""
+"""Metadata of megatron-ssm, and its C kernels, which are optional: without a compiler torch does their work.
 
-from setuptools import find_packages, setup
+The build itself needs nothing but setuptools: torch is what the code runs on.
+"""
+
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from sparsefusion.native import digest, skipped, sources  # noqa: E402
+
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+# Sums within a kernel may be added in any order (sparsefusion's sums between ranks may not).
+OWN_FLAGS = {"sparsefusion": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
+WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
+# What is tried, the best first: a compiler may lack OpenMP, x86-64's flags, or clones for several processors.
+ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
+
+
+class BuildKernels(build_ext):
+    """Compile with the most that the compiler can do."""
+
+    def build_extension(self, extension):
+        """With each of ATTEMPTS until one works; the last one's error is the build's."""
+        self.force = True  # of a file that was removed, distutils would not know
+        for flags in ATTEMPTS:
+            extension.extra_compile_args = [*FLAGS, *OWN_FLAGS[extension.name.split(".")[0]], *flags]
+            extension.extra_link_args = [flag for flag in flags if flag == THREADS]
+            try:
+                return super().build_extension(extension)
+            except Exception:  # distutils' own, of several classes
+                if flags is ATTEMPTS[-1]:
+                    raise
+
+    def get_export_symbols(self, extension):
+        """What ctypes loads needs no PyInit function."""
+        return []
+
+
+def kernels(package) -> Extension:
+    """The library of a package: `package`/_native/kernels.*.so."""
+    files = [str(path.relative_to(HERE)) for path in sources(package, HERE)]
+    macros = [("SOURCES", f'"{digest(package, HERE)}"')]
+    return Extension(
+        f"{package}._native.kernels",
+        [name for name in files if name.endswith(".c")],
+        include_dirs=["sparsefusion/_native"],
+        define_macros=macros,
+        optional=True,
+    )
+
 
 setup(
     name="megatron-ssm",
@@ -11,6 +64,8 @@ setup(
     packages=find_packages(include=["sparsefusion*", "attention2d*", "commir*", "megatron_ssm*"]),
     # With this an editable install puts the directory itself on the path, so that a package added later is found.
     package_dir={"": "."},
+    ext_modules=[] if skipped() else [kernels("sparsefusion"), kernels("megatron_ssm")],
+    cmdclass={"build_ext": BuildKernels},
     install_requires=[
         "torch>=2.6",
         "numpy",

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
@@ -39,19 +40,17 @@ def train(directory, model_type, text) -> Path:
     """The Hugging Face directory of a byte-level model trained on the demo's text with the demo's options."""
     training, held_out = text
     options = ["--config", ROOT / "examples" / "demo.yaml", "--model-type", model_type]
-    paths = [
-        "--data",
-        *training,
-        "--valid-data-path",
-        *held_out,
-        "--tokenizer-model",
-        "byte",
-        "--tensor-model-parallel-size",
-        "2",
-    ]
+    paths = ["--data", *training, "--valid-data-path", *held_out, "--tokenizer-model", "byte",
+             "--tensor-model-parallel-size", "2"]  # fmt: skip
     out = directory / model_type
     torchrun(2, ROOT / "examples" / "pretrain.py", *options, *paths, "--out", out)
     return out
+
+
+def windows_of(paths) -> torch.Tensor:
+    """The bytes of some files, one after the other, in rows of WINDOW + 1."""
+    ids = torch.tensor(list(b"".join(Path(path).read_bytes() for path in paths)))
+    return ids[: len(ids) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
 
 
 @torch.no_grad()
@@ -69,7 +68,7 @@ def quantized_share(directory, group, ids) -> float:
         quantized.append(tensor.nbytes)
         return tensor  # wrong, but as large
 
-    model = megatron_ssm.load(directory, group, reduce=counting)
+    model = megatron_ssm.load(directory, group, reduce=counting, shared_memory=False)
     model.local_logits(ids)
     return sum(quantized) / (sum(quantized) + model.counter.nbytes)
 
@@ -92,13 +91,13 @@ def cell(out, directory, *held_out) -> None:
     """One rank's part: every format against the exact model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group, ids = dist.group.WORLD, torch.tensor(list(b"".join(Path(path).read_bytes() for path in held_out)))
-    windows = ids[: len(ids) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
+    group, windows = dist.group.WORLD, windows_of(held_out)
     labels = windows[:, 1:].flatten()
-    exact = logits(megatron_ssm.load(directory, group), windows[:, :-1])
+    load = partial(megatron_ssm.load, directory, group, shared_memory=False)  # as on several machines
+    exact = logits(load(), windows[:, :-1])
     results = {"share": quantized_share(directory, group, windows[:BATCH, :-1])}
     for format in FORMATS:
-        other = logits(megatron_ssm.load(directory, group, reduce=format), windows[:, :-1])
+        other = logits(load(reduce=format), windows[:, :-1])
         results[format] = compare(exact, other, labels)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

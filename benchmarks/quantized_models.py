@@ -46,7 +46,7 @@ def cell(out, directory) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    models = {format: megatron_ssm.load(directory, group, reduce=format) for format in FORMATS}
+    models = {format: megatron_ssm.load(directory, group, reduce=format, shared_memory=False) for format in FORMATS}
     models["again"] = models["fp32"]
     ids = torch.randint(0, 50280, (1, PROMPT))
     caches = {name: model.new_cache(1) for name, model in models.items()}

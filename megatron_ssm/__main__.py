@@ -30,6 +30,7 @@ def parser() -> Parser:
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    generate.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
     generate.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
     generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
@@ -42,6 +43,9 @@ def parser() -> Parser:
     convert.add_argument("--model", required=True, metavar="DIR", help="what to translate; its kind is recognized")
     convert.add_argument("--out", metavar="DIR", help="receives the translation (not needed with --dry-run)")
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    about = "Versions, the kernels that run on this machine and why, and what is known to go wrong: for a bug report."
+    doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return main
 
 
@@ -54,7 +58,9 @@ def main(argv=None) -> int:
     """Run a command line; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
-    return _convert(arguments) if arguments.command == "convert" else _generate(arguments, argv)
+    if arguments.command == "generate":
+        return _generate(arguments, argv)
+    return {"convert": _convert, "doctor": _doctor}[arguments.command](arguments)
 
 
 def _generate(arguments, argv) -> int:
@@ -85,6 +91,18 @@ def _convert(arguments) -> int:
         convert_checkpoint(arguments)
 
     return run("megatron_ssm convert", command)
+
+
+def _doctor(arguments) -> int:
+    leave_on_interrupt()
+    quiet()
+
+    def command():
+        from .doctor import doctor
+
+        doctor(arguments.json)
+
+    return run("megatron_ssm doctor", command)
 
 
 if __name__ == "__main__":

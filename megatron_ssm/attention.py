@@ -15,6 +15,7 @@ from torch import nn
 from .cache import Cache, Call, LayerCache
 from .config import Config
 from .layers import ColumnParallelLinear, Packed, Ranks, RMSNorm, RowParallelLinear, at_least_fp32, copy_to_ranks
+from .weights import linear
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -95,9 +96,9 @@ class Adapter(nn.Module):
 
     def forward(self, x):
         """(..., in_features), whole -> (..., this rank's rows of all fields)."""
-        low = copy_to_ranks(F.linear(x, self.down()), self.ranks.group, self.ranks.exact)
+        low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.exact)
         parts = zip(low.split(self.rank, dim=-1), self.up().split(self.rows), strict=True)
-        return torch.cat([F.linear(part, up) for part, up in parts], dim=-1)
+        return torch.cat([linear(part, up) for part, up in parts], dim=-1)
 
 
 class Use(nn.Module):
@@ -163,7 +164,7 @@ class SharedBlock(nn.Module):
         y = self.norm(torch.cat([x, embeddings], dim=-1))
         y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), call, cache))
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
-        return F.linear(self.down_proj(self.activation(gate) * up), use.linear)
+        return linear(self.down_proj(self.activation(gate) * up), use.linear)
 
     def _attention(self, qkv, call, cache):
         """(batch, seq, this rank's q, k and v rows) -> (batch, seq, this rank's heads * head_dim)."""

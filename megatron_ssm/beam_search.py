@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsefusion import collectives
-
 from .model import Model
 from .sampling import offers, penalize
 
@@ -101,7 +99,7 @@ class _Search:
     def continuations(self, local, step):
         """The best `kept` of all beams' next tokens: (batch, kept) summed log-probabilities, parent beams, tokens."""
         ranks, width = self.model.ranks, local.shape[1]
-        log_sums = collectives.all_gather(local.logsumexp(-1), ranks.group, ranks.counter)
+        log_sums = ranks.gather(local.logsumexp(-1))
         scores = local - log_sums.logsumexp(0).unsqueeze(-1)
         first, stop = self.model.embeddings.start, self.model.embeddings.stop
         if self.seen is not None:

@@ -32,7 +32,7 @@ class LayerCache:
     """One layer's state; every tensor has one row per sequence.
 
     conv: (rows, K-1, this rank's convolved channels), the model's dtype: the convolution's inputs before the next token.
-    state: at least fp32: (rows, N, channels) for Mamba-1, (rows, heads, head_dim, N) for Mamba-2.
+    state: at least fp32: (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2.
     keys, values: (rows, capacity, key/value heads, head_dim), of layers that use the shared block; position p of a
     sequence, padding not counted, at index p.
     """
@@ -47,9 +47,10 @@ class LayerCache:
         return self.conv[rows], self.state[rows]
 
     def update(self, conv: torch.Tensor, state: torch.Tensor, rows=ALL) -> None:
-        """Overwrite some rows in place: a cache tensor never moves."""
-        self.conv[rows] = conv.detach()
-        self.state[rows] = state.detach()
+        """Overwrite some rows in place: a cache tensor never moves. What was computed in place is there already."""
+        for held, new in ((self.conv, conv), (self.state, state)):
+            if held[rows].data_ptr() != new.data_ptr():
+                held[rows] = new.detach()
 
     def append(self, keys, values, positions, longest, rows=ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).

@@ -20,8 +20,9 @@ from sparsefusion.reduction import automatic
 
 from .config import Config
 from .families import aliases, hf_shapes, layout
-from .layers import Ranks
+from .layers import QUANTIZABLE, Ranks
 from .model import Model
+from .weights import prefer_huge_pages, quantize
 
 log = logging.getLogger("megatron_ssm")
 
@@ -37,14 +38,18 @@ COMPANIONS = (
 
 
 def load(
-    directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None
-) -> Model:
+    directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None, weights=None,
+    shared_memory=True,
+) -> Model:  # fmt: skip
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
     group: the tensor-parallel process group (None: one rank). data_group: the ranks that hold other tokens of the same
     batch, over which `model.loss` averages. dtype: of parameters and activations; A_log, D and the dt bias are at least
     fp32. reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto
     (`sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
+    shared_memory: ranks of one host sum tensors of the CPU through memory that they share (`model.close()` gives it
+    up), where the C kernels are there, and `auto` is fp32 then; False: always by the group's backend.
+    weights: "int8" keeps the matrices in 8 bits, for a model that only generates (`weights.py`); None: in dtype.
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
     ValueError or FileNotFoundError, on every rank and before anything is sent, for a configuration that cannot be split
     or honoured, and for tensors that are missing, truncated, or of another model.
@@ -53,6 +58,8 @@ def load(
         raise ValueError("context parallelism is not implemented yet: context must be None")
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is none of {', '.join(FORMATS)}, nor a callable")
+    if weights not in (None, "int8"):
+        raise ValueError(f"weights={weights!r} is neither None nor 'int8'")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
     if not Path(directory).is_dir():
@@ -61,23 +68,27 @@ def load(
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(Path(directory), stack)
         names = match_tensors(config, tensors, directory)
-        model = build(config, group, data_group, dtype, device, reduce)
+        model = build(config, group, data_group, dtype, device, reduce, shared_memory)
         with torch.no_grad():
-            for parameter in model.parameters():
-                _read(parameter, tensors[names[parameter.field.hf]], model.ranks)
+            _fill(model, lambda p: _read(p, tensors[names[p.field.hf]], model.ranks), weights)
+    model.weights = weights
     model.directory = Path(directory)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model
 
 
-def build(config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32") -> Model:
+def build(
+    config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32", shared_memory=True
+) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
-    ranks = Ranks.of(group, Counter(), reduce)
-    if reduce == "auto" and ranks.group is not None:
+    ranks = Ranks.of(group, Counter(), reduce, share=shared_memory and torch.device(device).type == "cpu")
+    if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         automatic(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
-    return Model(config, ranks, data_group, dtype, device)
+    model = Model(config, ranks, data_group, dtype, device)
+    prefer_huge_pages(model.parameters())
+    return model
 
 
 def open_tensors(directory: Path, stack) -> dict:
@@ -141,6 +152,16 @@ def _check_copies(tensors, name, copies, directory) -> None:
             raise ValueError(f"{directory}: {name} and {other} differ, but its configuration makes them one")
 
 
+def _fill(module, read, weights) -> None:
+    """Read a module's parameters, then its children's; matrices that are to be quantized, each as soon as it is there."""
+    for parameter in module.parameters(recurse=False):
+        read(parameter)
+    for child in module.children():
+        _fill(child, read, weights)
+    if weights == "int8" and isinstance(module, QUANTIZABLE):
+        quantize(module)
+
+
 def _read(parameter, tensor, ranks: Ranks) -> None:
     """Copy this rank's piece of a stored tensor into the parameter."""
     if parameter.numel():
@@ -155,6 +176,7 @@ def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
     tokenizer and generation files come along from where the model was loaded. A tensor kept in fp32 (A_log, ...) is
     stored in the model's dtype where that is exact. An error of the writing rank is raised on every rank.
     """
+    model.check_exact_weights("saved")
     plan = _plan(model, file_bytes)
     if model.data_group is None or dist.get_rank(model.data_group) == 0:
         stages = _save_replica(model, Path(directory), plan)

@@ -1,6 +1,7 @@
 """What the commands of `python -m megatron_ssm` do, once torch may be imported."""
 
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from sparsefusion.arguments import Printer
 from .checkpoint import load
 from .config import Config, read_for_ranks, token_ids
 from .convert import convert
+from .doctor import kernels_line
 from .generation import stream
 from .parallel import check_world, device_of_rank, launched_ranks, replicas, shut_down
 from .text import TextStream, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def generate(arguments) -> None:
@@ -31,8 +35,10 @@ def generate(arguments) -> None:
     try:
         groups = replicas(tensor, device, init_method=arguments.rendezvous)
         dtype = getattr(torch, arguments.dtype)
-        model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce)
+        model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce,
+                     weights=arguments.weights)  # fmt: skip
         _continue(model, tokenizer, prompt, eos, arguments, speaks=groups.rank == 0)
+        model.close()
     finally:
         shut_down()
 
@@ -73,10 +79,12 @@ def _continue(model, tokenizer, prompt, eos, arguments, speaks) -> None:
     out = Printer(speaks and not arguments.json)
     tokens, pieces, times, sent = [], [], [], []
     start = time.perf_counter()
-    for column in stream(
+    columns = stream(
         model, torch.tensor([prompt], device=model.device), None, arguments.max_new_tokens, arguments.temperature,
         arguments.top_k, arguments.top_p, arguments.repetition_penalty, eos, arguments.stop, arguments.seed,
-    ):  # fmt: skip
+    )  # fmt: skip
+    log.info(kernels_line(model.device, model.dtype, model.ranks.transport))  # now that nothing can be wrong any more
+    for column in columns:
         times.append(time.perf_counter())
         sent.append(model.counter.nbytes)
         tokens.append(int(column[0]))

@@ -1,6 +1,6 @@
 """Tensor parallelism in three communication operators and the layers around them.
 
-`Ranks` says which ranks share a model and how they add their parts. An activation is either *whole* (the same on every
+`ranks.Ranks` says which ranks share a model and how they add their parts. An activation is either *whole* (the same on every
 rank) or *partial* (each rank holds a summand). The operators lead from one to the other:
 
 | operator | forward | backward | stands |
@@ -13,76 +13,13 @@ The third is the one that state-space models add: the sum is whole, but what eac
 gradient arrives in parts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsefusion import all_reduce, collectives
-
-from .parallel import neighbours
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, norms, sums and their parameters in a model of `dtype`: float32, or float64 if it is."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The tensor-parallel ranks a model is split over; `group` None is one rank.
-
-    counter: adds up what this rank sends. format: of the block outputs' sums (out_proj, o_proj, down_proj): fp32, fp16,
-    bf16, int8 or auto (`sparsefusion.all_reduce`), or a `(tensor, group) -> tensor` function of the caller's. Everything
-    else is summed by `exact`.
-    """
-
-    group: object = None
-    rank: int = 0
-    size: int = 1
-    counter: collectives.Counter | None = None
-    format: str | Callable = "fp32"
-
-    @classmethod
-    def of(cls, group, counter=None, format="fp32") -> "Ranks":
-        """The ranks of a process group (None, or a group of one: one rank)."""
-        if group is None or group.size() == 1:
-            return cls(counter=counter, format=format)
-        return cls(group, group.rank(), group.size(), counter, format)
-
-    def __deepcopy__(self, memo):
-        return self  # process groups are handles
-
-    def slot(self, pieces: int) -> int:
-        """Which of `pieces` pieces this rank holds, each being held by size/pieces neighbouring ranks."""
-        return self.rank * pieces // self.size
-
-    def sharing(self, pieces: int) -> "Ranks":
-        """The neighbours that hold the same one of `pieces` pieces as this rank: one rank where there are enough of them.
-
-        Makes a process group if 1 < pieces < size, on all ranks together.
-        """
-        if pieces >= self.size:
-            return Ranks(counter=self.counter)
-        return self if pieces == 1 else Ranks.of(neighbours(self.group, self.size // pieces), self.counter)
-
-    def exact(self, tensor, group):
-        """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
-        return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
-
-    def reduce(self, tensor, group):
-        """The sum over the group in this model's format."""
-        if callable(self.format):
-            return self.format(tensor, group)
-        return all_reduce(tensor, group, self.format, counter=self.counter)
-
-    def reduce_beside(self, tensor, column, group):
-        """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""
-        if callable(self.format):
-            return self.format(tensor, group), self.exact(column, group)
-        return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
+from . import kernels
+from .ranks import Ranks, at_least_fp32
+from .weights import linear, rows_at
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -141,7 +78,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.width, ctx.rank = x.shape[-1], ranks.rank
-        return torch.cat(collectives.all_gather(x, ranks.group, ranks.counter).unbind(), dim=-1)
+        return torch.cat(ranks.gather(x).unbind(), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -150,12 +87,14 @@ class _GatherLast(torch.autograd.Function):
 
 def copy_to_ranks(x, group, reduce):
     """x, whole, about to be used by every rank for its own part; backward all-reduces the gradient (x's bytes)."""
-    return x if group is None else _CopyToRanks.apply(x, group, reduce)
+    return x if group is None or not torch.is_grad_enabled() else _CopyToRanks.apply(x, group, reduce)
 
 
 def reduce_from_ranks(x, group, reduce):
     """The sum of every rank's partial x, whole (one all-reduce of x's bytes); backward sends nothing."""
-    return x if group is None else _ReduceFromRanks.apply(x, group, reduce)
+    if group is None:
+        return x
+    return _ReduceFromRanks.apply(x, group, reduce) if torch.is_grad_enabled() else reduce(x, group)
 
 
 def reduce_beside(x, column, ranks):
@@ -163,12 +102,18 @@ def reduce_beside(x, column, ranks):
 
     One all-reduce in fp32, and where the column rides in x's messages; else two (`sparsefusion.reduction`).
     """
-    return (x, column) if ranks.group is None else _ReduceBeside.apply(x, column, ranks)
+    if ranks.group is None:
+        return x, column
+    if torch.is_grad_enabled():
+        return _ReduceBeside.apply(x, column, ranks)
+    return ranks.reduce_beside(x, column, ranks.group)
 
 
 def sum_over_ranks(x, group, reduce):
     """The sum of every rank's partial x, which each rank then uses for its own channels: both directions all-reduce."""
-    return x if group is None else _SumOverRanks.apply(x, group, reduce)
+    if group is None:
+        return x
+    return _SumOverRanks.apply(x, group, reduce) if torch.is_grad_enabled() else reduce(x, group)
 
 
 def gather_last(x, ranks: Ranks):
@@ -209,7 +154,7 @@ class Packed(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """(sum of rows, *trailing): the fields one below the other."""
-        fields = list(self.parameters(recurse=False))
+        fields = self._parameters.values()
         whole = self._storage if self._is_packed(fields) else torch.cat([field.detach() for field in fields])
         if not torch.is_grad_enabled():
             return whole
@@ -235,7 +180,7 @@ class Packed(nn.Module):
             if field.data_ptr() != address:
                 return False
             address += field.numel() * field.element_size()
-        return self._storage.dtype == fields[0].dtype
+        return self._storage.dtype == field.dtype
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -269,7 +214,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         """(..., in_features) -> (..., this rank's rows of all fields)."""
         x = copy_to_ranks(x, self.ranks.group, self.ranks.exact)
-        return F.linear(x, self.weight(), self.bias() if self.bias is not None else None)
+        return linear(x, self.weight(), self.bias() if self.bias is not None else None)
 
 
 class RowParallelLinear(nn.Module):
@@ -286,7 +231,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         """(..., in_features on this rank) -> (..., out_features), the same on every rank."""
-        y = reduce_from_ranks(F.linear(x, self.weight), self.ranks.group, self.ranks.reduce)
+        return self.whole(linear(x, self.weight))
+
+    def whole(self, part):
+        """The sum of every rank's part of the product, and the bias."""
+        y = reduce_from_ranks(part, self.ranks.group, self.ranks.reduce)
         return y if self.bias is None else y + self.bias
 
 
@@ -305,6 +254,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         """(..., size) -> the same shape in the weight's dtype."""
+        if not torch.is_grad_enabled() and kernels.takes_norm(x, self.weight):
+            return kernels.rms_norm(x, self.weight, self.eps)
         return self.weight * rms_norm(x, self.eps).to(self.weight.dtype)
 
 
@@ -327,18 +278,25 @@ class VocabularyParallel(nn.Module):
     def embed(self, ids):
         """ids (batch, seq) -> (batch, seq, hidden) on every rank: local lookup, zeros elsewhere, one exact all-reduce."""
         if self.ranks.group is None:
-            return F.embedding(ids, self.weight)
+            return rows_at(self.weight, ids)
         mine = (ids >= self.start) & (ids < self.stop)
         if self.start == self.stop:
             part = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()  # 0, but on the graph
         else:
-            part = F.embedding((ids - self.start).where(mine, 0), self.weight) * mine.unsqueeze(-1)
+            part = rows_at(self.weight, (ids - self.start).where(mine, 0)) * mine.unsqueeze(-1)
         return reduce_from_ranks(part, self.ranks.group, self.ranks.exact)
 
     def logits(self, x):
         """x (..., hidden) whole -> (..., ceil(vocab/ranks)) at least fp32: this rank's ids, -inf where it has fewer."""
         x = copy_to_ranks(x.to(self.weight.dtype), self.ranks.group, self.ranks.exact)
-        local = F.linear(x, self.weight)
+        local = linear(x, self.weight)
         local = local.to(at_least_fp32(local.dtype))
         missing = self.width - local.shape[-1]
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local
+
+
+QUANTIZABLE = (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallel,
+)  # layers whose `weight` may be an Int8Weight

@@ -6,14 +6,15 @@ all-reduces a block, of R + 2N and of H numbers per token.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from . import steps
 from .cache import Call, LayerCache
 from .config import Config
 from .conv import causal_conv
 from .layers import ColumnParallelLinear, Packed, Ranks, RowParallelLinear, at_least_fp32, rms_norm, sum_over_ranks
 from .scan import selective_scan
+from .weights import linear
 
 
 class Convolution(nn.Module):
@@ -24,9 +25,13 @@ class Convolution(nn.Module):
         self.weight = Packed(channels, (1, kernel), ranks, dtype, device, shared, slots)
         self.bias = Packed(channels, (), ranks, dtype, device, shared, slots) if bias else None
 
-    def forward(self, x, history=None):
+    def forward(self, x, history=None, overwrite=False):
         """(batch, seq, channels) -> the same, through SiLU, and the inputs to remember: see `causal_conv`."""
-        return causal_conv(x, self.weight(), self.bias() if self.bias is not None else None, history)
+        return causal_conv(x, *self.tensors(), history, overwrite)
+
+    def tensors(self):
+        """weight (channels, 1, K) and bias (channels,) or None, of all fields."""
+        return self.weight(), None if self.bias is None else self.bias()
 
 
 class MambaMixer(nn.Module):
@@ -67,26 +72,57 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""
+        if self.heads == 1 and steps.may_step(call, cache):
+            parts = self._parts(*cache.read(call.rows))
+            if steps.takes_step(hidden, *parts):
+                return self._step(hidden, *parts)
         conv, state = (None, None) if cache is None else cache.read(call.rows)
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = x if call.mask is None else x * call.mask
-        x, conv = self.conv(x, conv)
+        x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if call.mask is None else x * call.mask
-        A = -torch.exp(self.A_log)
         width = self.channels // self.heads
         heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
-        scans = [self._scan(x[..., h], h, A[h], None if state is None else state[..., h]) for h in heads]
+        scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
             cache.update(conv, state, call.rows)
-        return self.out_proj(y * F.silu(z))
+        return self.out_proj(y)
 
-    def _scan(self, x, head: slice, A, state):
-        """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y and the state after it."""
-        parameters = F.linear(x, self.x_proj[:, head])
+    def _parts(self, conv, state):
+        """What `_step` uses: in float32, in the model's type, and matrices."""
+        in_proj = self.in_proj
+        typed = None if in_proj.bias is None else in_proj.bias(), *self.conv.tensors(), conv
+        return (
+            (self.A_log, self.D, self.dt_bias, state),
+            typed,
+            (in_proj.weight(), self.x_proj, self.dt_proj, self.out_proj.weight),
+        )
+
+    def _step(self, hidden, exact, typed, matrices):
+        """One token, (batch, 1, hidden_size), by two C kernels; conv and state advance in place."""
+        A_log, D, dt_bias, state = exact
+        in_proj, x_proj, dt_proj, out_proj = matrices
+        parameters, work = steps.mamba_in(hidden, in_proj, *typed, x_proj)
+        parameters = self._sum(parameters)
+        return self.out_proj.whole(steps.mamba_out(parameters, work, dt_proj, dt_bias, A_log, D, state, out_proj))
+
+    def _sum(self, parameters):
+        """The ranks' parts of (dt, B, C), (..., R + 2N), added up and, in Falcon-Mamba, normalized each."""
         parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
+        if self.inner_norm_eps is None:
+            return parameters
+        parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
+        return torch.cat(list(parts), dim=-1)
+
+    def _scan(self, x, z, head: slice, state):
+        """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y, gated, and the state after it.
+
+        The state is overwritten where it is a cache's.
+        """
+        parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
-        if self.inner_norm_eps is not None:
-            dt, B, C = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in (dt, B, C))
-        dt = F.softplus(F.linear(dt, self.dt_proj[head]) + self.dt_bias[head])
-        return selective_scan(x, dt, A, B, C, self.D[head], state)
+        dt = linear(dt, self.dt_proj[head])
+        return selective_scan(
+            x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state, overwrite=state is not None
+        )

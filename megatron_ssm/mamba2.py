@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import kernels, steps
 from .cache import Call, LayerCache
 from .config import Config
 from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_beside, sum_over_ranks
 from .mamba import Convolution
 from .scan import ssd
+from .weights import linear
 
 
 class Mamba2Mixer(nn.Module):
@@ -55,7 +57,7 @@ class Mamba2Mixer(nn.Module):
         channels = sum(self.rows[name] for name in "xBC")
         conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, **where)
         state = torch.zeros(
-            batch, self.heads, self.head_dim, self.state_size, dtype=at_least_fp32(self.D.dtype), **where
+            batch, self.heads, self.state_size, self.head_dim, dtype=at_least_fp32(self.D.dtype), **where
         )
         return LayerCache(conv, state)
 
@@ -65,12 +67,16 @@ class Mamba2Mixer(nn.Module):
         dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
+        if (self._local_norm or self._fused_norm) and steps.may_step(call, cache):
+            parts = self._parts(*cache.read(call.rows))
+            if steps.takes_step(hidden, *parts):
+                return self._step(hidden, *parts)
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(call.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
         xBC = xBC if call.mask is None else xBC * call.mask
-        xBC, conv = self.conv(xBC, conv)
+        xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if call.mask is None else xBC * call.mask
         x, B, C = xBC.split([inner, bc, bc], dim=-1)
         dt = F.softplus(dt + self.dt_bias)
@@ -78,32 +84,57 @@ class Mamba2Mixer(nn.Module):
             dt = dt.clamp(*self.dt_limit)
         B, C = (t.view(batch, seq, self.groups, self.state_size) for t in (B, C))
         x = x.view(batch, seq, self.heads, self.head_dim)
-        y, state = ssd(x, dt, -torch.exp(self.A_log), B, C, self.D, state)
+        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None)
         if cache is not None:
             cache.update(conv, state, call.rows)
         return self._project(y.reshape(batch, seq, inner), z)
 
+    def _parts(self, conv, state):
+        """What `_step` uses: in float32, in the model's type, and matrices."""
+        in_proj = self.in_proj
+        typed = None if in_proj.bias is None else in_proj.bias(), *self.conv.tensors(), conv, self.norm_weight
+        return (self.A_log, self.D, self.dt_bias, state), typed, (in_proj.weight(), self.out_proj.weight)
+
+    def _step(self, hidden, exact, typed, matrices):
+        """One token, (batch, 1, hidden_size), by one C kernel; conv and state advance in place."""
+        eps = None if self._fused_norm else self.eps
+        y = steps.mamba2_step(hidden, *exact, *typed, *matrices, self.groups, eps)
+        return self._whole(*y) if self._fused_norm else self.out_proj.whole(y)
+
+    @property
+    def _local_norm(self) -> bool:
+        """Whether every group of this rank is here whole."""
+        return self.all_groups >= self.ranks.size
+
+    @property
+    def _fused_norm(self) -> bool:
+        """Whether the one group's sum of squares rides in out_proj's all-reduce."""
+        return self.ranks.size > 1 and self.all_groups == 1
+
     def _project(self, y, z):
         """out_proj(norm(y * silu(z)) * weight), the norm taken over each group's channels, wherever they are."""
+        alone, fused = self._local_norm, self._fused_norm
+        if (alone or fused) and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
+            normed = kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
+            return self._whole(linear(normed[0], self.out_proj.weight), normed[1]) if fused else self.out_proj(normed)
         wide = at_least_fp32(self.norm_weight.dtype)
         y = y.to(wide) * F.silu(z.to(wide))
         local = y.view(*y.shape[:-1], self.groups, -1)
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
-        if self.ranks.size > 1 and self.all_groups == 1:
-            return self._project_fused(y, squares)
-        if self.all_groups < self.ranks.size:
+        if fused:
+            part = linear(self.norm_weight * y.to(self.norm_weight.dtype), self.out_proj.weight)
+            return self._whole(part, squares)
+        if not alone:
             squares = self._sum_of_group(squares)
         scale = torch.rsqrt(squares / self.group_channels + self.eps)
         y = (local * scale.unsqueeze(-1)).view_as(y)
         return self.out_proj(self.norm_weight * y.to(self.norm_weight.dtype))
 
-    def _project_fused(self, y, squares):
+    def _whole(self, part, squares):
         """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
-        ranks, project = self.ranks, self.out_proj
-        part = F.linear(self.norm_weight * y.to(self.norm_weight.dtype), project.weight)
-        out, squares = reduce_beside(part.to(squares.dtype), squares, ranks)
+        out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
         out = (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
-        return out if project.bias is None else out + project.bias
+        return out if self.out_proj.bias is None else out + self.out_proj.bias
 
     def _sum_of_group(self, squares):
         """squares (batch, seq, 1), this rank's share of its group's -> the group's, by an all-reduce of G columns."""

@@ -1,7 +1,6 @@
 """The language model: vocabulary-parallel embedding, residual blocks, head; and its loss."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sparsefusion import collectives
@@ -45,14 +44,17 @@ class Model(nn.Module):
         config.check_ranks(ranks.size)
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.directory = None  # where it was loaded from
+        self.weights = None  # "int8": its matrices are rounded, and it can only generate
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
-        head_ranks = ranks.sharing(config.heads) if not config.groups else None
+        self.head_ranks = ranks if config.groups else ranks.sharing(config.heads)  # who share a head of Mamba-1's kind
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
             mixer = (
-                Mamba2Mixer(config, ranks, **where) if config.groups else MambaMixer(config, ranks, head_ranks, **where)
+                Mamba2Mixer(config, ranks, **where)
+                if config.groups
+                else MambaMixer(config, ranks, self.head_ranks, **where)
             )
             use = Use(config, ranks, idle_tensors(config, layer), **where) if layer in config.hybrid_layers else None
             self.layers.append(Block(config, mixer, use, **where))
@@ -69,9 +71,9 @@ class Model(nn.Module):
     def _mark_parameters(self):
         """Give each parameter its `field`, and Megatron's attributes of how it is split."""
         fields, parameters = layout(self.config), dict(self.named_parameters())
-        if {f.name for f in fields} != set(parameters):
+        if self.weights is None and {f.name for f in fields} != set(parameters):
             raise AssertionError(f"layout and model differ in {set(parameters) ^ {f.name for f in fields}}")
-        for field in fields:
+        for field in (field for field in fields if field.name in parameters):
             parameter = parameters[field.name]
             shape = field.local_shape(self.ranks.rank, self.ranks.size)
             if shape != tuple(parameter.shape):
@@ -80,6 +82,22 @@ class Model(nn.Module):
             parameter.tensor_model_parallel = self.ranks.size > 1 and field.copies(self.ranks.size) < self.ranks.size
             parameter.partition_dim = field.split if parameter.tensor_model_parallel else -1
             parameter.partition_stride = 1
+
+    def check_exact_weights(self, done: str) -> None:
+        """ValueError if the weights are rounded, and so cannot be saved or trained."""
+        if self.weights is not None:
+            raise ValueError(f"a model with weights={self.weights!r} cannot be {done}: load it without")
+
+    def close(self) -> None:
+        """Give up the memory that the ranks share (if they do); the model cannot be run on several ranks any more."""
+        for ranks in (self.ranks, self.head_ranks):
+            ranks.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     @property
     def counter(self) -> collectives.Counter:
@@ -173,6 +191,8 @@ class Model(nn.Module):
         gradient left on a rank is its own tokens' share, to be summed over that group. Sends all-reduces of one and of two
         numbers per position over the tensor-parallel ranks, and one of two numbers over the data group.
         """
+        if torch.is_grad_enabled():
+            self.check_exact_weights("trained")
         self._check_ids(labels.masked_fill(labels == ignore_index, 0), "label")
         nats = self._nats(self.local_logits(input_ids), labels)
         counted = labels != ignore_index
@@ -191,7 +211,7 @@ class Model(nn.Module):
         log_sum = local.logsumexp(-1)
         if ranks.group is None:
             return log_sum - label_logit
-        largest = collectives.all_reduce(log_sum.detach(), ranks.group, self.counter, dist.ReduceOp.MAX)
+        largest = ranks.largest(log_sum)
         parts = torch.stack([(log_sum - largest).exp(), label_logit])
         total, label_logit = reduce_from_ranks(parts, ranks.group, ranks.exact)
         return total.log() + largest - label_logit

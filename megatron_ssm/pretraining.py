@@ -19,6 +19,7 @@ from sparsefusion.arguments import Printer
 from .checkpoint import COMPANIONS, build, load, save
 from .config import Config
 from .data import Batches, read_documents, split_documents, tokenize
+from .doctor import kernels_line
 from .initialization import initialize as initialize_parameters
 from .options import Options
 from .parallel import check_world, device_of_rank, initialize, launched_ranks, shut_down
@@ -56,6 +57,7 @@ def pretrain(options: Options) -> None:
         model = _model(options, config, groups, device_of_rank(device))
         trainer = Trainer(model, groups, options)
         report = Report(options, groups, found[1] if found else 0)
+        report.say(kernels_line(model.device, model.dtype, model.ranks.transport))
         report.say(f"pretrain: {options.describe()}")
         report.say(_summary(model, groups, text, out, found))
         if found:
@@ -66,6 +68,7 @@ def pretrain(options: Options) -> None:
         done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
         if done == options.train_iters:
             _finish(model, text, out, report)
+        model.close()
     finally:
         shut_down()
 

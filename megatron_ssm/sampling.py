@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsefusion import collectives
-
 from .layers import Ranks, gather_last
 
 
@@ -59,7 +57,7 @@ def penalize(scores, seen, penalty: float):
 
 def offers(values, ids, ranks: Ranks):
     """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as the values' floats."""
-    parts = collectives.all_gather(torch.stack([values, ids.to(values.dtype)]), ranks.group, ranks.counter)
+    parts = ranks.gather(torch.stack([values, ids.to(values.dtype)]))
     values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
 

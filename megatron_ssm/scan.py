@@ -3,46 +3,83 @@
 Both run on token-major tensors, (batch, seq, ...), on this rank's channels or heads alone: nothing is communicated.
 Both take the state before the first token and return the state after the last, differentiably in both directions, so
 that a sequence may be cut anywhere (chunked prefill, decoding, context parallelism). States and sums are at least fp32.
-In backward the states are recomputed chunk by chunk; no tensor over (seq, channels, state) is ever stored.
+Each has three forms: `*_ref`, one token after the other; the same in chunks, in torch; and a C kernel, which runs where
+it can. In backward the states are recomputed chunk by chunk; no tensor over (seq, channels, state) is ever stored.
 """
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from . import kernels
 from .layers import at_least_fp32
 
 SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
 SSD_CHUNK = 32  # tokens per block of the chunked matmul form
 
 
-def selective_scan_ref(x, dt, A, B, C, D, state=None):
+def selective_scan_ref(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None):
     """The plain form of `selective_scan`: one token after the other, differentiated by autograd."""
     wide = at_least_fp32(x.dtype)
     x_, dt, B, C = (t.to(wide) for t in (x, dt, B, C))
-    h = x_.new_zeros(x.shape[0], A.shape[1], x.shape[2]) if state is None else state
+    dt = dt if dt_bias is None else F.softplus(dt + dt_bias)
+    h = x_.new_zeros(x.shape[0], A_log.shape[1], x.shape[2]) if state is None else state
     outputs = []
     for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t, None, :] * A.t())
+        decay = torch.exp(-dt[:, t, None, :] * A_log.exp().t())
         h = decay * h + (dt[:, t] * x_[:, t])[:, None, :] * B[:, t, :, None]
         outputs.append((h * C[:, t, :, None]).sum(1) + D * x_[:, t])
-    return torch.stack(outputs, 1).to(x.dtype), h
+    y = torch.stack(outputs, 1)
+    return (y if z is None else y * F.silu(z.to(wide))).to(x.dtype), h
 
 
-def selective_scan(x, dt, A, B, C, D, state=None):
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t;  y_t = <C_t, h_t> + D x_t  (Mamba, Algorithm 2).
+def selective_scan(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None, overwrite=False):
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t;  y_t = (<C_t, h_t> + D x_t) silu(z_t)  (Mamba, Algorithm 2).
 
-    x, dt: (batch, seq, channels), dt after its softplus; A: (channels, N), negative; B, C: (batch, seq, N); D: (channels,).
-    state: (batch, N, channels), at least fp32 (None: zeros); channels stand last so that they are contiguous.
-    Returns y like x, and the final state.
+    x: (batch, seq, channels); dt: the same, becomes softplus(dt + dt_bias) unless dt_bias is None; A = -exp(A_log):
+    (channels, N); B, C: (batch, seq, N); D, dt_bias: (channels,); z: like x (None: no gate).
+    state: (batch, N, channels), at least fp32 (None: zeros); channels stand last so that they are contiguous. overwrite:
+    the final state may take its place in memory (without gradients). Returns y like x, and the final state.
     """
+    fits = A_log.shape[1] <= kernels.LARGEST_STATE
+    if fits and not torch.is_grad_enabled() and kernels.usable(x, dt, B, C, z) and kernels.exact(A_log, D, dt_bias):
+        return kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite)[:2]
     wide = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        x_, dt, B, C = (t.to(wide) for t in (x, dt, B, C))
-        if state is None:
-            state = x_.new_zeros(x.shape[0], A.shape[1], x.shape[2])
-        y, state = _SelectiveScan.apply(x_, dt, A.to(wide).t().contiguous(), B, C, state)
-        return torch.addcmul(y, D, x_).to(x.dtype), state
+        inputs = (x, dt, A_log, B, C, D, z, dt_bias, state)
+        inputs = [t if t is None else t.to(wide) for t in inputs]
+        scan = _NativeSelectiveScan.apply if fits and kernels.usable(inputs[0]) else _selective_chunks
+        y, state = scan(*inputs)
+        return y.to(x.dtype), state
+
+
+class _NativeSelectiveScan(torch.autograd.Function):
+    """The C kernels; forward keeps the state before each chunk."""
+
+    @staticmethod
+    def forward(ctx, x, dt, A_log, B, C, D, z, dt_bias, state):
+        y, after, saved = kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, save=True)
+        ctx.save_for_backward(x, dt, A_log, B, C, D, z, dt_bias, saved)
+        ctx.from_zero = state is None
+        return y, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, adjoint):
+        *gradients, dstate = kernels.selective_scan_backward(*ctx.saved_tensors, dy, adjoint)
+        return *gradients, None if ctx.from_zero else dstate
+
+
+def _selective_chunks(x, dt, A_log, B, C, D, z, dt_bias, state):
+    """`selective_scan` in torch, chunk by chunk."""
+    dt = dt if dt_bias is None else F.softplus(dt + dt_bias)
+    if state is None:
+        state = x.new_zeros(x.shape[0], A_log.shape[1], x.shape[2])
+    A = -torch.exp(A_log).t()
+    y, state = _SelectiveScan.apply(x, dt, A.contiguous(), B, C, state)
+    y = torch.addcmul(y, D, x)
+    return y if z is None else y * F.silu(z), state
 
 
 def _decays_and_inputs(x, dt, A, B):
@@ -100,41 +137,71 @@ class _SelectiveScan(torch.autograd.Function):
         return dx, ddt, dA, dB, dC, adjoint
 
 
-def ssd_ref(x, dt, A, B, C, D, state=None):
+def ssd_ref(x, dt, A_log, B, C, D, state=None):
     """The plain form of `ssd`: one token after the other, differentiated by autograd."""
     wide = at_least_fp32(x.dtype)
     batch, seq, heads, head_dim = x.shape
     repeat = heads // B.shape[2]
     x_, dt = x.to(wide), dt.to(wide)
     B, C = (t.to(wide).repeat_interleave(repeat, dim=2) for t in (B, C))
-    h = x_.new_zeros(batch, heads, head_dim, B.shape[3]) if state is None else state
+    h = x_.new_zeros(batch, heads, B.shape[3], head_dim) if state is None else state
     outputs = []
     for t in range(seq):
-        decay = torch.exp(dt[:, t] * A)[:, :, None, None]
-        h = decay * h + (dt[:, t, :, None] * x_[:, t])[..., None] * B[:, t, :, None, :]
-        outputs.append((h * C[:, t, :, None, :]).sum(-1) + D[:, None] * x_[:, t])
+        decay = torch.exp(-dt[:, t] * A_log.exp())[:, :, None, None]
+        h = decay * h + B[:, t, :, :, None] * (dt[:, t, :, None] * x_[:, t])[:, :, None, :]
+        outputs.append((h * C[:, t, :, :, None]).sum(-2) + D[:, None] * x_[:, t])
     return torch.stack(outputs, 1).to(x.dtype), h
 
 
-def ssd(x, dt, A, B, C, D, state=None):
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t;  y_t = h_t C_t + D x_t  (Mamba-2, section 6: block decomposition).
+def ssd(x, dt, A_log, B, C, D, state=None, overwrite=False):
+    """h_t = exp(dt_t A) h_{t-1} + dt_t B_t (x) x_t;  y_t = C_t h_t + D x_t  (Mamba-2, section 6: block decomposition).
 
-    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads), after softplus; A, D: (heads,), A negative;
+    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads), after softplus; A = -exp(A_log), D: (heads,);
     B, C: (batch, seq, groups, N), each group serving heads/groups neighbouring heads.
-    state: (batch, heads, head_dim, N), at least fp32 (None: zeros). Returns y like x, and the final state.
+    state: (batch, heads, N, head_dim), at least fp32 (None: zeros). overwrite: the final state may take its place in
+    memory (without gradients). Returns y like x, and the final state.
     """
     wide = at_least_fp32(x.dtype)
+    fits = B.shape[3] <= kernels.LARGEST_STATE
+    if fits and not torch.is_grad_enabled() and kernels.usable(x, B, C) and kernels.exact(dt, A_log, D):
+        return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite)[:2]
     with torch.autocast(x.device.type, enabled=False):
-        inputs = [t.to(wide) for t in (x, dt, A, B, C)]
-        if state is None:
-            state = inputs[0].new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3])
-        if x.shape[1] == 1:
-            y, state = _ssd_step(*inputs, state)
-        elif torch.is_grad_enabled():
-            y, state = checkpoint(_ssd_chunks, *inputs, state, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, state = _ssd_chunks(*inputs, state)
-        return torch.addcmul(y, D.to(wide).unsqueeze(-1), inputs[0]).to(x.dtype), state
+        inputs = [t if t is None else t.to(wide) for t in (x, dt, A_log, B, C, D, state)]
+        scan = _NativeSsd.apply if fits and kernels.usable(inputs[0]) else _ssd_torch
+        y, state = scan(*inputs)
+        return y.to(x.dtype), state
+
+
+class _NativeSsd(torch.autograd.Function):
+    """The C kernels. Backward runs forward again for the state before each chunk: they are larger than all else."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        y, after, _ = kernels.ssd(*inputs)
+        return y, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, adjoint):
+        *inputs, state = ctx.saved_tensors
+        *_, saved = kernels.ssd(*inputs, state, save=True)
+        *gradients, dstate = kernels.ssd_backward(*inputs, saved, dy, adjoint)
+        return *gradients, None if state is None else dstate
+
+
+def _ssd_torch(x, dt, A_log, B, C, D, state):
+    """`ssd` in torch: one token, or chunks."""
+    inputs = (x, dt, -torch.exp(A_log), B, C)
+    if state is None:
+        state = x.new_zeros(x.shape[0], x.shape[2], B.shape[3], x.shape[3])
+    if x.shape[1] == 1:
+        y, state = _ssd_step(*inputs, state)
+    elif torch.is_grad_enabled():
+        y, state = checkpoint(_ssd_chunks, *inputs, state, use_reentrant=False, preserve_rng_state=False)
+    else:
+        y, state = _ssd_chunks(*inputs, state)
+    return torch.addcmul(y, D.unsqueeze(-1), x), state
 
 
 def _ssd_step(x, dt, A, B, C, state):
@@ -142,9 +209,10 @@ def _ssd_step(x, dt, A, B, C, state):
     batch, _, heads, head_dim = x.shape
     groups, size = B.shape[2:]
     decay = torch.exp(dt[:, 0] * A)[..., None, None]
-    scaled = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, -1, 1)
-    state = torch.addcmul((scaled * B.view(batch, groups, 1, size)).view_as(state), decay, state)
-    y = torch.matmul(state.view(batch, groups, -1, size), C.view(batch, groups, size, 1))
+    fed = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, -1, 1, head_dim)
+    B, C = (t.view(batch, groups, 1, size) for t in (B, C))
+    state = torch.addcmul((B.unsqueeze(-1) * fed).view_as(state), decay, state)
+    y = torch.matmul(C.unsqueeze(-2), state.view(batch, groups, -1, size, head_dim))
     return y.view(batch, 1, heads, head_dim), state
 
 
@@ -170,14 +238,14 @@ def _ssd_chunks(x, dt, A, B, C, state):
     B, C = (t.view(batch, chunks, q, groups, size).transpose(2, 3) for t in (B, C))  # (b, n, g, q, N)
     scores = torch.matmul(C, B.transpose(-1, -2)).unsqueeze(3)  # (b, n, g, 1, q, q)
     y = torch.matmul(scores * within, fed)  # (b, n, g, r, q, p)
-    added = torch.matmul((fed * to_end.unsqueeze(-1)).transpose(-1, -2), B.unsqueeze(3))  # (b, n, g, r, p, N)
+    added = torch.matmul(B.transpose(-1, -2).unsqueeze(3), fed * to_end.unsqueeze(-1))  # (b, n, g, r, N, p)
 
-    state = state.view(batch, groups, heads // groups, head_dim, size)
+    state = state.view(batch, groups, heads // groups, size, head_dim)
     entering = []
     for n in range(chunks):
         entering.append(state)
         state = torch.addcmul(added[:, n], decay[:, n, ..., -1, None, None], state)
-    carried = torch.matmul(C.unsqueeze(3), torch.stack(entering, 1).transpose(-1, -2))  # (b, n, g, r, q, p)
+    carried = torch.matmul(C.unsqueeze(3), torch.stack(entering, 1))  # (b, n, g, r, q, p)
     y = torch.addcmul(y, decay.unsqueeze(-1), carried)
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, seq + pad, heads, head_dim)[:, :seq]
-    return y, state.reshape(batch, heads, head_dim, size)
+    return y, state.reshape(batch, heads, size, head_dim)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsefusion import collectives
 from sparsefusion.arguments import Failure
 
 from .data import IGNORE_INDEX, Batches, windows
@@ -55,7 +54,7 @@ def grad_norm(model: Model) -> torch.Tensor:
     for parameter in model.parameters():
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / parameter.field.copies(ranks.size)
-    return collectives.all_reduce(total, ranks.group, model.counter).sqrt()
+    return ranks.exact(total, ranks.group).sqrt()
 
 
 @torch.no_grad()

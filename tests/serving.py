@@ -44,9 +44,11 @@ def ids(*shape, seed=3, vocab=VOCAB):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def on_ranks(ranks, world, directory, function, dtype=torch.float64, **options):
-    """function(model), with the model split over `world` ranks: the same on each of them."""
-    first, *others = ranks(lambda rank: function(load(directory, dist.group.WORLD, dtype=dtype)), world, **options)
+def on_ranks(ranks, world, directory, function, dtype=torch.float64, timeout=60, **options):
+    """function(model), with the model split over `world` ranks (options: of `load`): the same on each of them."""
+    first, *others = ranks(
+        lambda rank: function(load(directory, dist.group.WORLD, dtype=dtype, **options)), world, timeout=timeout
+    )
     assert all(other == first for other in others)
     return first
 

@@ -118,7 +118,7 @@ def test_all_reduces_of_a_decoded_token(ranks, tp, name, models):
 
     @torch.no_grad()
     def run(rank):
-        model = megatron_ssm.load(models[name][0], dist.group.WORLD)
+        model = megatron_ssm.load(models[name][0], dist.group.WORLD, shared_memory=False)
         ids, cache, counts = torch.zeros(BATCH, prompt, dtype=torch.long), model.new_cache(BATCH), []
         for part in (ids, ids[:, :1]):
             model.counter.reset()
@@ -168,7 +168,7 @@ def test_messages_in_a_format(ranks, tp, name, models):
     def run(rank):
         found = {}
         for format in formats:
-            model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=format)
+            model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=format, shared_memory=False)
             cache = model.new_cache(BATCH)
             for length in reversed(lengths):
                 ids = torch.zeros(BATCH, length, dtype=torch.long)
@@ -180,7 +180,7 @@ def test_messages_in_a_format(ranks, tp, name, models):
                 assert (counted, model.counter.nbytes) == (calls, nbytes)
                 found[format, length] = calls, nbytes, model.counter.sent
         native = partial(all_reduce, format="fp16", algorithm="native")
-        model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=native)
+        model = megatron_ssm.load(models[name][0], dist.group.WORLD, reduce=native, shared_memory=False)
         return found, tallied(lambda: model.local_logits(ids))
 
     in_fp32, floats = sums_of_a_token(name, tp)
@@ -216,7 +216,7 @@ def test_all_reduces_of_a_training_step(ranks, tp, name, models):
     """Forward: those of a token and the loss's two. Backward: the gradients of what each rank used for its part."""
 
     def run(rank):
-        model = megatron_ssm.load(models[name][0], dist.group.WORLD)
+        model = megatron_ssm.load(models[name][0], dist.group.WORLD, shared_memory=False)
         ids = torch.zeros(BATCH, 5, dtype=torch.long)
         losses = []
         forward, _ = tallied(lambda: losses.append(model.loss(ids, ids)))

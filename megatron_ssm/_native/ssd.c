@@ -1,0 +1,201 @@
+/* Mamba-2's recurrence and its gradient. See `ssd` in scan.py.
+
+   One task: a head of one sequence, up to WIDTH of its channels at a time, token after token. */
+#include "kernels.h"
+
+/* Channels at a time; in backward, and of them side by side; the largest N; tokens whose states are kept. */
+enum { WIDTH = 64, PART = 16, FOUR = 4, STATES = 256, CHUNK = 16 };
+
+typedef struct {
+  const void *x, *B, *C;              /* (batch, seq, heads, P), (batch, seq, groups, N) twice: contiguous within a token */
+  const float *dt, *A_log, *D, *state;    /* (batch, seq, heads); (heads) twice; (batch, heads, N, P) or NULL */
+  void *y;                            /* (batch, seq, heads, P) */
+  float *next, *saved;                /* (batch, heads, N, P), may be state; (batch, chunks, heads, N, P) or NULL */
+  const ptrdiff_t *strides;           /* of x, B, C: batch, token; of state and next: batch */
+  ptrdiff_t batch, seq, heads, P, groups, N;
+} Ssd;
+
+enum { X = 0, B_ = 2, C_ = 4, STATE = 6, NEXT = 7 };
+
+INLINE const void *row(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t place, int type) {
+  return at(p, b * a->strides[which] + t * a->strides[which + 1] + place, type);
+}
+
+/* h = decay * h + fed B^T, y += C^T h, for one token: four rows of h at a time. */
+INLINE void advance(float *h, ptrdiff_t pitch, float decay, const float *fed, const float *B, const float *C, float *y,
+                    ptrdiff_t N, ptrdiff_t width) {
+  ptrdiff_t n = 0;
+  for (; n + 4 <= N; n += 4, h += 4 * pitch)
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) {
+      float h0 = decay * h[c] + fed[c] * B[n], h1 = decay * h[pitch + c] + fed[c] * B[n + 1];
+      float h2 = decay * h[2 * pitch + c] + fed[c] * B[n + 2], h3 = decay * h[3 * pitch + c] + fed[c] * B[n + 3];
+      h[c] = h0, h[pitch + c] = h1, h[2 * pitch + c] = h2, h[3 * pitch + c] = h3;
+      y[c] += (C[n] * h0 + C[n + 1] * h1) + (C[n + 2] * h2 + C[n + 3] * h3);
+    }
+  for (; n < N; n++, h += pitch)
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) h[c] = decay * h[c] + fed[c] * B[n], y[c] += C[n] * h[c];
+}
+
+INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
+  ptrdiff_t N = a->N, P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK;
+  float fed[WIDTH], y[WIDTH], B[STATES], C[STATES], A = -exp_(a->A_log[head]), D = a->D[head];
+  float *h = a->next + b * a->strides[NEXT] + head * N * P + first; /* the states, where they will be left */
+  const float *state = a->state ? a->state + b * a->strides[STATE] + head * N * P + first : NULL;
+  if (state != h)
+    for (ptrdiff_t n = 0; n < N; n++)
+      for (ptrdiff_t c = 0; c < width; c++) h[n * P + c] = state ? state[n * P + c] : 0;
+  for (ptrdiff_t t = 0; t < a->seq; t++) {
+    if (a->saved && t % CHUNK == 0) {
+      float *saved = a->saved + ((b * chunks + t / CHUNK) * a->heads + head) * N * P + first;
+      for (ptrdiff_t n = 0; n < N; n++) memcpy(saved + n * P, h + n * P, width * sizeof(float));
+    }
+    float dt = a->dt[(b * a->seq + t) * a->heads + head], decay = exp_(dt * A);
+    const void *x = row(a, a->x, X, b, t, head * P + first, type);
+    const void *Bt = row(a, a->B, B_, b, t, group * N, type), *Ct = row(a, a->C, C_, b, t, group * N, type);
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) fed[c] = dt * get(x, c, type), y[c] = D * get(x, c, type);
+#pragma omp simd
+    for (ptrdiff_t n = 0; n < N; n++) B[n] = get(Bt, n, type), C[n] = get(Ct, n, type);
+    advance(h, P, decay, fed, B, C, y, N, width);
+    void *out = at(a->y, ((b * a->seq + t) * a->heads + head) * P + first, type);
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) put(out, c, y[c], type);
+  }
+}
+
+INLINE void forward_task(const Ssd *a, ptrdiff_t task, int type) {
+  ptrdiff_t first = 0, b = task / a->heads, head = task % a->heads;
+  for (; first + WIDTH <= a->P; first += WIDTH) forward_block(a, b, head, first, WIDTH, type);
+  if (a->P - first == WIDTH / 2) forward_block(a, b, head, first, WIDTH / 2, type);
+  else if (first < a->P) forward_block(a, b, head, first, a->P - first, type);
+}
+
+CLONES static void forward_float32(const Ssd *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
+CLONES static void forward_bfloat16(const Ssd *a, ptrdiff_t task) { forward_task(a, task, BFLOAT16); }
+
+/* `saved` receives the states before each chunk of tokens, for the gradient. */
+int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
+        void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
+        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int threads) {
+  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N};
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t task = 0; task < batch * heads; task++)
+    if (type == FLOAT32) forward_float32(&a, task);
+    else forward_bfloat16(&a, task);
+  return 0;
+}
+
+/* The gradients; as in selective_scan.c. Here the states of a head lie as (P, N), so that the sums over P that dB and dC
+   are need no sums across a vector; PART channels at a time, FOUR of them side by side. */
+typedef struct {
+  Ssd a;
+  const float *dout;     /* (batch, seq, heads, P) */
+  float *adjoint;        /* (batch, heads, N, P): of the final state; becomes the first state's */
+  float *dx, *ddt;       /* as x, contiguous; (batch, seq, heads), zero before */
+  float *dA_log, *dD;    /* (batch, heads), zero before */
+} SsdGradient;
+
+/* (N, P) rows of `pitch` -> (width, N), and back. */
+INLINE void transpose(const float *from, ptrdiff_t pitch, float *to, ptrdiff_t N, ptrdiff_t width) {
+  for (ptrdiff_t n = 0; n < N; n++)
+    for (ptrdiff_t c = 0; c < width; c++) to[c * N + n] = from[n * pitch + c];
+}
+INLINE void transpose_back(const float *from, float *to, ptrdiff_t pitch, ptrdiff_t N, ptrdiff_t width) {
+  for (ptrdiff_t n = 0; n < N; n++)
+    for (ptrdiff_t c = 0; c < width; c++) to[n * pitch + c] = from[c * N + n];
+}
+
+/* One token of `count` channels, a constant: g = (g + C dy) before it, times decay after it. dB += sum g dt x,
+   dC += sum h dy, din = sum g B; returns the sum of g times the state before. */
+INLINE float retreat(float *g, const float *before, const float *after, const float *B, const float *C, float *dB,
+                     float *dC, const float *dy, const float *fed, float *din, float decay, ptrdiff_t N, int count) {
+  float exponent = 0, s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+  ptrdiff_t one = count > 1 ? N : 0, two = count > 1 ? 2 * N : 0, three = count > 1 ? 3 * N : 0;
+#pragma omp simd reduction(+ : exponent, s0, s1, s2, s3)
+  for (ptrdiff_t n = 0; n < N; n++) {
+    float g0 = g[n] + C[n] * dy[0], b = g0 * fed[0], c = after[n] * dy[0];
+    s0 += g0 * B[n], exponent += g0 * before[n];
+    if (count > 1) {
+      float g1 = g[one + n] + C[n] * dy[1], g2 = g[two + n] + C[n] * dy[2], g3 = g[three + n] + C[n] * dy[3];
+      b += g1 * fed[1] + g2 * fed[2] + g3 * fed[3];
+      c += after[one + n] * dy[1] + after[two + n] * dy[2] + after[three + n] * dy[3];
+      s1 += g1 * B[n], s2 += g2 * B[n], s3 += g3 * B[n];
+      exponent += g1 * before[one + n] + g2 * before[two + n] + g3 * before[three + n];
+      g[one + n] = g1 * decay, g[two + n] = g2 * decay, g[three + n] = g3 * decay;
+    }
+    g[n] = g0 * decay, dB[n] += b, dC[n] += c;
+  }
+  din[0] = s0;
+  if (count > 1) din[1] = s1, din[2] = s2, din[3] = s3;
+  return exponent;
+}
+
+/* `scratch`: (CHUNK + 2, PART, N), the adjoint and the states before and after each token of a chunk. */
+INLINE void backward_block(const SsdGradient *g, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
+                           float *dB, float *dC, float *scratch, ptrdiff_t N) {
+  const Ssd *a = &g->a;
+  ptrdiff_t P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK, size = width * N;
+  float fed[PART], din[PART], A = -exp_(a->A_log[head]), D = a->D[head], dA = 0, dD = 0;
+  float *adjoint = scratch, *h = scratch + size, *final = g->adjoint + (b * a->heads + head) * N * P + first;
+  transpose(final, P, adjoint, N, width);
+  for (ptrdiff_t chunk = chunks - 1; chunk >= 0; chunk--) {
+    ptrdiff_t start = chunk * CHUNK, length = a->seq - start < CHUNK ? a->seq - start : CHUNK;
+    transpose(a->saved + ((b * chunks + chunk) * a->heads + head) * N * P + first, P, h, N, width);
+    for (ptrdiff_t i = 0; i < length; i++) { /* h + i * size: the states before token start + i */
+      float dt = a->dt[(b * a->seq + start + i) * a->heads + head], decay = exp_(dt * A);
+      const float *x = row(a, a->x, X, b, start + i, head * P + first, FLOAT32);
+      const float *B = row(a, a->B, B_, b, start + i, group * N, FLOAT32), *before = h + i * size;
+      float *after = h + (i + 1) * size;
+      for (ptrdiff_t c = 0; c < width; c++)
+#pragma omp simd
+        for (ptrdiff_t n = 0; n < N; n++) after[c * N + n] = decay * before[c * N + n] + dt * x[c] * B[n];
+    }
+    for (ptrdiff_t i = length - 1; i >= 0; i--) {
+      ptrdiff_t t = start + i, place = (b * a->seq + t) * a->heads + head, c = 0;
+      float dt = a->dt[place], decay = exp_(dt * A), exponent = 0, dstep = 0, *dx = g->dx + place * P + first;
+      const float *x = row(a, a->x, X, b, t, head * P + first, FLOAT32), *dy = g->dout + place * P + first;
+      const float *B = row(a, a->B, B_, b, t, group * N, FLOAT32), *C = row(a, a->C, C_, b, t, group * N, FLOAT32);
+      const float *before = h + i * size, *after = before + size;
+      ptrdiff_t shared = ((b * a->seq + t) * a->groups + group) * N;
+      for (ptrdiff_t k = 0; k < width; k++) fed[k] = dt * x[k];
+      for (; c + FOUR <= width; c += FOUR)
+        exponent += retreat(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
+                            fed + c, din + c, decay, N, FOUR);
+      for (; c < width; c++)
+        exponent += retreat(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
+                            fed + c, din + c, decay, N, 1);
+      for (ptrdiff_t k = 0; k < width; k++) dx[k] = D * dy[k] + din[k] * dt, dstep += din[k] * x[k], dD += dy[k] * x[k];
+      exponent *= decay, dA += exponent * dt, g->ddt[place] += dstep + exponent * A;
+    }
+  }
+  transpose_back(adjoint, final, P, N, width);
+  g->dA_log[b * a->heads + head] += dA * A, g->dD[b * a->heads + head] += dD;
+}
+
+CLONES static void backward_task(const SsdGradient *g, ptrdiff_t task, float *dB, float *dC, float *scratch) {
+  ptrdiff_t P = g->a.P, N = g->a.N, b = task / g->a.heads, head = task % g->a.heads;
+  for (ptrdiff_t first = 0; first < P; first += PART) {
+    ptrdiff_t width = P - first < PART ? P - first : PART;
+    if (width == PART && N == 64) backward_block(g, b, head, first, PART, dB, dC, scratch, 64); /* constants are faster */
+    else if (width == PART && N == 128) backward_block(g, b, head, first, PART, dB, dC, scratch, 128);
+    else backward_block(g, b, head, first, width, dB, dC, scratch, N);
+  }
+}
+
+/* dB, dC: (threads, batch, seq, groups, N), zero before; scratch: (threads, CHUNK + 2, PART, N). */
+int ssd_backward(const float *x, const float *dt, const float *A_log, const float *B, const float *C, const float *D,
+                 float *saved, const float *dout, float *adjoint, float *dx, float *ddt, float *dA_log, float *dB,
+                 float *dC, float *dD, float *scratch, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
+                 ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int threads) {
+  Ssd a = {x, B, C, dt, A_log, D, NULL, NULL, NULL, saved, strides, batch, seq, heads, P, groups, N};
+  SsdGradient g = {a, dout, adjoint, dx, ddt, dA_log, dD};
+  ptrdiff_t part = batch * seq * groups * N;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (ptrdiff_t task = 0; task < batch * heads; task++) {
+    ptrdiff_t thread = THREAD;
+    backward_task(&g, task, dB + thread * part, dC + thread * part, scratch + thread * (CHUNK + 2) * PART * N);
+  }
+  return 0;
+}

@@ -1,0 +1,110 @@
+"""The tensor-parallel ranks that a model is split over, and how their parts are added up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sparsefusion import all_reduce, collectives
+from sparsefusion.shared_memory import SharedMemory, connect
+
+from .parallel import neighbours
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, norms, sums and their parameters in a model of `dtype`: float32, or float64 if it is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The tensor-parallel ranks a model is split over; `group` None is one rank.
+
+    counter: adds up what this rank sends. format: of the block outputs' sums (out_proj, o_proj, down_proj): fp32, fp16,
+    bf16, int8 or auto (`sparsefusion.all_reduce`), or a `(tensor, group) -> tensor` function of the caller's. Everything
+    else is summed by `exact`. memory: what the ranks share if they are on one host, through which tensors of the CPU go,
+    then; `transport` says why, if they do not. (In memory fp32 is the fastest format, and what auto chooses.)
+    """
+
+    group: object = None
+    rank: int = 0
+    size: int = 1
+    counter: collectives.Counter | None = None
+    format: str | Callable = "fp32"
+    memory: SharedMemory | None = None
+    transport: str = ""  # of one rank, none
+
+    @classmethod
+    def of(cls, group, counter=None, format="fp32", share=True) -> "Ranks":
+        """The ranks of a process group (None, or a group of one: one rank), which all of them call together.
+
+        share: whether to share memory if they are on one host, for tensors of the CPU.
+        """
+        if group is None or group.size() == 1:
+            return cls(counter=counter, format=format)
+        backend = dist.get_backend(group)
+        memory, why = connect(group) if share else (None, "")
+        transport = "shared memory" if memory else f"{backend} ({why})" if why else backend
+        return cls(group, group.rank(), group.size(), counter, format, memory, transport)
+
+    def __deepcopy__(self, memo):
+        return self  # process groups are handles
+
+    def slot(self, pieces: int) -> int:
+        """Which of `pieces` pieces this rank holds, each being held by size/pieces neighbouring ranks."""
+        return self.rank * pieces // self.size
+
+    def sharing(self, pieces: int) -> "Ranks":
+        """The neighbours that hold the same one of `pieces` pieces as this rank: one rank where there are enough of them.
+
+        Makes a process group if 1 < pieces < size, on all ranks together.
+        """
+        if pieces >= self.size:
+            return Ranks(counter=self.counter)
+        if pieces == 1:
+            return self
+        return Ranks.of(neighbours(self.group, self.size // pieces), self.counter, share=self.memory is not None)
+
+    def close(self) -> None:
+        """Give up the shared memory; ranks that still wait for this one learn of it."""
+        if self.memory is not None:
+            self.memory.close()
+
+    def exact(self, tensor, group):
+        """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
+        if self.memory is not None and tensor.is_cpu:
+            return self.memory.all_reduce(tensor.detach(), counter=self.counter)
+        return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
+
+    def reduce(self, tensor, group):
+        """The sum over the group in this model's format."""
+        if callable(self.format):
+            return self.format(tensor, group)
+        if self.memory is not None and tensor.is_cpu:
+            return self.memory.all_reduce(tensor.detach(), self._memory_format, self.counter)
+        return all_reduce(tensor, group, self.format, counter=self.counter)
+
+    @property
+    def _memory_format(self) -> str:
+        return "fp32" if self.format == "auto" else self.format
+
+    def reduce_beside(self, tensor, column, group):
+        """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""
+        if callable(self.format):
+            return self.format(tensor, group), self.exact(column, group)
+        if self.memory is not None and tensor.is_cpu:
+            return self.memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
+        return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
+
+    def largest(self, tensor):
+        """The largest of the ranks' numbers, elementwise."""
+        if self.memory is not None and tensor.is_cpu:
+            return self.memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
+        return collectives.all_reduce(tensor, self.group, self.counter, dist.ReduceOp.MAX)
+
+    def gather(self, tensor):
+        """Every rank's tensor, in rank order: (ranks, *tensor.shape)."""
+        if self.memory is not None and tensor.is_cpu:
+            return self.memory.all_gather(tensor.detach(), self.counter)
+        return collectives.all_gather(tensor, self.group, self.counter)

@@ -1,0 +1,108 @@
+"""Matrices, and the product with them: `linear`; and matrices kept as 8-bit integers.
+
+A decoding step reads every weight once, so it is as fast as the memory: a C kernel comes close to that for a few tokens,
+and smaller weights need less. In int8, blocks of 64 numbers of a row share a float32 scale, max(abs(w)) / 127; only
+weights are rounded, activations and sums are as in the model's dtype, and nothing can be trained or saved.
+"""
+
+import ctypes
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import kernels
+
+PAGE, LARGE, MADV_HUGEPAGE = 4096, 4 * 2**20, 14  # Linux's
+
+
+def linear(x, weight, bias=None) -> torch.Tensor:
+    """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or an Int8Weight.
+
+    For a few tokens, without gradients, a C kernel that reads W once; else torch's product.
+    """
+    if isinstance(weight, Int8Weight):
+        return weight.linear(x, bias)
+    if torch.is_grad_enabled() or not kernels.takes(x, weight, bias):
+        return F.linear(x, weight, bias)
+    return kernels.linear(x, weight, None, bias)
+
+
+def rows_at(weight, index) -> torch.Tensor:
+    """Rows of a matrix, (...) int64 -> (..., in): an embedding."""
+    return weight.rows(index) if isinstance(weight, Int8Weight) else F.embedding(index, weight)
+
+
+class Int8Weight(nn.Module):
+    """A matrix W (out, in): `values` int8 (out, in), `scales` float32 (out, in / 64). dtype: of activations."""
+
+    def __init__(self, values, scales, dtype):
+        super().__init__()
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
+        self.dtype = dtype
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight) -> "Int8Weight":
+        """A floating-point matrix, rounded. A block of zeros has scale 0."""
+        blocks = weight.float().view(len(weight), -1, kernels.BLOCK)
+        scales = blocks.abs().amax(-1) / 127
+        divisors = scales.where(scales > 0, 1).unsqueeze(-1)
+        values = torch.empty_like(weight, dtype=torch.int8)
+        prefer_huge_pages([values])
+        values.view_as(blocks).copy_((blocks / divisors).round_().clamp_(-127, 127))
+        return cls(values, scales, weight.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in)"""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.values.device
+
+    def forward(self) -> "Int8Weight":
+        """Itself: what `Packed` gives for a matrix of several fields."""
+        return self
+
+    def rows(self, index) -> torch.Tensor:
+        """Some rows in the model's dtype: index (...) -> (..., in)."""
+        blocks = self.values[index].unflatten(-1, (-1, kernels.BLOCK)) * self.scales[index].unsqueeze(-1)
+        return blocks.flatten(-2).to(self.dtype)
+
+    def linear(self, x, bias=None) -> torch.Tensor:
+        """x (..., in) -> x W^T + bias, (..., out): by a C kernel for few rows of x, else by torch from W in x's dtype."""
+        if not torch.is_grad_enabled() and kernels.takes(x, self.values, bias):
+            return kernels.linear(x, self.values, self.scales, bias)
+        return F.linear(x, self.rows(slice(None)).to(x.dtype), bias)
+
+
+def prefer_huge_pages(tensors) -> None:
+    """Ask Linux for pages of 2 MB under tensors that nothing has been written to yet; elsewhere, nothing.
+
+    Each page needs a look into a table, and of small ones there are so many that reading takes a twentieth longer.
+    """
+    if sys.platform != "linux":
+        return
+    advise = ctypes.CDLL(None).madvise
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // PAGE) * PAGE
+        if tensor.is_cpu and tensor.nbytes >= LARGE:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start), MADV_HUGEPAGE)
+
+
+def can_quantize(weight) -> bool:
+    """Whether a matrix's rows are whole blocks, and there are any."""
+    return weight.shape[0] > 0 and weight.shape[1] % kernels.BLOCK == 0
+
+
+def quantize(module: nn.Module) -> None:
+    """Replace the module's own `weight`, a matrix or `Packed` fields of one, by an Int8Weight, where its rows allow."""
+    weight = module.weight() if isinstance(module.weight, nn.Module) else module.weight
+    if can_quantize(weight):
+        del module.weight
+        module.weight = Int8Weight.of(weight)

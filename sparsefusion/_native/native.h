@@ -1,0 +1,48 @@
+/* What all kernels share: variants for the processors they run on, and numbers as they lie in torch's tensors.
+
+   Loops are written for GCC to vectorize (#pragma omp simd); CLONES compiles a function for each level of x86-64 and
+   lets the dynamic linker take the best one. A parallel region would be compiled for the lowest level only, so it stands
+   in a driver without CLONES, which calls the cloned function block by block. */
+#ifndef NATIVE_H
+#define NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#define THREAD omp_get_thread_num()
+#else
+#define THREAD 0
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3 };
+
+INLINE float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+INLINE uint16_t to_bfloat16(float x) {  /* to the nearest, ties to even; a NaN stays one */
+  uint32_t bits = bits_of_float(x);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return x == x ? rounded : 0x7fc0;
+}
+
+/* The i-th number of a tensor of `type`, FLOAT32 or BFLOAT16. */
+INLINE float get(const void *p, ptrdiff_t i, int type) {
+  return type == FLOAT32 ? ((const float *)p)[i] : float_of_bits((uint32_t)((const uint16_t *)p)[i] << 16);
+}
+INLINE void put(void *p, ptrdiff_t i, float x, int type) {
+  if (type == FLOAT32) ((float *)p)[i] = x;
+  else ((uint16_t *)p)[i] = to_bfloat16(x);
+}
+/* The address of the i-th number. */
+INLINE void *at(const void *p, ptrdiff_t i, int type) { return (char *)p + i * (type == FLOAT32 ? 4 : 2); }
+
+#endif

@@ -1,0 +1,135 @@
+"""Models whose ranks share memory; oracle: the same models over gloo, whose calls test_counts.py counts."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from hf import save_hf
+from sparsefusion import reduction, shared_memory
+
+HIDDEN, VOCAB, LAYERS = 32, 61, 2
+MODELS = {  # name: (family, changes)
+    "mamba": ("mamba", dict(num_hidden_layers=LAYERS)),
+    "mamba2-1-group": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=1)),
+    "mamba2-2-groups": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=2)),
+    "zamba-2-heads": ("zamba", dict(n_mamba_heads=2)),  # 4 ranks: two groups share a head each
+}
+worlds = pytest.mark.parametrize("tp", (2, 4))
+IDS = torch.arange(14).view(2, 7) % VOCAB
+
+pytestmark = pytest.mark.skipif(not shared_memory.kernels(), reason=f"no C library: {shared_memory.kernels().why}")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """place(name): the directory of a model, made once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            family, changes = MODELS[name]
+            made[name] = tmp_path_factory.mktemp(name)
+            save_hf(made[name], family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+        return made[name]
+
+    return of
+
+
+def everything(model):
+    """Loss, gradients, logits after a prompt and a decoded token, greedy tokens, and what was counted on the way."""
+    loss = model.loss(IDS, IDS)
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    with torch.no_grad():
+        cache = model.new_cache(2, 20)
+        logits = torch.cat([model(IDS, cache=cache), model(IDS[:, :1], cache=cache)], dim=1)
+    tokens = megatron_ssm.generate(model, IDS, max_new_tokens=5)
+    return [loss.detach(), gradients, logits, tokens], (model.counter.calls, model.counter.nbytes, model.counter.sent)
+
+
+@worlds
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
+    directory = place(name)
+
+    def run(rank):
+        load = partial(megatron_ssm.load, directory, dist.group.WORLD, dtype=dtype)
+        shared, gloo = load(), load(shared_memory=False)
+        assert (shared.ranks.transport, gloo.ranks.transport) == ("shared memory", "gloo")
+        assert shared.head_ranks.memory is not None or shared.head_ranks.size == 1
+        (ours, counted), (theirs, counted_there) = everything(shared), everything(gloo)
+        assert counted == counted_there and sum(counted[0].values()) > 0
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-10 if dtype == torch.float64 else 0.05)
+        return ours[:1] + ours[2:]
+
+    first, *others = ranks(run, tp)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@worlds
+def test_auto_is_exact_in_shared_memory(ranks, tp, place, monkeypatch):
+    """And measures nothing; a caller's own function is called, and what is exact goes through memory beside it."""
+    directory = place("mamba2-1-group")
+    monkeypatch.setattr(reduction, "measure", None)
+
+    @torch.no_grad()
+    def run(rank):
+        load = partial(megatron_ssm.load, directory, dist.group.WORLD)
+        exact, auto = load(), load(reduce="auto")
+        assert torch.equal(exact(IDS), auto(IDS))
+        summed = []
+        own = load(reduce=lambda tensor, group: summed.append(tensor.shape) or exact.ranks.exact(tensor, group))
+        torch.testing.assert_close(own(IDS), exact(IDS), rtol=0, atol=1e-5)
+        assert summed == [(2, 7, HIDDEN)] * LAYERS
+        return own.counter.calls - Counter({"all_gather": 1})
+
+    assert ranks(run, tp) == [Counter({"all_reduce": 1 + LAYERS})] * tp  # the embedding, and the norms' squares
+
+
+@worlds
+def test_a_rank_that_has_gone_ends_the_others(ranks, tp, place):
+    """The one that closed is named, by whoever still runs the model; and a closed model says so itself."""
+    directory = place("mamba")
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD)
+        model(IDS)
+        if rank == tp - 1:
+            model.close()
+            model.close()
+        with pytest.raises(RuntimeError) as caught:
+            model(IDS)
+        dist.barrier()
+        return str(caught.value)
+
+    *messages, own = ranks(run, tp)
+    assert "closed" in own
+    assert all(f"rank {tp - 1} of {tp}" in message or "given up" in message for message in messages)
+    assert any(f"rank {tp - 1} of {tp}" in message for message in messages)
+
+
+@worlds
+def test_models_on_one_group_have_memory_of_their_own(ranks, tp, place):
+    """One may close without the other; parts of a world may share, and a rank alone has nothing to share."""
+    directory = place("mamba")
+
+    @torch.no_grad()
+    def run(rank):
+        first, second = (megatron_ssm.load(directory, dist.group.WORLD) for _ in range(2))
+        expected = second(IDS)
+        first.close()
+        del first
+        assert torch.equal(second(IDS), expected)
+        pair = dist.new_subgroups(tp // 2)[0]
+        with megatron_ssm.load(directory, pair) as half:
+            torch.testing.assert_close(half(IDS), expected, rtol=0, atol=1e-5)
+            return half.ranks.transport
+
+    assert ranks(run, tp) == ["shared memory" if tp > 2 else ""] * tp

@@ -1,0 +1,146 @@
+"""Models with rounded weights; oracle: the same model in float64 whose matrices were replaced by their rounded values."""
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from hf import save_hf
+from megatron_ssm import kernels
+from megatron_ssm.weights import Int8Weight, linear, rows_at
+
+FAMILIES = {  # wide enough that every matrix, also half of it, has whole blocks
+    "mamba": dict(num_hidden_layers=2),
+    "mamba2": dict(num_hidden_layers=2, n_groups=1, head_dim=32, tie_word_embeddings=False),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        num_hidden_layers=3,
+        mamba_ngroups=2,
+        intermediate_size=256,
+    ),
+}
+HIDDEN, VOCAB = 128, 61
+IDS = torch.arange(22).view(2, 11) % VOCAB
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """place(family): the directory of a model, made once."""
+
+    @cache
+    def of(family):
+        folder = tmp_path_factory.mktemp(family)
+        save_hf(folder, family, hidden_size=HIDDEN, vocab_size=VOCAB, **FAMILIES[family])
+        return folder
+
+    return of
+
+
+def rounded(weight):
+    """What int8 makes of a matrix, in float64: in blocks of 64, by max(abs(w)) / 127 of each, halves to even."""
+    blocks = weight.float().view(len(weight), -1, 64)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    integers = (blocks / scale).round().nan_to_num().double()  # of a block of zeros, nan
+    return (integers * scale.double()).view_as(weight)
+
+
+def with_rounded_matrices(model, int8):
+    """A float64 model with the matrices that `int8` has in 8 bits rounded; how many there are."""
+    count = 0
+    for name, module in int8.named_modules():
+        if isinstance(getattr(module, "weight", None), Int8Weight):
+            count += 1
+            weight = model.get_submodule(name).weight
+            for part in weight.parameters() if isinstance(weight, torch.nn.Module) else [weight]:
+                part.data.copy_(rounded(part.data))
+    return count
+
+
+def run(model):
+    """Logits of a prompt, and of tokens decoded one by one after it."""
+    with torch.no_grad():
+        cache = model.new_cache(2, 30)
+        parts = [model(IDS[:, :8], cache=cache)] + [model(IDS[:, t : t + 1], cache=cache) for t in range(8, 11)]
+        return torch.cat(parts, dim=1)
+
+
+@families
+def test_an_int8_model_is_the_model_of_its_rounded_weights(family, place):
+    int8 = megatron_ssm.load(place(family), weights="int8")
+    exact = megatron_ssm.load(place(family), dtype=torch.float64)
+    before = run(exact)
+    assert with_rounded_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    expected = run(exact)
+    assert (expected - before).abs().max() > 1e-4  # it makes a difference
+    torch.testing.assert_close(run(int8).double(), expected, rtol=0, atol=1e-3 if family == "zamba2" else 1e-4)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@families
+def test_ranks_round_alike(ranks, tp, family, place):
+    """Also in bfloat16; a copy of a model is the model."""
+    directory = place(family)
+    alone = run(megatron_ssm.load(directory, weights="int8"))
+
+    def on(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, weights="int8")
+        logits = run(model)
+        assert torch.equal(run(copy.deepcopy(model)), logits)
+        narrow = run(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights="int8"))
+        assert (narrow - logits).norm() <= 0.05 * logits.norm()
+        return logits
+
+    for logits in ranks(on, tp):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=3e-4)
+
+
+def test_what_rounded_weights_cannot_do(place, tmp_path):
+    model = megatron_ssm.load(place("mamba"), weights="int8")
+    with pytest.raises(ValueError, match="weights='int8' cannot be saved"):
+        megatron_ssm.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="weights='int8' cannot be trained"):
+        model.loss(IDS, IDS)
+    with torch.no_grad():
+        loss = model.loss(IDS, IDS)
+        torch.testing.assert_close(loss, megatron_ssm.load(place("mamba")).loss(IDS, IDS), rtol=0, atol=0.05)
+    for wrong in ("int4", 8, torch.int8):
+        with pytest.raises(ValueError, match="is neither None nor 'int8'"):
+            megatron_ssm.load(place("mamba"), weights=wrong)
+
+
+def test_a_quarter_of_the_bytes(place):
+    def nbytes(model):
+        return sum(t.nbytes for t in model.state_dict().values())
+
+    whole, int8 = (nbytes(megatron_ssm.load(place("mamba2"), weights=weights)) for weights in (None, "int8"))
+    assert 0.25 * whole < int8 < 0.32 * whole
+
+
+@pytest.mark.parametrize("rows", (1, 3, 40), ids=str)
+@torch.no_grad()
+def test_int8_matrices(rows):
+    """By C for few rows, by torch for many; zeros, and blocks of zeros, stay; not for floats of other rows' lengths."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(5, 192, generator=generator)
+    weight[1] = 0
+    weight[2, 64:128] = 0
+    matrix, x = Int8Weight.of(weight), torch.randn(rows, 192, generator=generator)
+    assert kernels.takes(x, matrix.values) == (rows <= kernels.ROWS[torch.int8] and bool(kernels.LIBRARY))
+    torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded(weight).T, rtol=0, atol=1e-4)
+    index = torch.tensor([[2, 0], [1, 1]])
+    torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_model_turned_into_bfloat16(place):
+    """Its A_log, D and dt biases too: what C takes for float32 is not; nothing is read for what it is not."""
+    model = megatron_ssm.load(place("mamba2")).bfloat16()
+    expected = run(megatron_ssm.load(place("mamba2")))
+    assert (run(model) - expected).norm() <= 0.05 * expected.norm()
+    half = partial(megatron_ssm.load, place("mamba"), dtype=torch.float16)
+    assert (run(half()) - run(megatron_ssm.load(place("mamba")))).norm() <= 0.01 * expected.norm()
