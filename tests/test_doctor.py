@@ -151,7 +151,7 @@ def unbuilt(directory):
 def test_a_broken_torch_and_no_kernels(compiler, remedy, tmp_path):
     """What cannot be found out is told with its reason, and the rest all the same. This apex is like NVIDIA's."""
     path = apex(unbuilt(tmp_path), optimizers=["__init__.py", "fused_adam.py"])
-    settings = dict(PYTHONPATH=path, CC=compiler, TORCH_EXTENSIONS_DIR=path / "none")
+    settings = dict(PYTHONPATH=path, CC=compiler, TORCH_EXTENSIONS_DIR=path / "none", MEGATRON_SSM_SKIP_NATIVE="")
     found = json.loads(run("--json", root=path, **settings))
     unknown = "unknown (ImportError: libc10.so: cannot open)"
     assert found["versions"]["torch build"] == found["operations"] == found["threads"]["torch"] == unknown

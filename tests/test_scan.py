@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ssm.conv import causal_conv, causal_conv_ref
+from megatron_ssm.kernels import LIBRARY
 from megatron_ssm.scan import SELECTIVE_CHUNK, SSD_CHUNK
 from scans import KINDS, PREVIOUS, error, everything, in_pieces, inputs_of, worst
 
@@ -180,13 +181,18 @@ def bytes_saved(function, inputs):
 
 @pytest.mark.parametrize("kind", ("selective", "ssd"))
 def test_backward_keeps_no_states_of_single_tokens(kind):
-    """Kept: the inputs, and by the selective scan a state per SELECTIVE_CHUNK tokens; the twin keeps every token's."""
+    """Kept: the inputs, and by the selective scan a state per SELECTIVE_CHUNK tokens; the twin keeps every token's.
+
+    In torch also what lies between softplus, scan and gate: three tensors like x.
+    """
     seq = 256
     inputs = inputs_of(kind, batch=1, seq=seq, dtype=torch.float32, channels=64, heads=4, groups=1, size=16)
     given = sum(t.nbytes for t in inputs.values())
     state = inputs["state"].nbytes
-    between = state * math.ceil(seq / SELECTIVE_CHUNK) if kind == "selective" else 0
+    between = 0
+    if kind == "selective":
+        between = state * math.ceil(seq / SELECTIVE_CHUNK) + (0 if LIBRARY else 3 * inputs["x"].nbytes)
     fast, plain = (bytes_saved(function, inputs) for function in KINDS[kind])
     assert fast <= given + between + 4096
-    assert fast < seq * state / 3
+    assert fast < seq * state / 2
     assert plain > seq * state

@@ -91,7 +91,7 @@ def test_ranks_round_alike(ranks, tp, family, place):
         logits = run(model)
         assert torch.equal(run(copy.deepcopy(model)), logits)
         narrow = run(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights="int8"))
-        assert (narrow - logits).norm() <= 0.05 * logits.norm()
+        assert (narrow - logits).norm() <= 0.1 * logits.norm()
         return logits
 
     for logits in ranks(on, tp):
