@@ -125,7 +125,7 @@ def missing_kernels() -> list[str]:
 def shared_memory(path="/dev/shm", needed=SHARED_BYTES) -> list[str]:
     """Ranks of one machine meet there."""
     if not os.access(path, os.W_OK | os.X_OK):
-        return [f"{path} is not there or not writable: mount a tmpfs there that this user may write to"]
+        return [f"{path} is not there or not writable, so that ranks meet in a file on disk: mount a tmpfs there"]
     size = os.statvfs(path)
     if (free := size.f_bavail * size.f_frsize) >= needed:
         return []

@@ -20,6 +20,7 @@ from sparsefusion.reduction import automatic
 
 from .config import Config
 from .families import aliases, hf_shapes, layout
+from .kernels import BLOCK
 from .layers import QUANTIZABLE, Ranks
 from .model import Model
 from .weights import prefer_huge_pages, quantize
@@ -70,8 +71,9 @@ def load(
         names = match_tensors(config, tensors, directory)
         model = build(config, group, data_group, dtype, device, reduce, shared_memory)
         with torch.no_grad():
-            _fill(model, lambda p: _read(p, tensors[names[p.field.hf]], model.ranks), weights)
-    model.weights = weights
+            rounded = _fill(model, lambda p: _read(p, tensors[names[p.field.hf]], model.ranks), weights)
+    if weights is not None:
+        _freeze(model, weights, rounded, directory)
     model.directory = Path(directory)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
@@ -82,7 +84,7 @@ def build(
     config: Config, group=None, data_group=None, dtype=torch.float32, device="cpu", reduce="fp32", shared_memory=True
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
-    ranks = Ranks.of(group, Counter(), reduce, share=shared_memory and torch.device(device).type == "cpu")
+    ranks = Ranks.of(group, Counter(), reduce, share=shared_memory if torch.device(device).type == "cpu" else None)
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         automatic(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
@@ -152,14 +154,30 @@ def _check_copies(tensors, name, copies, directory) -> None:
             raise ValueError(f"{directory}: {name} and {other} differ, but its configuration makes them one")
 
 
-def _fill(module, read, weights) -> None:
-    """Read a module's parameters, then its children's; matrices that are to be quantized, each as soon as it is there."""
+def _fill(module, read, weights) -> list[bool]:
+    """Read a module's parameters, then its children's; matrices that are to be rounded, each as soon as it is there.
+
+    Returns of each such matrix whether it could be.
+    """
     for parameter in module.parameters(recurse=False):
         read(parameter)
-    for child in module.children():
-        _fill(child, read, weights)
+    rounded = [done for child in module.children() for done in _fill(child, read, weights)]
     if weights == "int8" and isinstance(module, QUANTIZABLE):
-        quantize(module)
+        rounded.append(quantize(module))
+    return rounded
+
+
+def _freeze(model, weights, rounded, directory) -> None:
+    """A model with rounded weights is not trained; ValueError if it has none, a line if not all are."""
+    rule = f"have rows, on {model.ranks.size} ranks, that are no multiple of {BLOCK} numbers long"
+    if not any(rounded):
+        raise ValueError(f"weights={weights!r} rounds nothing of {directory}: all {len(rounded)} matrices {rule}")
+    model.weights = weights
+    model.requires_grad_(False)
+    if not all(rounded) and model.ranks.rank == 0:
+        log.warning(
+            f"weights={weights!r}: {rounded.count(False)} of {len(rounded)} matrices {rule}, and stay as they are"
+        )
 
 
 def _read(parameter, tensor, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from sparsefusion.arguments import Printer, this_rank
-from sparsefusion.native import ROOT, Library
+from sparsefusion.native import Library, file_of
 
 from .ailments import LIBRARIES, known, torch_build, usable_cores, version_of, warnings
 
@@ -80,13 +80,8 @@ def libraries() -> dict:
 
 
 def _library_of(package) -> dict:
-    library, file = Library(package, {}), _library_file(package)
+    library, file = Library(package, {}), file_of(package)
     return {"loaded": bool(library), "variant": library.variant, "file": file and str(file), "why not": library.why}
-
-
-def _library_file(package) -> Path | None:
-    """The file that native.Library takes."""
-    return next(iter(sorted((ROOT / package / "_native").glob("kernels*.so"))), None)
 
 
 def launchers() -> dict:

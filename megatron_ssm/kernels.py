@@ -16,7 +16,7 @@ _ACTIVATIONS = (torch.float32, torch.bfloat16)
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # of a convolution; of a recurrence
 CHUNK, PART = 16, 16  # tokens and channels of ssd whose states are kept in backward (ssd.c)
 BLOCK = 64  # numbers of an int8 weight that share a scale (linear.c)
-ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 24}  # beyond so many, torch's matrix product is faster
+ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36}  # beyond so many, torch's matrix product is faster
 
 SIGNATURES = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -36,9 +36,12 @@ LIBRARY = Library("megatron_ssm", SIGNATURES)
 
 
 def usable(first, *others) -> bool:
-    """Whether a kernel can take these tensors (None: absent): one type on the CPU, and the library is there."""
+    """Whether a kernel can take these tensors (None: absent): one type on the CPU, and the library is there.
+
+    Not while torch.compile traces: it would keep addresses of tensors that it has freed.
+    """
     dtype = first.dtype
-    if LIBRARY.functions is None or dtype not in _ACTIVATIONS or not first.is_cpu:
+    if LIBRARY.functions is None or dtype not in _ACTIVATIONS or not first.is_cpu or torch.compiler.is_compiling():
         return False
     for other in others:
         if other is not None and (other.dtype is not dtype or not other.is_cpu):
@@ -232,7 +235,7 @@ def gated_norm(y, z, weight, groups, eps=None):
     if z.stride(-1) != 1 or z.stride(0) != z.shape[1] * z.stride(1):
         z = z.contiguous()
     out = torch.empty_like(y)
-    squares = None if eps is not None else torch.empty(*y.shape[:-1], groups)
+    squares = None if eps is not None else y.new_empty(*y.shape[:-1], groups, dtype=torch.float32)
     check(LIBRARY.functions.gated_norm(
         y.data_ptr(), z.data_ptr(), weight.data_ptr(), out.data_ptr(), address(squares), y.numel() // width, z.stride(1),
         groups, width // groups, eps or 0.0, eps is not None, TYPES[y.dtype],

@@ -72,7 +72,7 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""
-        if self.heads == 1 and steps.may_step(call, cache):
+        if self.heads == 1 and steps.may_step(call, cache, *self._layers()):
             parts = self._parts(*cache.read(call.rows))
             if steps.takes_step(hidden, *parts):
                 return self._step(hidden, *parts)
@@ -88,6 +88,10 @@ class MambaMixer(nn.Module):
         if cache is not None:
             cache.update(conv, state, call.rows)
         return self.out_proj(y)
+
+    def _layers(self):
+        """Those that `_step` does not call, and what they must be."""
+        return (self.in_proj, ColumnParallelLinear), (self.conv, Convolution), (self.out_proj, RowParallelLinear)
 
     def _parts(self, conv, state):
         """What `_step` uses: in float32, in the model's type, and matrices."""

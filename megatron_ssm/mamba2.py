@@ -67,7 +67,7 @@ class Mamba2Mixer(nn.Module):
         dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
-        if (self._local_norm or self._fused_norm) and steps.may_step(call, cache):
+        if (self._local_norm or self._fused_norm) and steps.may_step(call, cache, *self._layers()):
             parts = self._parts(*cache.read(call.rows))
             if steps.takes_step(hidden, *parts):
                 return self._step(hidden, *parts)
@@ -88,6 +88,10 @@ class Mamba2Mixer(nn.Module):
         if cache is not None:
             cache.update(conv, state, call.rows)
         return self._project(y.reshape(batch, seq, inner), z)
+
+    def _layers(self):
+        """Those that `_step` does not call, and what they must be."""
+        return (self.in_proj, ColumnParallelLinear), (self.conv, Convolution), (self.out_proj, RowParallelLinear)
 
     def _parts(self, conv, state):
         """What `_step` uses: in float32, in the model's type, and matrices."""

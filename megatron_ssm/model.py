@@ -89,7 +89,7 @@ class Model(nn.Module):
             raise ValueError(f"a model with weights={self.weights!r} cannot be {done}: load it without")
 
     def close(self) -> None:
-        """Give up the memory that the ranks share (if they do); the model cannot be run on several ranks any more."""
+        """Give up the memory that the ranks share (if they do): this model, and its copies, cannot run on them any more."""
         for ranks in (self.ranks, self.head_ranks):
             ranks.close()
 

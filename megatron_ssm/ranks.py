@@ -39,12 +39,13 @@ class Ranks:
     def of(cls, group, counter=None, format="fp32", share=True) -> "Ranks":
         """The ranks of a process group (None, or a group of one: one rank), which all of them call together.
 
-        share: whether to share memory if they are on one host, for tensors of the CPU.
+        They share memory if they are on one host, all have the C kernels, and none says share=False; None, on all of
+        them: the tensors will not be on the CPU.
         """
         if group is None or group.size() == 1:
             return cls(counter=counter, format=format)
         backend = dist.get_backend(group)
-        memory, why = connect(group) if share else (None, "")
+        memory, why = (None, "") if share is None else connect(group, wanted=share)
         transport = "shared memory" if memory else f"{backend} ({why})" if why else backend
         return cls(group, group.rank(), group.size(), counter, format, memory, transport)
 
@@ -64,7 +65,8 @@ class Ranks:
             return Ranks(counter=self.counter)
         if pieces == 1:
             return self
-        return Ranks.of(neighbours(self.group, self.size // pieces), self.counter, share=self.memory is not None)
+        share = True if self.memory is not None else None
+        return Ranks.of(neighbours(self.group, self.size // pieces), self.counter, share=share)
 
     def close(self) -> None:
         """Give up the shared memory; ranks that still wait for this one learn of it."""
@@ -72,7 +74,7 @@ class Ranks:
             self.memory.close()
 
     def exact(self, tensor, group):
-        """The sum over the group, added in at least fp32 whatever the tensor's dtype."""
+        """The sum over the group of a floating-point tensor, added in at least fp32 whatever its dtype."""
         if self.memory is not None and tensor.is_cpu:
             return self.memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)

@@ -6,7 +6,8 @@ import torch
 
 from sparsefusion.native import POINTER, SIZE
 
-from .kernels import LIBRARY, TYPES, address, check, exact, short_enough, usable
+from . import kernels
+from .kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, address, check, exact, short_enough, usable
 
 
 class _Matrix(ctypes.Structure):
@@ -22,25 +23,32 @@ class _Matrix(ctypes.Structure):
         return ctypes.byref(cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8]))
 
 
-def may_step(call, cache) -> bool:
-    """Whether a call decodes one token of sequences whose cache can be updated in place."""
+def may_step(call, cache, *layers) -> bool:
+    """Whether a call decodes one token of sequences whose cache can be updated in place, through layers as they were made.
+
+    layers: (layer, its type) of each whose tensors would be used without calling it: none has hooks, and none was replaced
+    by another, such as an adapter around it.
+    """
     return (
         call.decoding and cache is not None and call.mask is None and isinstance(call.rows, slice)
         and not torch.is_grad_enabled()
+        and all(type(x) is kind and not (x._forward_hooks or x._forward_pre_hooks) for x, kind in layers)
     )  # fmt: skip
 
 
 def takes_step(hidden, exact_ones, typed, weights) -> bool:
     """Whether one token of few sequences, hidden (batch, 1, hidden_size), can go through a mixer by the kernels of step.c.
 
-    exact_ones: tensors that must be float32; typed: of hidden's type (None: absent); weights: matrices of hidden's type,
-    or int8.
+    exact_ones: tensors that must be float32, the state last; typed: of hidden's type (None: absent), of which the fourth
+    is the convolution's history; weights: matrices of hidden's type, or int8.
     """
     if not (usable(hidden, *typed) and exact(*exact_ones)):
         return False
+    if typed[3].shape[1] >= LONGEST_KERNEL or exact_ones[-1].shape[-2] > LARGEST_STATE:
+        return False
     for weight in weights:
-        matrix = weight if isinstance(weight, torch.Tensor) else weight.values
-        if matrix.dtype not in (hidden.dtype, torch.int8) or not short_enough(len(hidden), matrix):
+        matrix, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+        if matrix.dtype not in (hidden.dtype, torch.int8) or not (short_enough(len(hidden), matrix) and exact(scales)):
             return False
     return all(t is None or t.is_contiguous() for t in (hidden, *exact_ones, *typed))
 
@@ -53,7 +61,7 @@ def mamba_in(hidden, in_proj, in_bias, conv, conv_bias, history, x_proj):
     batch, _, size = hidden.shape
     width, channels = x_proj.shape
     work, parameters = hidden.new_empty(5 * batch * channels), hidden.new_empty(batch, 1, width)
-    check(LIBRARY.functions.mamba_in(
+    check(kernels.LIBRARY.functions.mamba_in(
         hidden.data_ptr(), _Matrix.of(in_proj), address(in_bias), conv.data_ptr(), address(conv_bias),
         history.data_ptr(), x_proj.data_ptr(), work.data_ptr(), parameters.data_ptr(), batch, size, channels,
         conv.shape[-1], width, history.stride(0), TYPES[hidden.dtype], torch.get_num_threads(),
@@ -66,7 +74,7 @@ def mamba_out(parameters, work, dt_proj, dt_bias, A_log, D, state, out_proj):
     parameters = parameters.contiguous()
     batch, (channels, rank), size = len(parameters), dt_proj.shape, out_proj.shape[0]
     y = parameters.new_empty(batch, 1, size)
-    check(LIBRARY.functions.mamba_out(
+    check(kernels.LIBRARY.functions.mamba_out(
         parameters.data_ptr(), work.data_ptr(), dt_proj.data_ptr(), dt_bias.data_ptr(), A_log.data_ptr(), D.data_ptr(),
         state.data_ptr(), _Matrix.of(out_proj), y.data_ptr(), batch, size, channels, rank, A_log.shape[1],
         state.stride(0), TYPES[y.dtype], torch.get_num_threads(),
@@ -86,7 +94,7 @@ def mamba2_step(
     y, mixed = torch.empty_like(hidden), conv.shape[0]
     work = hidden.new_empty(batch * (2 * mixed + heads + 3 * heads * width))
     dt, squares = D.new_empty(batch, heads), None if eps is not None else D.new_empty(batch, 1, groups)
-    check(LIBRARY.functions.mamba2_step(
+    check(kernels.LIBRARY.functions.mamba2_step(
         hidden.data_ptr(), _Matrix.of(in_proj), address(in_bias), conv.data_ptr(), address(conv_bias),
         history.data_ptr(), dt_bias.data_ptr(), A_log.data_ptr(), D.data_ptr(), state.data_ptr(), norm.data_ptr(),
         _Matrix.of(out_proj), y.data_ptr(), address(squares), work.data_ptr(), dt.data_ptr(), batch, size, heads, width,

@@ -15,6 +15,7 @@ from torch import nn
 from . import kernels
 
 PAGE, LARGE, MADV_HUGEPAGE = 4096, 4 * 2**20, 14  # Linux's
+PIECE = 12  # rows of x at once, which stay in the first-level cache
 
 
 def linear(x, weight, bias=None) -> torch.Tensor:
@@ -65,6 +66,14 @@ class Int8Weight(nn.Module):
         """Where it is."""
         return self.values.device
 
+    def _apply(self, fn, recurse=True):
+        """`.to()`, `.bfloat16()`, ...: the scales stay float32, and activations have the new type."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.scales = scales.to(self.values.device)
+        return self
+
     def forward(self) -> "Int8Weight":
         """Itself: what `Packed` gives for a matrix of several fields."""
         return self
@@ -75,9 +84,11 @@ class Int8Weight(nn.Module):
         return blocks.flatten(-2).to(self.dtype)
 
     def linear(self, x, bias=None) -> torch.Tensor:
-        """x (..., in) -> x W^T + bias, (..., out): by a C kernel for few rows of x, else by torch from W in x's dtype."""
-        if not torch.is_grad_enabled() and kernels.takes(x, self.values, bias):
-            return kernels.linear(x, self.values, self.scales, bias)
+        """x (..., in) W^T + bias -> (..., out): by a C kernel for few rows of x, else by torch from W in x's dtype."""
+        if not torch.is_grad_enabled() and kernels.exact(self.scales) and kernels.takes(x, self.values, bias):
+            rows = x.reshape(-1, x.shape[-1]).split(PIECE)
+            parts = [kernels.linear(piece, self.values, self.scales, bias) for piece in rows]
+            return torch.cat(parts).view(*x.shape[:-1], -1)
         return F.linear(x, self.rows(slice(None)).to(x.dtype), bias)
 
 
@@ -95,14 +106,15 @@ def prefer_huge_pages(tensors) -> None:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start), MADV_HUGEPAGE)
 
 
-def can_quantize(weight) -> bool:
-    """Whether a matrix's rows are whole blocks, and there are any."""
-    return weight.shape[0] > 0 and weight.shape[1] % kernels.BLOCK == 0
+def quantize(module: nn.Module) -> bool:
+    """Replace the module's own `weight`, a matrix or `Packed` fields of one, by an Int8Weight.
 
-
-def quantize(module: nn.Module) -> None:
-    """Replace the module's own `weight`, a matrix or `Packed` fields of one, by an Int8Weight, where its rows allow."""
+    False if its rows are no whole blocks; of a matrix without rows there is nothing to do.
+    """
     weight = module.weight() if isinstance(module.weight, nn.Module) else module.weight
-    if can_quantize(weight):
+    if weight.shape[1] % kernels.BLOCK:
+        return False
+    if len(weight):
         del module.weight
         module.weight = Int8Weight.of(weight)
+    return True

@@ -8,6 +8,7 @@ says neither to build nor to load any.
 import ctypes
 import hashlib
 import os
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,13 @@ def digest(package: str, root=ROOT) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else ""
 
 
+def file_of(package: str) -> Path | None:
+    """A package's library: the one built for this Python, else another (it does not depend on Python)."""
+    folder = ROOT / package / "_native"
+    own = folder / f"kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return own if own.is_file() else next(iter(sorted(folder.glob("kernels*.so"))), None)
+
+
 class Library:
     """A package's C library. `functions` is it, or None, and `why` then says why; signatures: {name: argument types}.
 
@@ -49,8 +57,7 @@ class Library:
     def _path(self) -> Path:
         if skipped():
             raise OSError("MEGATRON_SSM_SKIP_NATIVE is set")
-        folder = ROOT / self.package / "_native"
-        path = next(iter(sorted(folder.glob("kernels*.so"))), None)
+        path = file_of(self.package)
         if path is None:
             raise OSError("not built: it needs a C compiler when the package is installed")
         return path

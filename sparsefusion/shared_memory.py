@@ -50,19 +50,20 @@ def kernels() -> Library:
     return Library("sparsefusion", SIGNATURES)
 
 
-def connect(group, timeout=None, library=None):
+def connect(group, timeout=None, library=None, wanted=True):
     """(SharedMemory, "") on every rank of `group`, or (None, why not), the same reason on every rank.
 
     All ranks of the group call this together; it exchanges objects, so the group is gloo's. timeout: seconds that a rank
     waits for another one in a call; None: the group's own. library: a native.Library with SIGNATURES; None: the
-    package's. ValueError: no process group, or one that this rank is not in.
+    package's. wanted: False on any rank says no for all of them. ValueError: no process group, or one that this rank is
+    not in.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group {group!r} is no process group that this rank is a member of")
     if group.size() == 1:
         return None, "one rank has nobody to share memory with"
     library = kernels() if library is None else library
-    ranks = gathered(presence(library), group)
+    ranks = gathered(presence(library) if wanted else {"why": "shared_memory=False"}, group)
     if why := obstacle(ranks):
         return None, why
     memory, watch, why = mapped(library.functions.shared_memory_bytes(group.size()), [p["pid"] for p in ranks], group)
@@ -94,6 +95,7 @@ class SharedMemory:
         functions.shared_memory_attach(channel, ctypes.addressof(view), rank, self.size, SPINS, self._report)
         self._close = weakref.finalize(self, _release, self._leave, channel, [memory, view], watch, os.getpid())
 
+    @torch.compiler.disable
     def all_reduce(self, tensor, format="fp32", counter=None, exact=None, op="sum"):
         """The sum of every rank's `tensor`: a new tensor of its shape and dtype, equal bit for bit on all ranks.
 
@@ -135,6 +137,7 @@ class SharedMemory:
             self._count(counter, format, sum(wire))
         return tuple(totals) if exact is not None else totals[0]
 
+    @torch.compiler.disable
     def all_gather(self, tensor, counter=None) -> torch.Tensor:
         """Every rank's `tensor`, of any dtype, in rank order, on every rank: shape (P, *tensor.shape)."""
         _check_place(tensor)

@@ -67,8 +67,10 @@ def run(*arguments, launcher=tuple(PYTHON), prompt=PROMPT):
 
 
 def said(stderr):
-    """What a run has said beside which kernels it runs."""
-    return re.sub(rb"megatron-ssm: kernels .*\n", b"", stderr, count=1)
+    """What a run has said beside which kernels it runs, which it has said once."""
+    text, lines = re.subn(rb"megatron-ssm: kernels .*\n", b"", stderr)
+    assert lines == 1
+    return text
 
 
 def answer(*arguments, **options):

@@ -340,7 +340,8 @@ def in_json(directory, *flags):
         [*command, "--ignore-eos", "--max-new-tokens", "6", "--json", *flags],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0 and re.fullmatch(rb"megatron-ssm: kernels .*\n", done.stderr), done.stderr
+    line = rb"(all-reduce among 2 ranks: .*\n)?megatron-ssm: kernels .*\n"  # the first where auto measures
+    assert done.returncode == 0 and re.fullmatch(line, done.stderr), done.stderr
     return json.loads(done.stdout)
 
 
@@ -395,7 +396,7 @@ def test_two_shot_in_a_model(ranks, tp, oracle):
     def logits(rank):
         found, calls = {}, {}
         for format in ("fp32", *LOSSY):
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce=format)
+            model = megatron_ssm.load(place, dist.group.WORLD, reduce=format, shared_memory=False)
             found[format] = model(ids)
             calls[format] = model.counter.calls["all_to_all"]
         return found, calls

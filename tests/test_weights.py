@@ -113,6 +113,30 @@ def test_what_rounded_weights_cannot_do(place, tmp_path):
             megatron_ssm.load(place("mamba"), weights=wrong)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 1e-5)])
+def test_an_int8_model_of_another_dtype(place, dtype, tolerance):
+    """Its scales stay float32, in which C reads them."""
+    model = megatron_ssm.load(place("mamba2"), weights="int8")
+    expected = run(model)
+    assert (run(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
+    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, Int8Weight))
+
+
+def test_matrices_that_have_no_whole_blocks(tmp_path, caplog):
+    """None of them: an error. Some: a line, and the others are rounded. No gradient hangs on what is left."""
+    save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
+    with pytest.raises(
+        ValueError, match="rounds nothing of .*none: all 3 matrices have rows, on 1 ranks, that are no multiple"
+    ):
+        megatron_ssm.load(tmp_path / "none", weights="int8")
+    save_hf(tmp_path / "some", "mamba", hidden_size=32, num_hidden_layers=1)  # out_proj's rows are 64 long
+    with caplog.at_level("WARNING", "megatron_ssm"):
+        model = megatron_ssm.load(tmp_path / "some", weights="int8")
+    assert "2 of 3 matrices have rows, on 1 ranks, that are no multiple of 64 numbers long" in caplog.text
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(IDS).sum().backward()
+
+
 def test_a_quarter_of_the_bytes(place):
     def nbytes(model):
         return sum(t.nbytes for t in model.state_dict().values())
