@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -147,7 +148,9 @@ def unbuilt(directory):
     return directory
 
 
-@pytest.mark.parametrize("compiler,remedy", [(sys.executable, "reinstall with"), ("no-compiler", "install gcc, then")])
+@pytest.mark.parametrize(
+    "compiler,remedy", [(shlex.quote(sys.executable), "reinstall with"), ("no-compiler", "install gcc, then")]
+)
 def test_a_broken_torch_and_no_kernels(compiler, remedy, tmp_path):
     """What cannot be found out is told with its reason, and the rest all the same. This apex is like NVIDIA's."""
     path = apex(unbuilt(tmp_path), optimizers=["__init__.py", "fused_adam.py"])

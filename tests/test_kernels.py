@@ -108,7 +108,8 @@ def check(ours, exact, of_y=TOLERANCE[torch.float32]):
     """Outputs, and gradients where there are any."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
-    assert all(errors[name] <= (of_y if name == "y" else TOLERANCE[torch.float32]) for name in errors), errors
+    limits = {"y": of_y, "A_log": 5e-5, "D": 5e-5}  # of few numbers each, in which large ones cancel
+    assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
 
 
 # The recurrences and the convolution

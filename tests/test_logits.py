@@ -44,7 +44,7 @@ def in_chunks(model, ids, cuts, mask=None):
     return torch.cat(chunks, dim=1)
 
 
-def check_against_transformers(ranks, tp, oracle, tolerance):
+def check_against_transformers(ranks, tp, oracle, tolerance, times=2.5):
     """Prefill, decoding, and prefill in random chunks, on `tp` ranks, each of which must return the same logits.
 
     Also: the prefill is about as near to our float64 logits as transformers' is (root mean square).
@@ -65,7 +65,7 @@ def check_against_transformers(ranks, tp, oracle, tolerance):
     expected = whole, oracle.decoded, whole
     results = ranks(run, tp)
     errors = [(logits - oracle.exact).square().mean().sqrt() for logits in (results[0][0], whole)]
-    assert errors[0] <= 2.5 * errors[1]
+    assert errors[0] <= times * errors[1]
     for ours, theirs in zip(results[0], expected, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
@@ -120,10 +120,10 @@ def test_a_sequence_of_one_token(ranks, tp, name, oracle):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))])
 def test_random_configurations(ranks, tp, family, seed, oracle):
-    """Some are ill-conditioned (a norm over two channels): transformers' own error is allowed for."""
+    """Some are ill-conditioned (a norm over two channels): transformers' own error is allowed for, and luck in it."""
     oracle = oracle((family, seed))
     own = (oracle.whole - oracle.exact).abs().max().item()
-    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 3 * own)
+    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 3 * own, times=4)
 
 
 # Left padding

@@ -70,17 +70,10 @@ def test_what_is_no_library_of_ours(copy):
 @needs_compiler
 @pytest.mark.full
 def test_both_are_built_and_built_again_after_a_change(copy):
-    """Once per change of their own C files."""
+    """Also after one that distutils would not see: a file that has gone."""
     _, built = build(copy, CFLAGS=None)
     assert sorted(built) == [*PACKAGES]
     assert all(kernels_of(copy, package).startswith("C, ") for package in PACKAGES)
-
-    def times():
-        return {package: path.stat().st_mtime_ns for package, path in built.items()}
-
-    first = times()
-    build(copy)
-    assert times() == first
     with open(copy / "megatron_ssm/_native/elementary.h", "a") as header:
         header.write("/* changed */\n")
     assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
@@ -88,7 +81,6 @@ def test_both_are_built_and_built_again_after_a_change(copy):
     assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
     build(copy)
     assert kernels_of(copy, "megatron_ssm").startswith("C, ")
-    assert [package for package in PACKAGES if times()[package] > first[package]] == ["megatron_ssm"]
     (copy / "megatron_ssm/_native/norm.c").unlink()
     build(copy)
     assert kernels_of(copy, "megatron_ssm").startswith("C, ")

@@ -4,6 +4,13 @@
 
 #include "kernels.h"
 
+/* y = y * weight, after y = ... has been rounded: in this order torch and transformers compute norms, and where a norm is
+   over few channels, logits show it. */
+INLINE void scale_rounded(void *y, const void *weight, ptrdiff_t size, int type) {
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(y, i, type) * get(weight, i, type), type);
+}
+
 /* x / sqrt(mean(x^2) + eps) * weight */
 INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size, float eps, int type, int out) {
   float squares = 0;
@@ -11,7 +18,8 @@ INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size,
   for (ptrdiff_t i = 0; i < size; i++) squares += get(x, i, type) * get(x, i, type);
   float scale = 1 / sqrtf(squares / size + eps);
 #pragma omp simd
-  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, type) * scale * get(weight, i, out), out);
+  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, type) * scale, out);
+  scale_rounded(y, weight, size, out);
 }
 
 CLONES static void rows_float32(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps) {
@@ -49,7 +57,8 @@ INLINE void gated_row(const void *y, const void *z, const void *weight, void *ou
     }
     float scale = normalize ? 1 / sqrtf(sum / size + eps) : 1;
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < size; i++) put(out, first + i, gated[i] * scale * get(weight, first + i, type), type);
+    for (ptrdiff_t i = 0; i < size; i++) put(out, first + i, gated[i] * scale, type);
+    scale_rounded(at(out, first, type), at(weight, first, type), size, type);
     if (!normalize) squares[group] = sum;
   }
 }
