@@ -1,4 +1,4 @@
-"""Prefill and decode against transformers at the 130m shapes, one thread, by format of the weights (about 6 min).
+"""Prefill and decode against transformers at the 130m shapes, one thread, by format of the weights (about 3 min).
 
 The claim, for Mamba-1, against transformers in float32: prefill of 256 tokens >= 1.6x, in bf16 >= 4x; decode at batch 1
 >= 1.8x, in bf16 >= 2.3x, with int8 weights >= 2.8x. All engines run the same random checkpoint, in turn, in one process;

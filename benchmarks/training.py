@@ -1,4 +1,4 @@
-"""How many more tokens the demo trains in its time with the C kernels: its own command, with and without (about 4 min).
+"""How many more tokens the demo trains in its time with the C kernels: its own command, with and without (about 8 min).
 
 The claim: >= 1.3x. Two tensor-parallel ranks, the demo's options, Mamba-2 and Mamba-1; runs of 100 steps in turn, with
 MEGATRON_SSM_SKIP_NATIVE=1 (torch and gloo) and without (C and shared memory), the tokens per second of the last 50 steps.
