@@ -73,18 +73,22 @@ class Ranks:
         if self.memory is not None:
             self.memory.close()
 
+    def _memory_of(self, tensor) -> SharedMemory | None:
+        """What such a tensor goes through, if the ranks share it."""
+        return self.memory if tensor.is_cpu else None
+
     def exact(self, tensor, group):
         """The sum over the group of a floating-point tensor, added in at least fp32 whatever its dtype."""
-        if self.memory is not None and tensor.is_cpu:
-            return self.memory.all_reduce(tensor.detach(), counter=self.counter)
+        if memory := self._memory_of(tensor):
+            return memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
 
     def reduce(self, tensor, group):
         """The sum over the group in this model's format."""
         if callable(self.format):
             return self.format(tensor, group)
-        if self.memory is not None and tensor.is_cpu:
-            return self.memory.all_reduce(tensor.detach(), self._memory_format, self.counter)
+        if memory := self._memory_of(tensor):
+            return memory.all_reduce(tensor.detach(), self._memory_format, self.counter)
         return all_reduce(tensor, group, self.format, counter=self.counter)
 
     @property
@@ -95,18 +99,18 @@ class Ranks:
         """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""
         if callable(self.format):
             return self.format(tensor, group), self.exact(column, group)
-        if self.memory is not None and tensor.is_cpu:
-            return self.memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
+        if memory := self._memory_of(tensor):
+            return memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
     def largest(self, tensor):
         """The largest of the ranks' numbers, elementwise."""
-        if self.memory is not None and tensor.is_cpu:
-            return self.memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
+        if memory := self._memory_of(tensor):
+            return memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
         return collectives.all_reduce(tensor, self.group, self.counter, dist.ReduceOp.MAX)
 
     def gather(self, tensor):
         """Every rank's tensor, in rank order: (ranks, *tensor.shape)."""
-        if self.memory is not None and tensor.is_cpu:
-            return self.memory.all_gather(tensor.detach(), self.counter)
+        if memory := self._memory_of(tensor):
+            return memory.all_gather(tensor.detach(), self.counter)
         return collectives.all_gather(tensor, self.group, self.counter)
