@@ -28,9 +28,10 @@ SIGNATURES = {
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "mamba_in": [POINTER] * 9 + [SIZE] * 6 + [INT] * 2,
-    "mamba_out": [POINTER] * 9 + [SIZE] * 6 + [INT] * 2,
-    "mamba2_step": [POINTER] * 16 + [SIZE] * 9 + [FLOAT] + [INT] * 2,
+    "mamba_in": [POINTER] * 4 + [INT],
+    "mamba_out": [POINTER] * 4 + [INT],
+    "mamba2_step": [POINTER] * 6 + [INT],
+    "layer_end": [POINTER] * 5,
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

@@ -155,7 +155,7 @@ class Packed(nn.Module):
     def forward(self) -> torch.Tensor:
         """(sum of rows, *trailing): the fields one below the other."""
         fields = self._parameters.values()
-        whole = self._storage if self._is_packed(fields) else torch.cat([field.detach() for field in fields])
+        whole = self._storage if self.is_packed else torch.cat([field.detach() for field in fields])
         if not torch.is_grad_enabled():
             return whole
         return _Pack.apply(whole, self._share, *fields)
@@ -173,10 +173,11 @@ class Packed(nn.Module):
             grads.update(zip(self.shared, total.split(rows), strict=True))
         return list(grads.values())
 
-    def _is_packed(self, fields) -> bool:
+    @property
+    def is_packed(self) -> bool:
         """Whether the parameters still are the storage's rows (optimizers and `.to()` may have moved them)."""
         address = self._storage.data_ptr()
-        for field in fields:
+        for field in self._parameters.values():
             if field.data_ptr() != address:
                 return False
             address += field.numel() * field.element_size()

@@ -8,7 +8,6 @@ all-reduces a block, of R + 2N and of H numbers per token.
 import torch
 from torch import nn
 
-from . import steps
 from .cache import Call, LayerCache
 from .config import Config
 from .conv import causal_conv
@@ -72,10 +71,6 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""
-        if self.heads == 1 and steps.may_step(call, cache, *self._layers()):
-            parts = self._parts(*cache.read(call.rows))
-            if steps.takes_step(hidden, *parts):
-                return self._step(hidden, *parts)
         conv, state = (None, None) if cache is None else cache.read(call.rows)
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = x if call.mask is None else x * call.mask
@@ -88,28 +83,6 @@ class MambaMixer(nn.Module):
         if cache is not None:
             cache.update(conv, state, call.rows)
         return self.out_proj(y)
-
-    def _layers(self):
-        """Those that `_step` does not call, and what they must be."""
-        return (self.in_proj, ColumnParallelLinear), (self.conv, Convolution), (self.out_proj, RowParallelLinear)
-
-    def _parts(self, conv, state):
-        """What `_step` uses: in float32, in the model's type, and matrices."""
-        in_proj = self.in_proj
-        typed = None if in_proj.bias is None else in_proj.bias(), *self.conv.tensors(), conv
-        return (
-            (self.A_log, self.D, self.dt_bias, state),
-            typed,
-            (in_proj.weight(), self.x_proj, self.dt_proj, self.out_proj.weight),
-        )
-
-    def _step(self, hidden, exact, typed, matrices):
-        """One token, (batch, 1, hidden_size), by two C kernels; conv and state advance in place."""
-        A_log, D, dt_bias, state = exact
-        in_proj, x_proj, dt_proj, out_proj = matrices
-        parameters, work = steps.mamba_in(hidden, in_proj, *typed, x_proj)
-        parameters = self._sum(parameters)
-        return self.out_proj.whole(steps.mamba_out(parameters, work, dt_proj, dt_bias, A_log, D, state, out_proj))
 
     def _sum(self, parameters):
         """The ranks' parts of (dt, B, C), (..., R + 2N), added up and, in Falcon-Mamba, normalized each."""

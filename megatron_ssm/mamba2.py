@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import kernels, steps
+from . import kernels
 from .cache import Call, LayerCache
 from .config import Config
 from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_beside, sum_over_ranks
@@ -67,10 +67,6 @@ class Mamba2Mixer(nn.Module):
         dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
-        if (self._local_norm or self._fused_norm) and steps.may_step(call, cache, *self._layers()):
-            parts = self._parts(*cache.read(call.rows))
-            if steps.takes_step(hidden, *parts):
-                return self._step(hidden, *parts)
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(call.rows)
@@ -89,35 +85,19 @@ class Mamba2Mixer(nn.Module):
             cache.update(conv, state, call.rows)
         return self._project(y.reshape(batch, seq, inner), z)
 
-    def _layers(self):
-        """Those that `_step` does not call, and what they must be."""
-        return (self.in_proj, ColumnParallelLinear), (self.conv, Convolution), (self.out_proj, RowParallelLinear)
-
-    def _parts(self, conv, state):
-        """What `_step` uses: in float32, in the model's type, and matrices."""
-        in_proj = self.in_proj
-        typed = None if in_proj.bias is None else in_proj.bias(), *self.conv.tensors(), conv, self.norm_weight
-        return (self.A_log, self.D, self.dt_bias, state), typed, (in_proj.weight(), self.out_proj.weight)
-
-    def _step(self, hidden, exact, typed, matrices):
-        """One token, (batch, 1, hidden_size), by one C kernel; conv and state advance in place."""
-        eps = None if self._fused_norm else self.eps
-        y = steps.mamba2_step(hidden, *exact, *typed, *matrices, self.groups, eps)
-        return self._whole(*y) if self._fused_norm else self.out_proj.whole(y)
-
     @property
-    def _local_norm(self) -> bool:
+    def local_norm(self) -> bool:
         """Whether every group of this rank is here whole."""
         return self.all_groups >= self.ranks.size
 
     @property
-    def _fused_norm(self) -> bool:
+    def fused_norm(self) -> bool:
         """Whether the one group's sum of squares rides in out_proj's all-reduce."""
         return self.ranks.size > 1 and self.all_groups == 1
 
     def _project(self, y, z):
         """out_proj(norm(y * silu(z)) * weight), the norm taken over each group's channels, wherever they are."""
-        alone, fused = self._local_norm, self._fused_norm
+        alone, fused = self.local_norm, self.fused_norm
         if (alone or fused) and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
             normed = kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
             return self._whole(linear(normed[0], self.out_proj.weight), normed[1]) if fused else self.out_proj(normed)

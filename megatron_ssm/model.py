@@ -8,6 +8,7 @@ from sparsefusion import collectives
 from .attention import Positions, SharedBlock, Use
 from .cache import ALL, Cache, Call
 from .config import Config
+from .decoding import Decoding
 from .families import idle_tensors, layout
 from .layers import Ranks, RMSNorm, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
 from .mamba import MambaMixer
@@ -45,6 +46,7 @@ class Model(nn.Module):
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.directory = None  # where it was loaded from
         self.weights = None  # "int8": its matrices are rounded, and it can only generate
+        self._decoding = Decoding()
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
@@ -149,7 +151,7 @@ class Model(nn.Module):
         call = self._call(input_ids, mask, cache, prompt)
         x = embeddings = self.embeddings.embed(input_ids)
         use = iter(range(len(self.config.hybrid_layers)))
-        for index, block in enumerate(self.layers):
+        for index, block in enumerate(self._decoding.layers(self, call, cache)):
             shared = None if block.use is None else self.shared[next(use) % len(self.shared)]
             x = block(x, call, None if cache is None else cache.layers[index], shared, embeddings)
         if cache is not None:

@@ -1,13 +1,24 @@
-"""One token of a mixer by the C kernels of step.c, in as few calls as its all-reduces allow; caches advance in place."""
+"""One token through a layer by the C kernels of step.c: x + mixer(norm(x)), in as few calls as its all-reduces allow.
+
+A `Step` stands for a `Block` while sequences are decoded. It is told once where the layer's tensors and its cache lie, so
+that little is left to do in Python: at every token that would have to be read from memory again, which the weights fill.
+"""
 
 import ctypes
 
 import torch
 
-from sparsefusion.native import POINTER, SIZE
+from sparsefusion.native import FLOAT, INT, POINTER, SIZE
 
 from . import kernels
 from .kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, address, check, exact, short_enough, usable
+from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, at_least_fp32, sum_over_ranks
+from .mamba import Convolution, MambaMixer
+from .mamba2 import Mamba2Mixer
+from .weights import Int8Weight
+
+MIXERS = (MambaMixer, Mamba2Mixer)
+CALLED_NO_MORE = (*MIXERS, RMSNorm, ColumnParallelLinear, RowParallelLinear, Convolution, Packed, Int8Weight)
 
 
 class _Matrix(ctypes.Structure):
@@ -17,88 +28,155 @@ class _Matrix(ctypes.Structure):
 
     @classmethod
     def of(cls, weight):
-        """The structure's address; it lives as long as what is returned."""
+        """Of a tensor or an Int8Weight."""
         if isinstance(weight, torch.Tensor):
-            return ctypes.byref(cls(weight.data_ptr(), None, TYPES[weight.dtype]))
-        return ctypes.byref(cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8]))
+            return cls(weight.data_ptr(), None, TYPES[weight.dtype])
+        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8])
 
 
-def may_step(call, cache, *layers) -> bool:
-    """Whether a call decodes one token of sequences whose cache can be updated in place, through layers as they were made.
+_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated".split()
+_SIZES = "batch size channels N taps history_stride state_stride rank heads groups group_channels".split()
 
-    layers: (layer, its type) of each whose tensors would be used without calling it: none has hooks, and none was replaced
-    by another, such as an adapter around it.
+
+class _Layer(ctypes.Structure):
+    """step.c's."""
+
+    _fields_ = [
+        *((name, _Matrix) for name in ("in_proj", "out_proj")),
+        *((name, POINTER) for name in _POINTERS),
+        *((name, SIZE) for name in _SIZES),
+        *((name, FLOAT) for name in ("eps", "inner_eps")),
+        *((name, INT) for name in ("type", "wide")),
+    ]
+
+
+def may_step(block) -> bool:
+    """Whether a mixer can step, and nothing is lost if its block's layers are not called: they have no hooks.
+
+    Fields that lie apart would have to be copied together at every token.
     """
+    mixer, inside = block.mixer, (*block.norm.modules(), *block.mixer.modules())
+    if not all(type(module) in CALLED_NO_MORE for module in inside) or any(map(is_altered, (block, *inside))):
+        return False
+    if not all(module.is_packed for module in inside if type(module) is Packed):
+        return False
+    return mixer.heads == 1 if type(mixer) is MambaMixer else mixer.local_norm or mixer.fused_norm
+
+
+def is_altered(module) -> bool:
+    """Whether calling a module does more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+class Step:
+    """A block as it decodes one token of each of some sequences; called as a block is. Its cache advances in place.
+
+    conv, state: the sequences' rows of the layer's cache. room: {name: tensor} of this and earlier steps, to be used again.
+    What is returned lies there until the next one is called. ValueError: the kernels cannot take these.
+    """
+
+    def __init__(self, block, conv, state, room):
+        mixer, norm, batch = block.mixer, block.norm, len(conv)
+        self.use, self.mixer, self.mamba2 = block.use, mixer, isinstance(mixer, Mamba2Mixer)
+        own = _of_mamba2(mixer) if self.mamba2 else _of_mamba(mixer)
+        in_bias = None if mixer.in_proj.bias is None else mixer.in_proj.bias()
+        typed = dict(zip(("conv", "conv_bias"), mixer.conv.tensors(), strict=True), norm=norm.weight, in_bias=in_bias,
+                     out_bias=mixer.out_proj.bias, history=conv, **own.pop("typed"))  # fmt: skip
+        wide = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
+        matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
+        if not _takes(typed, wide, matrices, batch):
+            raise ValueError("the kernels of step.c cannot take these")
+        size, self.dtype = len(norm.weight), norm.weight.dtype
+        self.sum_dtype = at_least_fp32(self.dtype) if block.residual_in_fp32 else self.dtype
+        layer = _Layer(
+            **{name: _Matrix.of(weight) for name, weight in matrices.items()},
+            **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
+            batch=batch, size=size, N=mixer.state_size, taps=mixer.kernel, history_stride=conv.stride(0),
+            state_stride=state.stride(0), eps=norm.eps, type=TYPES[self.dtype], wide=TYPES[self.sum_dtype], **own,
+        )  # fmt: skip
+        self._layer, self._layer_at = layer, ctypes.addressof(layer)
+        self._make_room(room, batch, size, layer)
+
+    def _make_room(self, room, batch, size, layer):
+        def tensor(name, dtype, *shape):
+            if name not in room:
+                room[name] = torch.empty(shape, dtype=dtype)
+            return room[name]
+
+        self._total = tensor("total", self.sum_dtype, batch, 1, size)
+        self._part = tensor("part", self.dtype, batch, 1, size)
+        channels = layer.channels
+        if self.mamba2:
+            mixed = channels + 2 * layer.groups * layer.N
+            work = 3 * channels + 2 * mixed + layer.heads
+            self._dt = tensor("dt", torch.float32, batch, layer.heads)
+            self._squares = tensor("squares", torch.float32, batch, 1, 1) if self.mixer.fused_norm else None
+        else:
+            work = 5 * channels
+            self._parameters = tensor("parameters", self.dtype, batch, 1, layer.rank + 2 * layer.N)
+        self._work = tensor("work", self.dtype, batch * (size + work))
+
+    def __call__(self, x, call, cache=None, shared=None, embeddings=None):
+        """x (batch, 1, hidden) -> the same: see `Block`."""
+        if self.use is not None:
+            given = (x + shared(x, embeddings, self.use, call, cache)).to(self.sum_dtype).contiguous()
+        x = x.to(self.sum_dtype).contiguous()
+        y, squares = (self._mamba2 if self.mamba2 else self._mamba)(x if self.use is None else given)
+        total = self._total
+        kernels.LIBRARY.functions.layer_end(
+            self._layer_at, x.data_ptr(), y.data_ptr(), address(squares), total.data_ptr()
+        )
+        return total
+
+    def _mamba(self, x):
+        """(the mixer's output but for its bias, None)."""
+        mixer, functions, threads = self.mixer, kernels.LIBRARY.functions, torch.get_num_threads()
+        work, part, ranks = self._work.data_ptr(), self._part, mixer.head_ranks
+        parameters = self._parameters
+        check(functions.mamba_in(self._layer_at, x.data_ptr(), work, parameters.data_ptr(), threads))
+        parameters = sum_over_ranks(parameters, ranks.group, ranks.exact)
+        check(functions.mamba_out(self._layer_at, parameters.data_ptr(), work, part.data_ptr(), threads))
+        return self._sum(part), None
+
+    def _mamba2(self, x):
+        """(the mixer's output but for its bias, None), or before its norm, and the sums of squares."""
+        part, squares, ranks = self._part, self._squares, self.mixer.ranks
+        check(kernels.LIBRARY.functions.mamba2_step(
+            self._layer_at, x.data_ptr(), self._work.data_ptr(), self._dt.data_ptr(), part.data_ptr(), address(squares),
+            torch.get_num_threads(),
+        ))  # fmt: skip
+        if squares is None:
+            return self._sum(part), None
+        part, squares = ranks.reduce_beside(part.float(), squares, ranks.group)
+        return part.contiguous(), squares.contiguous()
+
+    def _sum(self, part):
+        ranks = self.mixer.out_proj.ranks
+        return part if ranks.group is None else ranks.reduce(part, ranks.group).contiguous()
+
+
+def _of_mamba(mixer) -> dict:
+    """Fields of _Layer, and `typed`: those that are tensors."""
+    eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
+    typed = dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
+    return dict(channels=mixer.channels, rank=mixer.splits[0], inner_eps=eps, typed=typed)
+
+
+def _of_mamba2(mixer) -> dict:
+    """As of Mamba-1."""
+    return dict(channels=mixer.rows["x"], heads=mixer.heads, groups=mixer.groups, group_channels=mixer.group_channels,
+                inner_eps=mixer.eps, typed=dict(gated=mixer.norm_weight))  # fmt: skip
+
+
+def _takes(typed, wide, matrices, batch) -> bool:
+    """Whether tensors are of types and sizes that step.c takes, without gaps."""
+    weights = [t for m in matrices.values() for t in ([m] if isinstance(m, torch.Tensor) else [m.values])]
+    floating = [weight for weight in weights if weight.dtype is not torch.int8]
+    scales = [m.scales for m in matrices.values() if isinstance(m, Int8Weight)]
+    products = [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
     return (
-        call.decoding and cache is not None and call.mask is None and isinstance(call.rows, slice)
-        and not torch.is_grad_enabled()
-        and all(type(x) is kind and not (x._forward_hooks or x._forward_pre_hooks) for x, kind in layers)
+        usable(typed["norm"], *typed.values(), *floating) and exact(*wide.values(), *scales)
+        and typed["conv"].shape[-1] <= LONGEST_KERNEL and wide["state"].shape[-2] <= LARGEST_STATE
+        and all(short_enough(batch, weight) for weight in products)
+        and all(t is None or t.is_contiguous() for t in (*typed.values(), *wide.values(), *scales))
     )  # fmt: skip
-
-
-def takes_step(hidden, exact_ones, typed, weights) -> bool:
-    """Whether one token of few sequences, hidden (batch, 1, hidden_size), can go through a mixer by the kernels of step.c.
-
-    exact_ones: tensors that must be float32, the state last; typed: of hidden's type (None: absent), of which the fourth
-    is the convolution's history; weights: matrices of hidden's type, or int8.
-    """
-    if not (usable(hidden, *typed) and exact(*exact_ones)):
-        return False
-    if typed[3].shape[1] >= LONGEST_KERNEL or exact_ones[-1].shape[-2] > LARGEST_STATE:
-        return False
-    for weight in weights:
-        matrix, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
-        if matrix.dtype not in (hidden.dtype, torch.int8) or not (short_enough(len(hidden), matrix) and exact(scales)):
-            return False
-    return all(t is None or t.is_contiguous() for t in (hidden, *exact_ones, *typed))
-
-
-def mamba_in(hidden, in_proj, in_bias, conv, conv_bias, history, x_proj):
-    """(parameters (batch, 1, R + 2N), this rank's part; what mamba_out needs of it): Mamba-1 up to x_proj. Advances history.
-
-    hidden: (batch, 1, hidden_size); in_proj: rows of x, then of z; conv: (channels, 1, K).
-    """
-    batch, _, size = hidden.shape
-    width, channels = x_proj.shape
-    work, parameters = hidden.new_empty(5 * batch * channels), hidden.new_empty(batch, 1, width)
-    check(kernels.LIBRARY.functions.mamba_in(
-        hidden.data_ptr(), _Matrix.of(in_proj), address(in_bias), conv.data_ptr(), address(conv_bias),
-        history.data_ptr(), x_proj.data_ptr(), work.data_ptr(), parameters.data_ptr(), batch, size, channels,
-        conv.shape[-1], width, history.stride(0), TYPES[hidden.dtype], torch.get_num_threads(),
-    ))  # fmt: skip
-    return parameters, work
-
-
-def mamba_out(parameters, work, dt_proj, dt_bias, A_log, D, state, out_proj):
-    """Mamba-1 from the summed parameters on: this rank's part of y (batch, 1, hidden_size). Advances state."""
-    parameters = parameters.contiguous()
-    batch, (channels, rank), size = len(parameters), dt_proj.shape, out_proj.shape[0]
-    y = parameters.new_empty(batch, 1, size)
-    check(kernels.LIBRARY.functions.mamba_out(
-        parameters.data_ptr(), work.data_ptr(), dt_proj.data_ptr(), dt_bias.data_ptr(), A_log.data_ptr(), D.data_ptr(),
-        state.data_ptr(), _Matrix.of(out_proj), y.data_ptr(), batch, size, channels, rank, A_log.shape[1],
-        state.stride(0), TYPES[y.dtype], torch.get_num_threads(),
-    ))  # fmt: skip
-    return y
-
-
-def mamba2_step(
-    hidden, A_log, D, dt_bias, state, in_bias, conv, conv_bias, history, norm, in_proj, out_proj, groups, eps
-):
-    """Mamba-2 up to out_proj's all-reduce: this rank's part of y (batch, 1, hidden_size). Advances history and state.
-
-    eps None: not normalized; instead the sums of squares, (batch, 1, groups) float32, are returned beside it.
-    """
-    batch, _, size = hidden.shape
-    _, heads, states, width = state.shape
-    y, mixed = torch.empty_like(hidden), conv.shape[0]
-    work = hidden.new_empty(batch * (2 * mixed + heads + 3 * heads * width))
-    dt, squares = D.new_empty(batch, heads), None if eps is not None else D.new_empty(batch, 1, groups)
-    check(kernels.LIBRARY.functions.mamba2_step(
-        hidden.data_ptr(), _Matrix.of(in_proj), address(in_bias), conv.data_ptr(), address(conv_bias),
-        history.data_ptr(), dt_bias.data_ptr(), A_log.data_ptr(), D.data_ptr(), state.data_ptr(), norm.data_ptr(),
-        _Matrix.of(out_proj), y.data_ptr(), address(squares), work.data_ptr(), dt.data_ptr(), batch, size, heads, width,
-        groups, states, conv.shape[-1], history.stride(0), state.stride(0), eps or 0.0, TYPES[y.dtype],
-        torch.get_num_threads(),
-    ))  # fmt: skip
-    return y if squares is None else (y, squares)

@@ -11,7 +11,7 @@ INLINE void scale_rounded(void *y, const void *weight, ptrdiff_t size, int type)
   for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(y, i, type) * get(weight, i, type), type);
 }
 
-/* x / sqrt(mean(x^2) + eps) * weight */
+/* x / sqrt(mean(x^2) + eps) * weight (NULL: 1) */
 INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size, float eps, int type, int out) {
   float squares = 0;
 #pragma omp simd reduction(+ : squares)
@@ -19,7 +19,7 @@ INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size,
   float scale = 1 / sqrtf(squares / size + eps);
 #pragma omp simd
   for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, type) * scale, out);
-  scale_rounded(y, weight, size, out);
+  if (weight) scale_rounded(y, weight, size, out);
 }
 
 CLONES static void rows_float32(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps) {

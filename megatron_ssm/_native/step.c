@@ -1,4 +1,6 @@
-/* One token of a mixer, in as few calls as its all-reduces allow: the same kernels as otherwise, without Python between. */
+/* One token of a layer, in as few calls as its all-reduces allow: the same kernels as otherwise, without Python between. */
+#include <math.h>
+
 #include "kernels.h"
 
 /* A matrix (out, in) as `linear` takes it. */
@@ -8,56 +10,112 @@ typedef struct {
   ptrdiff_t stored;
 } Matrix;
 
-/* Mamba-1 up to x_proj: in_proj, convolution, x_proj. hidden (batch, size) -> parameters (batch, width), of which this
-   rank has its part; work (batch, 5 channels) keeps x and z for mamba_out. `history` (batch, taps - 1, channels) advances. */
-int mamba_in(const void *hidden, const Matrix *in_proj, const void *in_bias, const void *conv, const void *conv_bias,
-             void *history, const void *x_proj, void *work, void *parameters, ptrdiff_t batch, ptrdiff_t size,
-             ptrdiff_t channels, ptrdiff_t taps, ptrdiff_t width, ptrdiff_t history_stride, int type, int threads) {
-  void *xz = work, *x = at(work, 2 * batch * channels, type);
-  int failed = linear(in_proj->values, in_proj->scales, in_bias, hidden, xz, batch, 2 * channels, size, size,
-                      in_proj->stored, type, threads);
-  causal_conv(xz, conv, conv_bias, history, x, history, batch, 1, channels, taps, 2 * channels, 2 * channels,
-              history_stride, type, threads);
-  return failed | linear(x_proj, NULL, NULL, x, parameters, batch, width, channels, channels, type, type, threads);
+/* A layer and its cache. Of `type` where a pointer has none; x, which layers add to, is of `wide`, (batch, size). */
+typedef struct {
+  Matrix in_proj, out_proj;
+  const void *norm, *in_bias, *out_bias, *conv, *conv_bias; /* biases NULL if there are none */
+  void *history;                                            /* (batch, taps - 1, convolved channels) */
+  const float *A_log, *D, *dt_bias;
+  float *state;                                             /* (batch, N, channels) or (batch, heads, N, channels / heads) */
+  const void *x_proj, *dt_proj;                             /* Mamba-1's: (rank + 2 N, channels), (channels, rank) */
+  const void *gated;                                        /* Mamba-2's norm: (channels) */
+  ptrdiff_t batch, size, channels, N, taps, history_stride, state_stride;
+  ptrdiff_t rank;                                           /* Mamba-1's, of dt */
+  ptrdiff_t heads, groups, group_channels;                  /* Mamba-2's, here; channels of a group, wherever they are */
+  float eps, inner_eps;                                     /* of the norm of x; of those inside (-1: there are none) */
+  int type, wide;
+} Layer;
+
+static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
+                   int type, int threads) {
+  return linear(m->values, m->scales, bias, x, y, batch, out, in, in, m->stored, type, threads);
 }
 
-/* Mamba-1 from the summed parameters (dt, B, C) on: dt_proj, scan, gate, out_proj -> y (batch, size), this rank's part. */
-int mamba_out(const void *parameters, void *work, const void *dt_proj, const float *dt_bias, const float *A_log,
-              const float *D, float *state, const Matrix *out_proj, void *y, ptrdiff_t batch, ptrdiff_t size,
-              ptrdiff_t channels, ptrdiff_t rank, ptrdiff_t N, ptrdiff_t state_stride, int type, int threads) {
-  ptrdiff_t width = rank + 2 * N, each = batch * channels;
-  void *z = at(work, channels, type), *x = at(work, 2 * each, type), *dt = at(work, 3 * each, type);
-  void *scanned = at(work, 4 * each, type);
-  ptrdiff_t strides[] = {channels, 0, channels, 0, width, 0, width, 0, 2 * channels, 0, state_stride, state_stride};
-  int failed = linear(dt_proj, NULL, NULL, parameters, dt, batch, channels, rank, width, type, type, threads);
-  selective_scan(x, dt, A_log, at(parameters, rank, type), at(parameters, rank + N, type), D, z, dt_bias, state, scanned,
-                 state, NULL, strides, batch, 1, channels, N, 0, type, threads);
-  return failed | linear(out_proj->values, out_proj->scales, NULL, scanned, y, batch, size, channels, channels,
-                         out_proj->stored, type, threads);
+/* Mamba-1 up to x_proj: norm, in_proj, convolution, x_proj. x -> parameters (batch, rank + 2 N), of which this rank has its
+   part; work (batch, size + 5 channels) keeps x and z for mamba_out. `history` advances. */
+int mamba_in(const Layer *l, const void *hidden, void *work, void *parameters, int threads) {
+  ptrdiff_t batch = l->batch, channels = l->channels, width = l->rank + 2 * l->N;
+  void *normed = work, *xz = at(normed, batch * l->size, l->type), *x = at(xz, 2 * batch * channels, l->type);
+  rms_norm(hidden, l->norm, normed, batch, l->size, l->eps, l->wide, l->type);
+  int failed = project(&l->in_proj, l->in_bias, normed, xz, batch, 2 * channels, l->size, l->type, threads);
+  causal_conv(xz, l->conv, l->conv_bias, l->history, x, l->history, batch, 1, channels, l->taps, 2 * channels,
+              2 * channels, l->history_stride, l->type, threads);
+  return failed | linear(l->x_proj, NULL, NULL, x, parameters, batch, width, channels, channels, l->type, l->type, threads);
 }
 
-/* Mamba-2: everything before out_proj's all-reduce. hidden (batch, size) -> y (batch, size), this rank's part; where
-   `squares` (batch, groups) is given, of what is not normalized, and the sums of squares. work (batch, wide + mixed + 2 *
-   inner) with inner = heads * P, mixed = inner + 2 * groups * N, wide = inner + mixed + heads; dt (batch, heads). */
-int mamba2_step(const void *hidden, const Matrix *in_proj, const void *in_bias, const void *conv, const void *conv_bias,
-                void *history, const float *dt_bias, const float *A_log, const float *D, float *state, const void *norm,
-                const Matrix *out_proj, void *y, float *squares, void *work, float *dt, ptrdiff_t batch, ptrdiff_t size,
-                ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, ptrdiff_t taps, ptrdiff_t history_stride,
-                ptrdiff_t state_stride, float eps, int type, int threads) {
-  ptrdiff_t inner = heads * P, mixed = inner + 2 * groups * N, wide = inner + mixed + heads;
-  void *projected = work, *xBC = at(work, batch * wide, type), *scanned = at(xBC, batch * mixed, type);
-  void *normed = at(scanned, batch * inner, type);
-  int failed = linear(in_proj->values, in_proj->scales, in_bias, hidden, projected, batch, wide, size, size,
-                      in_proj->stored, type, threads);
-  causal_conv(at(projected, inner, type), conv, conv_bias, history, xBC, history, batch, 1, mixed, taps, wide, wide,
-              history_stride, type, threads);
+/* Mamba-1 from the summed parameters (dt, B, C) on, which are overwritten: dt_proj, scan, gate, out_proj -> y (batch, size),
+   this rank's part. */
+int mamba_out(const Layer *l, void *parameters, void *work, void *y, int threads) {
+  ptrdiff_t batch = l->batch, channels = l->channels, rank = l->rank, N = l->N, each = batch * channels;
+  ptrdiff_t width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
+  void *xz = at(work, batch * l->size, l->type), *x = at(xz, 2 * each, l->type), *dt = at(x, each, l->type);
+  void *scanned = at(dt, each, l->type);
+  if (l->inner_eps >= 0)
+    for (ptrdiff_t b = 0; b < batch; b++)
+      for (int k = 0; k < 3; k++) {
+        void *part = at(parameters, b * width + cuts[k], l->type);
+        rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], l->inner_eps, l->type, l->type);
+      }
+  ptrdiff_t strides[] = {channels, 0, channels, 0, width, 0, width, 0, 2 * channels, 0, l->state_stride, l->state_stride};
+  int failed = linear(l->dt_proj, NULL, NULL, parameters, dt, batch, channels, rank, width, l->type, l->type, threads);
+  selective_scan(x, dt, l->A_log, at(parameters, rank, l->type), at(parameters, rank + N, l->type), l->D,
+                 at(xz, channels, l->type), l->dt_bias, l->state, scanned, l->state, NULL, strides, batch, 1, channels, N,
+                 0, l->type, threads);
+  return failed | project(&l->out_proj, NULL, scanned, y, batch, l->size, channels, l->type, threads);
+}
+
+/* Mamba-2: everything before out_proj's all-reduce. x -> y (batch, size), this rank's part; where `squares` (batch, groups)
+   is given, of what is not normalized, and the sums of squares. work: (batch, size + wide + mixed + 2 channels) with mixed =
+   channels + 2 groups N, wide = channels + mixed + heads; dt (batch, heads). */
+int mamba2_step(const Layer *l, const void *hidden, void *work, float *dt, void *y, float *squares, int threads) {
+  ptrdiff_t batch = l->batch, channels = l->channels, heads = l->heads, groups = l->groups, N = l->N;
+  ptrdiff_t mixed = channels + 2 * groups * N, wide = channels + mixed + heads;
+  void *normed = work, *projected = at(normed, batch * l->size, l->type), *xBC = at(projected, batch * wide, l->type);
+  void *scanned = at(xBC, batch * mixed, l->type), *gated = at(scanned, batch * channels, l->type);
+  rms_norm(hidden, l->norm, normed, batch, l->size, l->eps, l->wide, l->type);
+  int failed = project(&l->in_proj, l->in_bias, normed, projected, batch, wide, l->size, l->type, threads);
+  causal_conv(at(projected, channels, l->type), l->conv, l->conv_bias, l->history, xBC, l->history, batch, 1, mixed,
+              l->taps, wide, wide, l->history_stride, l->type, threads);
   for (ptrdiff_t b = 0; b < batch; b++)
     for (ptrdiff_t h = 0; h < heads; h++)
-      dt[b * heads + h] = softplus_(get(projected, b * wide + inner + mixed + h, type) + dt_bias[h]);
-  ptrdiff_t strides[] = {mixed, 0, mixed, 0, mixed, 0, state_stride, state_stride};
-  ssd(xBC, dt, A_log, at(xBC, inner, type), at(xBC, inner + groups * N, type), D, state, scanned, state, NULL, strides,
-      batch, 1, heads, P, groups, N, type, threads);
-  failed |= gated_norm(scanned, projected, norm, normed, squares, batch, wide, groups, inner / groups, eps, !squares, type);
-  return failed | linear(out_proj->values, out_proj->scales, NULL, normed, y, batch, size, inner, inner,
-                         out_proj->stored, type, threads);
+      dt[b * heads + h] = softplus_(get(projected, b * wide + channels + mixed + h, l->type) + l->dt_bias[h]);
+  ptrdiff_t strides[] = {mixed, 0, mixed, 0, mixed, 0, l->state_stride, l->state_stride};
+  ssd(xBC, dt, l->A_log, at(xBC, channels, l->type), at(xBC, channels + groups * N, l->type), l->D, l->state, scanned,
+      l->state, NULL, strides, batch, 1, heads, channels / heads, groups, N, l->type, threads);
+  failed |= gated_norm(scanned, projected, l->gated, gated, squares, batch, wide, groups, channels / groups, l->inner_eps,
+                       !squares, l->type);
+  return failed | project(&l->out_proj, NULL, gated, y, batch, l->size, channels, l->type, threads);
+}
+
+/* total = x + y + out_proj's bias, rounded as it would be one after the other. */
+INLINE void add(const Layer *l, const void *x, const void *y, const float *squares, void *total, int type, int wide) {
+  for (ptrdiff_t b = 0; b < l->batch; b++) {
+    float scale = squares ? 1 / sqrtf(squares[b] / l->group_channels + l->inner_eps) : 1;
+    ptrdiff_t first = b * l->size;
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < l->size; i++) {
+      float part = squares ? rounded(scale * ((const float *)y)[first + i], type) : get(y, first + i, type);
+      if (l->out_bias) part = rounded(part + get(l->out_bias, i, type), type);
+      put(total, first + i, get(x, first + i, wide) + part, wide);
+    }
+  }
+}
+
+CLONES static void add_float32(const Layer *l, const void *x, const void *y, const float *squares, void *total) {
+  add(l, x, y, squares, total, FLOAT32, FLOAT32);
+}
+CLONES static void add_mixed(const Layer *l, const void *x, const void *y, const float *squares, void *total) {
+  add(l, x, y, squares, total, BFLOAT16, FLOAT32);
+}
+CLONES static void add_bfloat16(const Layer *l, const void *x, const void *y, const float *squares, void *total) {
+  add(l, x, y, squares, total, BFLOAT16, BFLOAT16);
+}
+
+/* What a layer adds: x -> total, of `wide`; it may be x. y (batch, size), of `type`, is every rank's sum; or FLOAT32, and
+   still to be normalized by the `squares` (batch), all ranks' too. */
+int layer_end(const Layer *l, const void *x, const void *y, const float *squares, void *total) {
+  if (l->type == FLOAT32) add_float32(l, x, y, squares, total);
+  else if (l->wide == FLOAT32) add_mixed(l, x, y, squares, total);
+  else add_bfloat16(l, x, y, squares, total);
+  return 0;
 }

@@ -42,6 +42,10 @@ INLINE void put(void *p, ptrdiff_t i, float x, int type) {
   if (type == FLOAT32) ((float *)p)[i] = x;
   else ((uint16_t *)p)[i] = to_bfloat16(x);
 }
+/* A number as a tensor of `type` would have it. */
+INLINE float rounded(float x, int type) {
+  return type == FLOAT32 ? x : float_of_bits((uint32_t)to_bfloat16(x) << 16);
+}
 /* The address of the i-th number. */
 INLINE void *at(const void *p, ptrdiff_t i, int type) { return (char *)p + i * (type == FLOAT32 ? 4 : 2); }
 
