@@ -2,8 +2,8 @@
 
 The claim, on a quiet machine with two cores: prefill of 256 tokens >= 1.7x, decode >= 1.4x; CPU time of a rank outside
 collectives >= 1.9x less in prefill, >= 1.8x less in decode. In each repetition one rank works alone, then both through
-shared memory, then both over gloo, for which the waiting ranks sleep. Medians. "reading" is what the memory allows in
-decoding: one rank reads a tensor, then each of two reads a half.
+shared memory, then both over gloo, for which the waiting ranks sleep; then, for what the memory allows at that moment, one
+rank reads a tensor, and each of two a half. Medians.
 """
 
 import os
@@ -70,7 +70,7 @@ def rank_main(rank, folder, directory) -> None:
     """One rank's part; rank 0 writes {format: {phase: {contestant: (seconds, CPU seconds)}}} down."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
-    group, measured = dist.group.WORLD, {}
+    group, measured = dist.group.WORLD, {name: {} for name in FORMATS}
     for name, options in FORMATS.items():
         models = {"two": megatron_ssm.load(directory, group, **options)}
         models["gloo"] = megatron_ssm.load(directory, group, shared_memory=False, **options)
@@ -79,29 +79,29 @@ def rank_main(rank, folder, directory) -> None:
         watches = {who: Stopwatch(model) for who, model in models.items()}
         works = {who: phases(models[who]) for who in ("two", "gloo")}  # in the same order on both ranks
         works |= {"one": phases(models["one"])} if rank == 0 else {}
-        measured[name] = {phase: race(phase, works, watches) for phase in ("prefill", "decode")}
-    measured["reading"] = {"reading": read(rank)}
+        readers, ways = reading(rank), dict.fromkeys(("one reads", "two read"), Stopwatch())
+        for phase in ("prefill", "decode"):
+            measured[name][phase] = race({who: work[phase] for who, work in works.items()} | readers, watches | ways)
     if rank == 0:
         torch.save(measured, Path(folder, "measured"))
     dist.barrier()
 
 
-def read(rank) -> dict:
-    """`race` of plain reading."""
+def reading(rank) -> dict:
+    """{contestant: function} of plain reading."""
     stream = torch.ones(STREAM)
-    half = {"reading": stream[rank * STREAM // 2 :][: STREAM // 2].sum}
-    works = {"two": half, "gloo": half} | ({"one": {"reading": stream.sum}} if rank == 0 else {})
-    return race("reading", works, {who: Stopwatch() for who in works})
+    half = stream[rank * STREAM // 2 :][: STREAM // 2]
+    return {"two read": half.sum} | ({"one reads": stream.sum} if rank == 0 else {})
 
 
-def race(phase, works, watches) -> dict:
-    """{contestant: (median seconds, median CPU seconds)} of a phase, in turn."""
+def race(works, watches) -> dict:
+    """{contestant: (median seconds, median CPU seconds)}, in turn."""
     times = {who: [] for who in works}
     for _ in range(REPETITIONS + 1):
-        for who in ("one", "two", "gloo"):
+        for who in ("one", "two", "gloo", "one reads", "two read"):
             dist.barrier()
             if who in works:
-                times[who].append(watches[who].time(works[who][phase]))
+                times[who].append(watches[who].time(works[who]))
     return {
         who: tuple(statistics.median(column) for column in zip(*taken[1:], strict=True)) for who, taken in times.items()
     }
@@ -109,11 +109,10 @@ def race(phase, works, watches) -> dict:
 
 def row(shape, name, phase, measured) -> list[str]:
     """A line of the table."""
-    (one, one_cpu), (two, two_cpu), (gloo, _) = (measured[who] for who in ("one", "two", "gloo"))
+    (one, one_cpu), (two, two_cpu) = measured["one"], measured["two"]
     per = (lambda s: f"{s / NEW * 1e3:.1f} ms/token") if phase == "decode" else (lambda s: f"{s * 1e3:.0f} ms")
-    if phase == "reading":
-        name, gloo, per = "", float("nan"), lambda s: f"{4 * STREAM / s / 1e9:.0f} GB/s"
-    ratios = [f"{ratio:.2f}x" if ratio == ratio else "" for ratio in (one / two, one / gloo, one_cpu / two_cpu)]
+    read = measured["one reads"][0] / measured["two read"][0]
+    ratios = [f"{ratio:.2f}x" for ratio in (one / two, one / measured["gloo"][0], one_cpu / two_cpu, read)]
     return [shape, name, phase, per(one), per(two), *ratios]
 
 
@@ -126,7 +125,17 @@ def main() -> None:
             multiprocessing.spawn(rank_main, (folder, Path(folder, "model")), 2)
             measured = torch.load(Path(folder, "measured"), weights_only=True)
         rows += [row(shape, name, phase, cells) for name, both in measured.items() for phase, cells in both.items()]
-    header = ["shape", "weights", f"prompt {PROMPT}", "one rank", "two ranks", "faster", "over gloo", "CPU time, less"]
+    header = [
+        "shape",
+        "weights",
+        f"prompt {PROMPT}",
+        "one rank",
+        "two ranks",
+        "faster",
+        "over gloo",
+        "CPU time, less",
+        "two read",
+    ]
     publish("two-ranks", markdown(header, rows))
 
 
