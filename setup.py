@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))
 
 from sparsefusion.native import digest, skipped, sources  # noqa: E402
 
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-std=gnu11", "-O3", "-fno-wrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 # Sums within a kernel may be added in any order (sparsefusion's sums between ranks may not).
 OWN_FLAGS = {"sparsefusion": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
 WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"

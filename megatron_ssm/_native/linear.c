@@ -23,21 +23,16 @@ INLINE ptrdiff_t columns(int stored) { return stored == INT8 ? 4 : stored == BFL
 /* 2^24 times the int8 in a word's byte: no shift to the right, and no sign to extend. */
 INLINE float byte_of(uint32_t word, int place) { return (float)(int32_t)(word << (24 - 8 * place) & 0xff000000u); }
 
-/* sums[b][i] += the product of some words of W and x, of which `count` is a row's: width is a constant but at the end.
-   The rows of W stand one after the other in memory, so AHEAD leads into the next rows. */
-INLINE void words(const uint32_t *w, float scale, const float *x, ptrdiff_t pitch, ptrdiff_t count, ptrdiff_t width,
-                  int batch, int stored, float sums[BATCH][LANES]) {
-  for (int b = 0; b < batch; b++, x += pitch)
-#pragma omp simd
-    for (ptrdiff_t i = 0; i < width; i++)
-      if (stored == FLOAT32) sums[b][i] += float_of_bits(w[i]) * x[i];
-      else if (stored == BFLOAT16)
-        sums[b][i] += float_of_bits(w[i] << 16) * x[i] + float_of_bits(w[i] & 0xffff0000u) * x[count + i];
-      else
-        sums[b][i] += scale * (byte_of(w[i], 0) * x[i] + byte_of(w[i], 1) * x[count + i] +
-                               byte_of(w[i], 2) * x[2 * count + i] + byte_of(w[i], 3) * x[3 * count + i]);
+/* The product of a word of W, of which `count` are a row's, and x; of INT8 without its scale. */
+INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int stored) {
+  if (stored == FLOAT32) return float_of_bits(word) * x[0];
+  if (stored == BFLOAT16) return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
+  return byte_of(word, 0) * x[0] + byte_of(word, 1) * x[count] + byte_of(word, 2) * x[2 * count] +
+         byte_of(word, 3) * x[3 * count];
 }
 
+/* A row of W, and `batch` rows of x from `first` on: batch and lanes are constants. Where rows are short the processor falls
+   behind at each end unless asked for what comes next; the rows of W stand one after the other in memory. */
 INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int stored, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns(stored), i = 0;
   const uint32_t *w = (const uint32_t *)a->weight + row * count;
@@ -45,42 +40,52 @@ INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int 
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
-    for (ptrdiff_t line = 0; line < lanes * 4; line += 64) __builtin_prefetch((const char *)(w + i) + line + AHEAD);
-    words(w + i, stored == INT8 ? scales[i / BLOCK_WORDS] : 0, x + i, a->pitch, count, lanes, batch, stored, sums);
+    for (ptrdiff_t line = 0; stored != FLOAT32 && line < lanes * 4; line += 64)
+      __builtin_prefetch((const char *)(w + i) + line + AHEAD);
+    for (int b = 0; b < batch; b++)
+#pragma omp simd
+      for (ptrdiff_t k = 0; k < lanes; k++)
+        sums[b][k] += (stored == INT8 ? scales[i / BLOCK_WORDS] : 1) * product(w[i + k], x + b * a->pitch + i + k, count, stored);
   }
-  if (stored != INT8 && i < count) words(w + i, 0, x + i, a->pitch, count, count - i, batch, stored, sums);
   for (int b = 0; b < batch; b++) {
     float total = 0, bias = a->bias ? get(a->bias, row, a->type) : 0;
 #pragma omp simd reduction(+ : total)
-    for (ptrdiff_t i = 0; i < lanes; i++) total += sums[b][i];
+    for (ptrdiff_t k = 0; k < lanes; k++) total += sums[b][k];
+    for (ptrdiff_t k = i; k < count; k++) total += product(w[k], x + b * a->pitch + k, count, stored);
     put(a->y, (first + b) * a->out + row, (stored == INT8 ? total * 0x1p-24f : total) + bias, a->type);
   }
 }
 
-/* One loop for each number of rows of x: what it needs fits into the registers. */
-INLINE void part(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int stored, ptrdiff_t lanes) {
-  ptrdiff_t rows = a->batch > BATCH ? ROWS : stop - start;
-  for (; start < stop; start += rows)
-    for (ptrdiff_t first = 0, end = start + rows < stop ? start + rows : stop; first < a->batch; first += BATCH)
-      switch (a->batch - first) {
-        case 1: for (ptrdiff_t r = start; r < end; r++) row(a, r, first, 1, stored, lanes); break;
-        case 2: for (ptrdiff_t r = start; r < end; r++) row(a, r, first, 2, stored, lanes); break;
-        case 3: for (ptrdiff_t r = start; r < end; r++) row(a, r, first, 3, stored, lanes); break;
-        default: for (ptrdiff_t r = start; r < end; r++) row(a, r, first, BATCH, stored, lanes);
-      }
+/* Rows of W from `start` to `stop`, by one function for each number of rows of x: what it needs fits into the registers. */
+typedef void Part(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
+#define PART(NAME, BATCH, STORED, LANES)                                                              \
+  CLONES static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
+    const Linear a = *given;                                                                          \
+    for (ptrdiff_t r = start; r < stop; r++) row(&a, r, first, BATCH, STORED, LANES);                 \
+  }
+#define PARTS(NAME, STORED, LANES) \
+  PART(NAME, 1, STORED, LANES) PART(NAME, 2, STORED, LANES) PART(NAME, 3, STORED, LANES) PART(NAME, 4, STORED, LANES) \
+  static Part *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4};
+PARTS(long_float32_, FLOAT32, LANES)
+PARTS(short_float32_, FLOAT32, FEW)
+PARTS(long_bfloat16_, BFLOAT16, LANES)
+PARTS(short_bfloat16_, BFLOAT16, FEW / 2)
+PARTS(int8_, INT8, BLOCK_WORDS)
+
+static Part *const *parts_of(int stored, ptrdiff_t in) {
+  if (stored == INT8) return int8_;
+  if (stored == BFLOAT16) return in < 4 * LANES ? short_bfloat16_ : long_bfloat16_;
+  return in < 2 * LANES ? short_float32_ : long_float32_;
 }
 
-typedef void Part(const Linear *, ptrdiff_t, ptrdiff_t);
-CLONES static void long_float32(const Linear *a, ptrdiff_t start, ptrdiff_t stop) { part(a, start, stop, FLOAT32, LANES); }
-CLONES static void short_float32(const Linear *a, ptrdiff_t start, ptrdiff_t stop) { part(a, start, stop, FLOAT32, FEW); }
-CLONES static void long_bfloat16(const Linear *a, ptrdiff_t start, ptrdiff_t stop) { part(a, start, stop, BFLOAT16, LANES); }
-CLONES static void short_bfloat16(const Linear *a, ptrdiff_t start, ptrdiff_t stop) { part(a, start, stop, BFLOAT16, FEW / 2); }
-CLONES static void long_int8(const Linear *a, ptrdiff_t start, ptrdiff_t stop) { part(a, start, stop, INT8, BLOCK_WORDS); }
-
-static Part *part_of(int stored, ptrdiff_t in) {
-  if (stored == INT8) return long_int8;
-  if (stored == BFLOAT16) return in < 4 * LANES ? short_bfloat16 : long_bfloat16;
-  return in < 2 * LANES ? short_float32 : long_float32;
+/* A few rows of W at a time, for they stay in the cache while rows of x change; all of them if there are few of x. */
+static void rows(const Linear *a, Part *const *parts, ptrdiff_t start, ptrdiff_t stop) {
+  ptrdiff_t step = a->batch > BATCH ? ROWS : stop - start;
+  for (; start < stop; start += step)
+    for (ptrdiff_t first = 0; first < a->batch; first += BATCH) {
+      ptrdiff_t left = a->batch - first, end = start + step;
+      parts[left < BATCH ? left - 1 : BATCH - 1](a, first, start, end < stop ? end : stop);
+    }
 }
 
 INLINE void apart(const void *x, float *to, ptrdiff_t in, int type, int parts) {
@@ -109,12 +114,12 @@ int linear(const void *weight, const float *scales, const void *bias, const void
     unpack(x, unpacked, batch, in, pitch, type, stored);
   }
   Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, unpacked ? in : pitch, type};
-  Part *part = part_of(stored, in);
+  Part *const *parts = parts_of(stored, in);
   ptrdiff_t share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t stop = start + share < out ? start + share : out;
-    part(&a, start, stop);
+    rows(&a, parts, start, stop);
   }
   free(unpacked);
   return 0;
