@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.directory = None  # where it was loaded from
         self.weights = None  # "int8": its matrices are rounded, and it can only generate
-        self._decoding = Decoding()
+        self._decoding = Decoding(Block)
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))

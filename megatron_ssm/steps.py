@@ -12,7 +12,7 @@ from sparsefusion.native import FLOAT, INT, POINTER, SIZE
 
 from . import kernels
 from .kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, address, check, exact, short_enough, usable
-from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, at_least_fp32, sum_over_ranks
+from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, at_least_fp32
 from .mamba import Convolution, MambaMixer
 from .mamba2 import Mamba2Mixer
 from .weights import Int8Weight
@@ -68,42 +68,53 @@ def is_altered(module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def numbers_of(block, norm, mixer) -> tuple:
+    """What a block's step knows of it beside its tensors, and anyone may change."""
+    own = vars(mixer)
+    return norm.eps, block.residual_in_fp32, own.get("inner_norm_eps"), own.get("eps"), own.get("group_channels")
+
+
 class Step:
     """A block as it decodes one token of each of some sequences; called as a block is. Its cache advances in place.
 
-    conv, state: the sequences' rows of the layer's cache. room: {name: tensor} of this and earlier steps, to be used again.
-    What is returned lies there until the next one is called. ValueError: the kernels cannot take these.
+    conv, state: the sequences' rows of the layer's cache. room: {(name, dtype, shape): tensor} to work in, which steps that
+    follow one another share.
     """
 
-    def __init__(self, block, conv, state, room):
-        mixer, norm, batch = block.mixer, block.norm, len(conv)
-        self.use, self.mixer, self.mamba2 = block.use, mixer, isinstance(mixer, Mamba2Mixer)
-        own = _of_mamba2(mixer) if self.mamba2 else _of_mamba(mixer)
+    @classmethod
+    def of(cls, block, conv, state, room):
+        """The step of a block that `may_step`; None if the kernels cannot take its tensors."""
+        mixer = block.mixer
+        tensors = _of_mamba2(mixer) if type(mixer) is Mamba2Mixer else _of_mamba(mixer)
         in_bias = None if mixer.in_proj.bias is None else mixer.in_proj.bias()
-        typed = dict(zip(("conv", "conv_bias"), mixer.conv.tensors(), strict=True), norm=norm.weight, in_bias=in_bias,
-                     out_bias=mixer.out_proj.bias, history=conv, **own.pop("typed"))  # fmt: skip
+        weight, bias = mixer.conv.tensors()
+        typed = dict(norm=block.norm.weight, conv=weight, conv_bias=bias, in_bias=in_bias, out_bias=mixer.out_proj.bias,
+                     history=conv, **tensors)  # fmt: skip
         wide = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
-        if not _takes(typed, wide, matrices, batch):
-            raise ValueError("the kernels of step.c cannot take these")
-        size, self.dtype = len(norm.weight), norm.weight.dtype
+        return cls(block, typed, wide, matrices, room) if _takes(typed, wide, matrices, len(conv)) else None
+
+    def __init__(self, block, typed, wide, matrices, room):
+        mixer, norm, conv, state = block.mixer, block.norm, typed["history"], wide["state"]
+        self.use, self.mixer, self.mamba2 = block.use, mixer, type(mixer) is Mamba2Mixer
+        batch, size, self.dtype = len(conv), len(norm.weight), norm.weight.dtype
         self.sum_dtype = at_least_fp32(self.dtype) if block.residual_in_fp32 else self.dtype
         layer = _Layer(
             **{name: _Matrix.of(weight) for name, weight in matrices.items()},
             **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
             batch=batch, size=size, N=mixer.state_size, taps=mixer.kernel, history_stride=conv.stride(0),
-            state_stride=state.stride(0), eps=norm.eps, type=TYPES[self.dtype], wide=TYPES[self.sum_dtype], **own,
+            state_stride=state.stride(0), eps=norm.eps, type=TYPES[self.dtype], wide=TYPES[self.sum_dtype],
+            **(_numbers_of_mamba2(mixer) if self.mamba2 else _numbers_of_mamba(mixer)),
         )  # fmt: skip
         self._layer, self._layer_at = layer, ctypes.addressof(layer)
         self._make_room(room, batch, size, layer)
 
     def _make_room(self, room, batch, size, layer):
         def tensor(name, dtype, *shape):
-            if name not in room:
-                room[name] = torch.empty(shape, dtype=dtype)
-            return room[name]
+            if (name, dtype, shape) not in room:
+                room[name, dtype, shape] = torch.empty(shape, dtype=dtype, device="cpu")
+            return room[name, dtype, shape]
 
-        self._total = tensor("total", self.sum_dtype, batch, 1, size)
         self._part = tensor("part", self.dtype, batch, 1, size)
         channels = layer.channels
         if self.mamba2:
@@ -114,58 +125,81 @@ class Step:
         else:
             work = 5 * channels
             self._parameters = tensor("parameters", self.dtype, batch, 1, layer.rank + 2 * layer.N)
+            self._parameters_at = self._parameters.data_ptr()
         self._work = tensor("work", self.dtype, batch * (size + work))
+        self._part_at, self._work_at = self._part.data_ptr(), self._work.data_ptr()
 
     def __call__(self, x, call, cache=None, shared=None, embeddings=None):
         """x (batch, 1, hidden) -> the same: see `Block`."""
+        x = given = x.to(self.sum_dtype).contiguous()
         if self.use is not None:
             given = (x + shared(x, embeddings, self.use, call, cache)).to(self.sum_dtype).contiguous()
-        x = x.to(self.sum_dtype).contiguous()
-        y, squares = (self._mamba2 if self.mamba2 else self._mamba)(x if self.use is None else given)
-        total = self._total
+        y, squares = (self._mamba2 if self.mamba2 else self._mamba)(given.data_ptr())
+        total = torch.empty_like(x)
         kernels.LIBRARY.functions.layer_end(
             self._layer_at, x.data_ptr(), y.data_ptr(), address(squares), total.data_ptr()
         )
         return total
 
-    def _mamba(self, x):
-        """(the mixer's output but for its bias, None)."""
-        mixer, functions, threads = self.mixer, kernels.LIBRARY.functions, torch.get_num_threads()
-        work, part, ranks = self._work.data_ptr(), self._part, mixer.head_ranks
-        parameters = self._parameters
-        check(functions.mamba_in(self._layer_at, x.data_ptr(), work, parameters.data_ptr(), threads))
-        parameters = sum_over_ranks(parameters, ranks.group, ranks.exact)
-        check(functions.mamba_out(self._layer_at, parameters.data_ptr(), work, part.data_ptr(), threads))
-        return self._sum(part), None
+    def _mamba(self, x_at):
+        """(the mixer's output but for its bias, None); x_at: the address of x."""
+        functions, threads, ranks = kernels.LIBRARY.functions, torch.get_num_threads(), self.mixer.head_ranks
+        parameters, parameters_at = self._parameters, self._parameters_at
+        check(functions.mamba_in(self._layer_at, x_at, self._work_at, parameters_at, threads))
+        if ranks.group is not None:
+            parameters = ranks.exact(parameters, ranks.group)
+            parameters_at = parameters.data_ptr()
+        check(functions.mamba_out(self._layer_at, parameters_at, self._work_at, self._part_at, threads))
+        return self._sum(self._part), None
 
-    def _mamba2(self, x):
+    def _mamba2(self, x_at):
         """(the mixer's output but for its bias, None), or before its norm, and the sums of squares."""
         part, squares, ranks = self._part, self._squares, self.mixer.ranks
         check(kernels.LIBRARY.functions.mamba2_step(
-            self._layer_at, x.data_ptr(), self._work.data_ptr(), self._dt.data_ptr(), part.data_ptr(), address(squares),
+            self._layer_at, x_at, self._work_at, self._dt.data_ptr(), self._part_at, address(squares),
             torch.get_num_threads(),
         ))  # fmt: skip
         if squares is None:
             return self._sum(part), None
-        part, squares = ranks.reduce_beside(part.float(), squares, ranks.group)
-        return part.contiguous(), squares.contiguous()
+        whole, squares = ranks.reduce_beside(_given(part, ranks).float(), squares, ranks.group)
+        return _as_kernels_take(whole, part, torch.float32), squares
 
     def _sum(self, part):
+        """Every rank's part of out_proj's product added up."""
         ranks = self.mixer.out_proj.ranks
-        return part if ranks.group is None else ranks.reduce(part, ranks.group).contiguous()
+        if ranks.group is None:
+            return part
+        return _as_kernels_take(ranks.reduce(_given(part, ranks), ranks.group), part, part.dtype)
+
+
+def _given(part, ranks):
+    """A part as it is given to be added up: a caller's function may keep it."""
+    return part.clone() if callable(ranks.format) else part
+
+
+def _as_kernels_take(whole, part, dtype):
+    """What a caller's function has made of `part`: of its shape, on the CPU, dense."""
+    return whole.to(part.device, dtype).expand_as(part).contiguous()
 
 
 def _of_mamba(mixer) -> dict:
-    """Fields of _Layer, and `typed`: those that are tensors."""
+    """Tensors of _Layer that only Mamba-1 has."""
+    return dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
+
+
+def _numbers_of_mamba(mixer) -> dict:
     eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
-    typed = dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
-    return dict(channels=mixer.channels, rank=mixer.splits[0], inner_eps=eps, typed=typed)
+    return dict(channels=mixer.channels, rank=mixer.splits[0], inner_eps=eps)
 
 
 def _of_mamba2(mixer) -> dict:
-    """As of Mamba-1."""
+    """Tensors of _Layer that only Mamba-2 has."""
+    return dict(gated=mixer.norm_weight)
+
+
+def _numbers_of_mamba2(mixer) -> dict:
     return dict(channels=mixer.rows["x"], heads=mixer.heads, groups=mixer.groups, group_channels=mixer.group_channels,
-                inner_eps=mixer.eps, typed=dict(gated=mixer.norm_weight))  # fmt: skip
+                inner_eps=mixer.eps)  # fmt: skip
 
 
 def _takes(typed, wide, matrices, batch) -> bool:

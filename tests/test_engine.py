@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ssm import Engine, generate, load
+from megatron_ssm.decoding import PLANS
 from megatron_ssm.request import Request
 from megatron_ssm.text import load_tokenizer
 from serving import VOCAB, checkpoint, families, ids, on_ranks
@@ -241,5 +242,6 @@ def test_a_thousand_requests_leave_nothing_behind(family, prefix_bytes):
     served(engine, draw, 1000)
     assert engine.prefixes.nbytes <= prefix_bytes
     count_after, nbytes_after = tensors()
-    assert abs(nbytes_after - nbytes) <= prefix_bytes and count_after <= count + prefix_bytes // 1000
+    kept, work = PLANS * 4, PLANS * 2**14  # what decoding some rows of the cache leaves, of one layer's size
+    assert abs(nbytes_after - nbytes) <= prefix_bytes + work and count_after <= count + prefix_bytes // 1000 + kept
     assert not [o for o in gc.get_objects() if type(o) is Request]

@@ -1,42 +1,21 @@
-"""Decoding by the kernels of step.c; oracle: the same model without C kernels, or given the whole sequence at once."""
-
-import copy
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+"""One token by the kernels of step.c; oracle: the same model without C kernels, or given the whole sequence at once."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from hf import save_hf
+from decoded import IDS, counted, one_by_one, saved
 from megatron_ssm import kernels, steps
 from sparsefusion.native import Library
 
-IDS = torch.arange(18).view(2, 9) % 61
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
-
-
-def saved(directory, family, **changes):
-    """The directory of a small model."""
-    save_hf(directory, family, num_hidden_layers=2, **changes)
-    return directory
-
-
-@torch.no_grad()
-def one_by_one(model, cached, first=4):
-    """Logits of a prompt, then of one token after the other, by `model`, with a cache of `cached`'s."""
-    cache = cached.new_cache(2)
-    parts = [model(IDS[:, :first], cache=cache)]
-    return torch.cat(parts + [model(IDS[:, t : t + 1], cache=cache) for t in range(first, IDS.shape[1])], dim=1)
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """One entry for each token that goes through a layer by step.c."""
-    count, called = [], steps.Step.__call__
-    monkeypatch.setattr(steps.Step, "__call__", lambda *given: (count.append(1), called(*given))[1])
-    return count
+    return counted(steps.Step, monkeypatch.setattr)
 
 
 SHAPES = [  # family, changes, whether step.c takes them
@@ -78,13 +57,15 @@ def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path
 
     def run(rank):
         model = megatron_ssm.load(directory, dist.group.WORLD, **options)
-        by_steps = one_by_one(model, model)
+        by_steps, count = one_by_one(model, model), counted(steps.Step)
+        again = one_by_one(model, model)
         for layer in model.layers:
             layer.norm.register_forward_hook(lambda *_: None)
-        return by_steps, one_by_one(model, model)
+        return by_steps, again, one_by_one(model, model), len(count)
 
     atol = 0.02 if "dtype" in options else 1e-5
-    for by_steps, by_blocks in ranks(run, tp):
+    for by_steps, again, by_blocks, count in ranks(run, tp):
+        assert count == 5 * 2 and torch.equal(by_steps, again)  # tokens and layers
         torch.testing.assert_close(by_steps, by_blocks, rtol=0, atol=atol)
 
 
@@ -112,96 +93,6 @@ def test_layers_with_hooks_or_in_the_place_of_others_are_called(family, tmp_path
         layer.mixer.out_proj = Adapted(layer.mixer.out_proj)
     with torch.no_grad():
         torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
-
-
-def moved(model):
-    """Every parameter's numbers are elsewhere, and others."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 1.5
-
-
-def replaced(model):
-    """A parameter is another one."""
-    mixer = model.layers[1].mixer
-    mixer.A_log = torch.nn.Parameter(mixer.A_log + 1)
-
-
-def hooked(model):
-    """A layer has a hook."""
-    model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y)
-
-
-def called_otherwise(model):
-    """A layer is called by a function of its own."""
-    out_proj = model.layers[1].mixer.out_proj
-    forward = out_proj.forward
-    out_proj.forward = lambda x: 2 * forward(x)
-
-
-def rounded(model):
-    """Another type."""
-    model.bfloat16()
-
-
-def edited(model):
-    """Other numbers in the same places."""
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-
-
-CHANGES = [
-    *product(("mamba", "mamba2"), (moved, replaced, hooked, called_otherwise, rounded, edited)),
-    ("zamba2", moved),
-]
-
-
-@pytest.mark.parametrize("family, change", CHANGES)
-@torch.no_grad()
-def test_a_model_may_change_between_two_tokens(family, change, tmp_path):
-    """Oracle: a copy of the model and its cache, which has decoded nothing."""
-    model = megatron_ssm.load(saved(tmp_path, family))
-    cache = model.new_cache(2)
-    for tokens in IDS.split([4, 1, 1, 1, 1, 1], dim=1)[:4]:
-        model(tokens, cache=cache)
-    copied, its_cache = copy.deepcopy(model), copy.deepcopy(cache)
-    before = copy.deepcopy(model)(IDS[:, :1], cache=copy.deepcopy(cache))
-    for changed in (model, copied):
-        change(changed)
-    logits = model(IDS[:, :1], cache=cache)
-    torch.testing.assert_close(logits, copied(IDS[:, :1], cache=its_cache), rtol=0, atol=0)
-    assert (logits - before).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_copies_threads_and_several_caches_do_not_meet(tmp_path):
-    model = megatron_ssm.load(saved(tmp_path, "mamba"))
-    expected = one_by_one(model, model)
-    first, second = model.new_cache(2), model.new_cache(3)
-    model(IDS[:, :4], cache=first)
-    model(IDS[:1, :4].expand(2, -1), cache=second.select([1, 2]))
-    model(IDS[1:, :2], cache=second.select([0]))
-    for t in range(4, 9):
-        assert torch.equal(model(IDS[:, t : t + 1], cache=first), expected[:, t : t + 1])
-        both = model(IDS[:1, t : t + 1].expand(2, -1), cache=second.select([1, 2]))
-        torch.testing.assert_close(both, expected[:1, t : t + 1].expand(2, -1, -1), rtol=0, atol=5e-6)
-        alone = model(IDS[1:, t - 2 : t - 1], cache=second.select([0]))
-        torch.testing.assert_close(alone, expected[1:, t - 2 : t - 1], rtol=0, atol=5e-5)
-    with ThreadPoolExecutor(4) as threads:
-        for logits in threads.map(lambda _: one_by_one(model, model), range(100)):
-            assert torch.equal(logits, expected)
-    assert torch.equal(one_by_one(copy.deepcopy(model), model), expected)
-
-
-@torch.no_grad()
-def test_parameters_that_lie_apart(tmp_path, taken):
-    """As an optimizer with a buffer of its own leaves them."""
-    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
-    expected = one_by_one(model, model)
-    taken.clear()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
-    assert not taken
 
 
 def test_inference_mode_and_then_not(tmp_path):

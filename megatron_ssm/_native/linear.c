@@ -11,7 +11,7 @@ typedef struct {
   const void *weight;    /* (out, in) of type `stored` */
   const float *scales;   /* (out, in / BLOCK) of INT8 */
   const void *bias;      /* (out) of `type`, or NULL */
-  const float *x;        /* (batch, in) in rows of `pitch`: first the columns that are first in a word of W, then the second */
+  const float *x;        /* (batch, in) in rows of `pitch`: the columns that are first in a word of W, then the second, ... */
   void *y;               /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, pitch;
   int type;
@@ -20,7 +20,7 @@ typedef struct {
 /* Columns of W in a word of 32 bits. */
 INLINE ptrdiff_t columns(int stored) { return stored == INT8 ? 4 : stored == BFLOAT16 ? 2 : 1; }
 
-/* 2^24 times the int8 in a word's byte: no shift to the right, and no sign to extend. */
+/* 2^24 times the int8 in a word's byte: no shift to the right, and no sign to extend. x is 2^24 times smaller. */
 INLINE float byte_of(uint32_t word, int place) { return (float)(int32_t)(word << (24 - 8 * place) & 0xff000000u); }
 
 /* The product of a word of W, of which `count` are a row's, and x; of INT8 without its scale. */
@@ -31,8 +31,8 @@ INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int stored)
          byte_of(word, 3) * x[3 * count];
 }
 
-/* A row of W, and `batch` rows of x from `first` on: batch and lanes are constants. Where rows are short the processor falls
-   behind at each end unless asked for what comes next; the rows of W stand one after the other in memory. */
+/* A row of W, and `batch` rows of x from `first` on: batch and lanes are constants. Rows of small numbers are short, and the
+   processor falls behind at their ends unless asked for what comes next: they stand one after the other in memory. */
 INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int stored, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns(stored), i = 0;
   const uint32_t *w = (const uint32_t *)a->weight + row * count;
@@ -52,7 +52,7 @@ INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int 
 #pragma omp simd reduction(+ : total)
     for (ptrdiff_t k = 0; k < lanes; k++) total += sums[b][k];
     for (ptrdiff_t k = i; k < count; k++) total += product(w[k], x + b * a->pitch + k, count, stored);
-    put(a->y, (first + b) * a->out + row, (stored == INT8 ? total * 0x1p-24f : total) + bias, a->type);
+    put(a->y, (first + b) * a->out + row, total + bias, a->type);
   }
 }
 
@@ -91,7 +91,7 @@ static void rows(const Linear *a, Part *const *parts, ptrdiff_t start, ptrdiff_t
 INLINE void apart(const void *x, float *to, ptrdiff_t in, int type, int parts) {
   for (int k = 0; k < parts; k++, to += in / parts)
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < in / parts; i++) to[i] = get(x, parts * i + k, type);
+    for (ptrdiff_t i = 0; i < in / parts; i++) to[i] = get(x, parts * i + k, type) * (parts == 4 ? 0x1p-24f : 1);
 }
 
 /* Rows of x as float32, columns apart as in `Linear`. */

@@ -1,0 +1,28 @@
+"""Small models that decode token by token."""
+
+import torch
+
+from hf import save_hf
+
+IDS = torch.arange(18).view(2, 9) % 61
+
+
+def saved(directory, family, **changes):
+    """The directory of a small model."""
+    save_hf(directory, family, num_hidden_layers=2, **changes)
+    return directory
+
+
+@torch.no_grad()
+def one_by_one(model, cached, first=4):
+    """Logits of a prompt, then of one token after the other, by `model`, with a cache of `cached`'s."""
+    cache = cached.new_cache(2)
+    parts = [model(IDS[:, :first], cache=cache)]
+    return torch.cat(parts + [model(IDS[:, t : t + 1], cache=cache) for t in range(first, IDS.shape[1])], dim=1)
+
+
+def counted(kind, patch=setattr):
+    """One entry, from now on, for each call of a kind's objects."""
+    count, called = [], kind.__call__
+    patch(kind, "__call__", lambda *given: (count.append(1), called(*given))[1])
+    return count
