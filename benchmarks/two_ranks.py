@@ -1,12 +1,12 @@
 """Two ranks of one thread against one rank of one thread, at the 130m shapes (about 8 min).
 
-The claim, on a quiet machine whose two cores have ways of their own to the memory: prefill of 256 tokens >= 1.7x, decode >=
-1.4x; CPU time of a rank outside collectives >= 1.9x less in prefill, >= 1.8x less in decode. In each repetition one rank works
-alone, then both through shared memory; then, for what the memory allows at that moment, one rank reads a tensor, and each of
-two a half. Medians of a launch; of several launches the median, the least and the most, because a virtual machine's two
-processors are put by its host, for a launch or for minutes, where they share a way to the memory or where they do not. The
-ranks spin between phases, and gloo's turn, in which they sleep, is a launch of its own: ranks that have slept wake up near
-each other.
+The claim, on a quiet machine whose two cores have ways of their own to the memory: prefill of 256 tokens >= 1.7x,
+decode >= 1.4x; CPU time of a rank outside collectives >= 1.9x less in prefill, >= 1.8x less in decode. In each
+repetition one rank works alone, then both through shared memory; then, for what the memory allows at that moment, one
+rank reads a tensor, and each of two a half. Medians of a launch; of several launches the median, the least and the
+most, because a virtual machine's two processors are put by its host, for a launch or for minutes, where they share a
+way to the memory or where they do not. The ranks spin between phases, and gloo's turn, in which they sleep, is a launch
+of its own: ranks that have slept wake up near each other.
 """
 
 import os
