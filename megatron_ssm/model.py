@@ -24,10 +24,15 @@ class Block(nn.Module):
         self.mixer, self.use = mixer, use
         self.residual_in_fp32 = config.residual_in_fp32
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of what the layers add to."""
+        dtype = self.norm.weight.dtype
+        return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
+
     def forward(self, x, call: Call, cache=None, shared=None, embeddings=None):
         """(batch, seq, hidden) -> the same. shared, embeddings: the block that a hybrid layer uses, and its other input."""
-        dtype = self.norm.weight.dtype
-        residual = x.to(at_least_fp32(dtype) if self.residual_in_fp32 else dtype)
+        residual = x.to(self.sum_dtype)
         if self.use is not None:
             x = x + shared(x, embeddings, self.use, call, cache)
         return residual + self.mixer(self.norm(x), call, cache)

@@ -12,13 +12,21 @@ from sparsefusion.native import FLOAT, INT, POINTER, SIZE
 
 from . import kernels
 from .kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, address, check, exact, short_enough, usable
-from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, at_least_fp32
+from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear
 from .mamba import Convolution, MambaMixer
 from .mamba2 import Mamba2Mixer
 from .weights import Int8Weight
 
-MIXERS = (MambaMixer, Mamba2Mixer)
-CALLED_NO_MORE = (*MIXERS, RMSNorm, ColumnParallelLinear, RowParallelLinear, Convolution, Packed, Int8Weight)
+CALLED_NO_MORE = (
+    MambaMixer,
+    Mamba2Mixer,
+    RMSNorm,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Convolution,
+    Packed,
+    Int8Weight,
+)
 
 
 class _Matrix(ctypes.Structure):
@@ -97,8 +105,7 @@ class Step:
     def __init__(self, block, typed, wide, matrices, room):
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], wide["state"]
         self.use, self.mixer, self.mamba2 = block.use, mixer, type(mixer) is Mamba2Mixer
-        batch, size, self.dtype = len(conv), len(norm.weight), norm.weight.dtype
-        self.sum_dtype = at_least_fp32(self.dtype) if block.residual_in_fp32 else self.dtype
+        batch, size, self.dtype, self.sum_dtype = len(conv), len(norm.weight), norm.weight.dtype, block.sum_dtype
         layer = _Layer(
             **{name: _Matrix.of(weight) for name, weight in matrices.items()},
             **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
