@@ -146,11 +146,11 @@ def _on_cpu() -> list[tuple]:
         ("SSD", ours, gradient, f"torch: float64, states of more than {state} numbers"),
         ("convolution", ours, gradient, f"torch: float64, more than {taps} taps, training in bfloat16"),
         ("RMS norm", ours, "torch", "torch: float64; the C kernel has no gradient"),
-        *_products(library, kernels.ROWS),
+        *_products(library, {dtype: kernels.most_rows(dtype) for dtype in kernels.ROWS}),
     ]
     rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
     rows += [
-        ("matrix product", "torch", "torch", "of more rows: torch's is faster"),
+        ("matrix product", *_matrix_product(kernels)),
         ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
     ]
     return [*rows, ("all-reduce between ranks", *_all_reduce())]
@@ -165,6 +165,16 @@ def _products(library, most_rows) -> list[tuple]:
         runs = f"C (up to {count} rows)" if library else "torch"
         rows.append((f"matrix-vector product, {name}", runs, training, "C reads each weight once; it has no gradient"))
     return rows
+
+
+def _matrix_product(kernels) -> tuple:
+    widened = [
+        name for dtype in kernels.HALVES if kernels.widens(dtype) for name in [str(dtype).removeprefix("torch.")]
+    ]
+    if not widened:
+        return "torch", "torch", "of more rows: torch's is faster"
+    names = " and ".join(widened)
+    return f"torch ({names} in float32)", "torch", f"this processor has no instructions for {names}"
 
 
 def _all_reduce() -> tuple:

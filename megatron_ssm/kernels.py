@@ -6,17 +6,20 @@ tensor that it was given.
 """
 
 import ctypes
+from functools import cache
 
 import torch
 
 from sparsefusion.native import FLOAT, INT, POINTER, SIZE, Library
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # native.h's
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # native.h's
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
+HALVES = (torch.bfloat16, torch.float16)
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # of a convolution; of a recurrence
 CHUNK, PART = 16, 16  # tokens and channels of ssd whose states are kept in backward (ssd.c)
 BLOCK = 64  # numbers of an int8 weight that share a scale (linear.c)
 ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36}  # beyond so many, torch's matrix product is faster
+ROWS_IF_WIDENED = 24  # of bfloat16, where torch's product is float32's
 
 SIGNATURES = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -28,6 +31,7 @@ SIGNATURES = {
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
+    "multiplies": [INT],
     "mamba_in": [POINTER] * 4 + [INT],
     "mamba_out": [POINTER] * 4 + [INT],
     "mamba2_step": [POINTER] * 6 + [INT],
@@ -250,11 +254,29 @@ def check(failed) -> None:
         raise MemoryError("a C kernel found no memory")
 
 
+@cache
+def _multiplies(dtype) -> bool:
+    return bool(LIBRARY.functions.multiplies(TYPES[dtype]))
+
+
+def widens(dtype) -> bool:
+    """Whether matrix products of a type are faster in float32: this processor has no instructions for the type.
+
+    torch takes two to ten times as long for them then. Without the library that is not known, and left to torch.
+    """
+    return dtype in HALVES and LIBRARY.functions is not None and not _multiplies(dtype)
+
+
+def most_rows(dtype) -> int:
+    """Of x, for which `linear` of a matrix of this type is faster than torch."""
+    return ROWS_IF_WIDENED if dtype is torch.bfloat16 and widens(dtype) else ROWS.get(dtype, 0)
+
+
 def short_enough(rows: int, weight) -> bool:
     """Whether so few rows times a matrix (a tensor, or int8 values) are faster here than in torch."""
     dtype = weight.dtype
     return (
-        rows <= ROWS.get(dtype, 0)
+        rows <= most_rows(dtype)
         and weight.is_contiguous()
         and (dtype is not torch.bfloat16 or weight.shape[1] % 2 == 0)
         and not torch.is_autocast_enabled("cpu")

@@ -15,19 +15,43 @@ from torch import nn
 from . import kernels
 
 PAGE, LARGE, MADV_HUGEPAGE = 4096, 4 * 2**20, 14  # Linux's
-PIECE = 12  # rows of x at once, which stay in the first-level cache
+ROWS_OF_X = 12  # at once, which stay in the first-level cache
+NUMBERS = 2**20  # of a matrix brought to another type at once, which stay in the last-level cache
+FEW = 8  # rows of x, for which a matrix is not worth bringing to another type
 
 
 def linear(x, weight, bias=None) -> torch.Tensor:
     """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or an Int8Weight.
 
-    For a few tokens, without gradients, a C kernel that reads W once; else torch's product.
+    Without gradients, for a few tokens a C kernel that reads W once; else torch's product, where this processor is
+    faster so of float32 (`kernels.widens`).
     """
     if isinstance(weight, Int8Weight):
         return weight.linear(x, bias)
-    if torch.is_grad_enabled() or not kernels.takes(x, weight, bias):
+    if torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return kernels.linear(x, weight, None, bias)
+    if kernels.takes(x, weight, bias):
+        return kernels.linear(x, weight, None, bias)
+    widened = _multiplied_as(x) is not x.dtype is weight.dtype and x.numel() > FEW * x.shape[-1]
+    return _by_pieces(x, weight, bias) if widened else F.linear(x, weight, bias)
+
+
+def _multiplied_as(x):
+    """The type in which torch is to multiply x."""
+    widens = x.is_cpu and not torch.compiler.is_compiling() and kernels.widens(x.dtype)
+    return torch.float32 if widens else x.dtype
+
+
+def _by_pieces(x, weight, bias):
+    """`linear` by torch, with the matrix brought to the type it is multiplied in some rows at a time."""
+    out, columns = weight.shape
+    dtype, rows = _multiplied_as(x), max(1, NUMBERS // columns if x.is_cpu else out)
+    given, y = x.to(dtype), x.new_empty(*x.shape[:-1], out)
+    for start in range(0, out, rows):
+        piece = slice(start, start + rows)
+        part = weight.rows(piece, dtype) if isinstance(weight, Int8Weight) else weight[piece].to(dtype)
+        y[..., piece] = F.linear(given, part, None if bias is None else bias[piece].to(dtype))
+    return y
 
 
 def rows_at(weight, index) -> torch.Tensor:
@@ -78,18 +102,18 @@ class Int8Weight(nn.Module):
         """Itself: what `Packed` gives for a matrix of several fields."""
         return self
 
-    def rows(self, index) -> torch.Tensor:
-        """Some rows in the model's dtype: index (...) -> (..., in)."""
+    def rows(self, index, dtype=None) -> torch.Tensor:
+        """Some rows in dtype (the model's): index (...) -> (..., in)."""
         blocks = self.values[index].unflatten(-1, (-1, kernels.BLOCK)) * self.scales[index].unsqueeze(-1)
-        return blocks.flatten(-2).to(self.dtype)
+        return blocks.flatten(-2).to(dtype or self.dtype)
 
     def linear(self, x, bias=None) -> torch.Tensor:
-        """x (..., in) W^T + bias -> (..., out): by a C kernel for few rows of x, else by torch from W in x's dtype."""
+        """x (..., in) W^T + bias -> (..., out): by a C kernel for few rows of x, else by torch."""
         if not torch.is_grad_enabled() and kernels.exact(self.scales) and kernels.takes(x, self.values, bias):
-            rows = x.reshape(-1, x.shape[-1]).split(PIECE)
+            rows = x.reshape(-1, x.shape[-1]).split(ROWS_OF_X)
             parts = [kernels.linear(piece, self.values, self.scales, bias) for piece in rows]
             return torch.cat(parts).view(*x.shape[:-1], -1)
-        return F.linear(x, self.rows(slice(None)).to(x.dtype), bias)
+        return _by_pieces(x, self, bias)
 
 
 def prefer_huge_pages(tensors) -> None:

@@ -1,7 +1,10 @@
 """Models with rounded weights; oracle: the same model in float64 whose matrices were replaced by their rounded values."""
 
 import copy
+import platform
 from functools import cache, partial
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_ssm
 from hf import save_hf
-from megatron_ssm import kernels
+from megatron_ssm import kernels, weights
 from megatron_ssm.weights import Int8Weight, linear, rows_at
 
 FAMILIES = {  # wide enough that every matrix, also half of it, has whole blocks
@@ -158,6 +161,35 @@ def test_int8_matrices(rows):
     torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded(weight).T, rtol=0, atol=1e-4)
     index = torch.tensor([[2, 0], [1, 1]])
     torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("widens", (False, True), ids=("native", "widened"))
+@pytest.mark.parametrize("dtype", (torch.float32, *kernels.HALVES), ids=str)
+@torch.no_grad()
+def test_products_of_more_rows(monkeypatch, dtype, widens):
+    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in uneven pieces."""
+    monkeypatch.setattr(kernels, "widens", lambda dtype: widens and dtype in kernels.HALVES)
+    monkeypatch.setattr(weights, "NUMBERS", 3 * 128 + 1)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(11, 128, generator=generator), torch.randn(11, generator=generator).to(dtype)
+    x = torch.randn(2, 25, 128, generator=generator).to(dtype)
+    matrices = {weight.to(dtype): weight.to(dtype).double(), Int8Weight.of(weight): rounded(weight)}
+    for (matrix, exact), added in product(matrices.items(), (None, bias)):
+        y, expected = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
+        assert y.dtype == dtype and y.shape == expected.shape
+        once = torch.finfo(dtype).eps / 2 if widens and dtype in kernels.HALVES else 2 * torch.finfo(dtype).eps
+        assert (y.double() - expected).norm() <= once * expected.norm()
+
+
+def test_which_processors_multiply_16_bits():
+    """As Linux reads the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not kernels.LIBRARY or platform.machine() != "x86_64" or not cpuinfo.is_file():
+        pytest.skip("no C library, or not Linux on x86")
+    flags = set(cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split())
+    assert kernels.widens(torch.bfloat16) == ("avx512_bf16" not in flags)
+    assert kernels.widens(torch.float16) == ("avx512_fp16" not in flags)
+    assert not kernels.widens(torch.float32)
 
 
 @torch.no_grad()

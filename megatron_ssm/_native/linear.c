@@ -1,5 +1,8 @@
 /* y = x W^T + b for a few rows of x, W (out, in) read once: at the memory's speed. See `kernels.linear`. */
 #include <stdlib.h>
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 #include "kernels.h"
 
@@ -123,4 +126,16 @@ int linear(const void *weight, const float *scales, const void *bias, const void
   }
   free(unpacked);
   return 0;
+}
+
+/* Whether the processor has instructions that multiply numbers of a 16-bit type: AVX512_BF16, AVX512_FP16. Of other
+   processors than x86's, torch knows best. */
+int multiplies(int type) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, type == BFLOAT16, &a, &b, &c, &d)) return 0;
+  return type == BFLOAT16 ? a >> 5 & 1 : d >> 23 & 1;
+#else
+  return 1;
+#endif
 }
