@@ -6,14 +6,15 @@ they were: all that steps know of them is compared at every call.
 
 import threading
 import weakref
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, contains, is_
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import kernels
-from .steps import Step, is_altered, may_step, numbers_of
+from .steps import Step, Steps, may_step, numbers_of
 
 PLANS = 4  # sets of rows whose steps are kept
 
@@ -31,9 +32,9 @@ class Decoding(threading.local):
         return Decoding, (self._block,)
 
     def layers(self, model, call, cache) -> list:
-        """One callable for each block of the model: a `Step`, or the block."""
+        """(index of the first block, callable) for all blocks of the model: `Steps` for some of them, or one itself."""
         if not _may_decode(call) or not cache.layers[0].state.is_cpu:
-            return model.layers
+            return list(enumerate(model.layers))
         plan = next((plan for plan in self._plans if plan.is_for(call.rows, cache)), None)
         if plan is None or not plan.holds(cache):
             self._plans = [other for other in self._plans if other is not plan][: PLANS - 1]
@@ -59,21 +60,23 @@ class _Plan:
 
     def __init__(self, model, block, rows, cache):
         self._library, self._rows, self._first = kernels.LIBRARY, rows, weakref.ref(cache.layers[0])
-        modules = [module for module in model.modules() if module is not model]
-        self._members = [
-            (members, name, member)
-            for module in (model, *modules)
-            for members in (module._modules, module._parameters, module._buffers)
-            for name, member in members.items()
+        self._modules = [module for module in model.modules() if module is not model]
+        named = [
+            (owner, name, member)
+            for module in (model, *self._modules)
+            for owner in (module._modules, module._parameters, module._buffers)
+            for name, member in owner.items()
         ]
-        self._tensors = [member for _, _, member in self._members if isinstance(member, Tensor)]
-        self._modules = [(module, type(module), is_altered(module)) for module in modules]
+        self._owners, self._names, self._members = zip(*named, strict=True)
+        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        self._hooks = [hooks for each in self._modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._own = list(map(vars, self._modules))
+        self._kinds, self._altered = list(map(type, self._modules)), self._altered_now()
         self._blocks = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._places, self._cached, self._numbers = _places(self._tensors), _places(_of(cache)), self._numbers_now()
         room = {}
-        self.layers = [
-            _step(each, block, layer, rows, room) for each, layer in zip(model.layers, cache.layers, strict=True)
-        ]
+        steps = [_step(each, block, layer, rows, room) for each, layer in zip(model.layers, cache.layers, strict=True)]
+        self.layers = _together(steps)
 
     def is_for(self, rows, cache) -> bool:
         """Whether it was made for these rows of this cache."""
@@ -81,30 +84,41 @@ class _Plan:
 
     def holds(self, cache) -> bool:
         """Whether all that its steps know is as it was."""
-        if self._library is not kernels.LIBRARY:
-            return False
-        for members, name, member in self._members:
-            if members.get(name) is not member:
-                return False
-        for module, kind, altered in self._modules:
-            if type(module) is not kind or is_altered(module) != altered:
-                return False
         return (
-            _places(self._tensors) == self._places and _places(_of(cache)) == self._cached
+            self._library is kernels.LIBRARY
+            and all(map(is_, map(dict.get, self._owners, self._names), self._members))
+            and list(map(type, self._modules)) == self._kinds and self._altered_now() == self._altered
+            and _places(self._tensors) == self._places and _places(_of(cache)) == self._cached
             and self._numbers_now() == self._numbers
         )  # fmt: skip
+
+    def _altered_now(self) -> tuple:
+        """How many hooks modules have, and whether a forward of their own (`steps.is_altered`)."""
+        return list(map(len, self._hooks)), list(map(contains, self._own, repeat("forward")))
 
     def _numbers_now(self) -> list:
         return [numbers_of(*each) for each in self._blocks]
 
 
 def _places(tensors) -> list:
-    """Where tensors lie, and how: by column, which takes half as long as by row."""
+    """Where tensors lie, and how: by column, which takes half as long as by row. (Here all loops are C's for that.)"""
     return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))]
 
 
 def _of(cache) -> list:
     return [tensor for layer in cache.layers for tensor in (layer.conv, layer.state)]
+
+
+def _together(layers) -> list:
+    """(index of the first, callable): steps that one call can take, together; blocks alone."""
+    runs = []
+    for index, each in enumerate(layers):
+        last = runs[-1][1][-1] if runs else None
+        if type(each) is type(last) is Step and each.use is None and each.sum_dtype is last.sum_dtype:
+            runs[-1][1].append(each)
+        else:
+            runs.append((index, [each]))
+    return [(index, Steps(run) if type(run[0]) is Step else run[0]) for index, run in runs]
 
 
 def _step(block, kind, layer, rows, room):

@@ -32,10 +32,7 @@ SIGNATURES = {
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
     "multiplies": [INT],
-    "mamba_in": [POINTER] * 4 + [INT],
-    "mamba_out": [POINTER] * 4 + [INT],
-    "mamba2_step": [POINTER] * 6 + [INT],
-    "layer_end": [POINTER] * 5,
+    "decode": [POINTER, INT],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

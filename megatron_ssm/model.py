@@ -156,7 +156,7 @@ class Model(nn.Module):
         call = self._call(input_ids, mask, cache, prompt)
         x = embeddings = self.embeddings.embed(input_ids)
         use = iter(range(len(self.config.hybrid_layers)))
-        for index, block in enumerate(self._decoding.layers(self, call, cache)):
+        for index, block in self._decoding.layers(self, call, cache):
             shared = None if block.use is None else self.shared[next(use) % len(self.shared)]
             x = block(x, call, None if cache is None else cache.layers[index], shared, embeddings)
         if cache is not None:

@@ -103,6 +103,12 @@ class Ranks:
             return memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
+    def in_place(self, tensors, format=None):
+        """The `SumInPlace` of one tensor in a format (this model's), or of two, the second exactly; None if C has none."""
+        if self.memory is None or (format is None and callable(self.format)):
+            return None
+        return self.memory.in_place(tensors, format or self._memory_format, self.counter)
+
     def largest(self, tensor):
         """The largest of the ranks' numbers, elementwise."""
         if memory := self._memory_of(tensor):

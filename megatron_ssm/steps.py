@@ -1,7 +1,8 @@
-"""One token through a layer by the C kernels of step.c: x + mixer(norm(x)), in as few calls as its all-reduces allow.
+"""One token through layers by the C kernels of step.c: x + mixer(norm(x)) of each, in as few calls as their sums allow.
 
-A `Step` stands for a `Block` while sequences are decoded. It is told once where the layer's tensors and its cache lie, so
-that little is left to do in Python: at every token that would have to be read from memory again, which the weights fill.
+`Steps` stand for `Block`s that follow one another while sequences are decoded. C is told once where the layers' tensors and
+their caches lie, and goes from one to the next without Python: at every token that would have to be read from memory
+again, which the weights fill. All-reduces in shared memory are C's too; for others it comes back to Python.
 """
 
 import ctypes
@@ -42,8 +43,20 @@ class _Matrix(ctypes.Structure):
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8])
 
 
+class _Sum(ctypes.Structure):
+    """step.c's."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
+        *((name, INT) for name in ("count", "by")),
+    ]
+
+
 _POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated".split()
+_ROOM = "work parameters part dt squares exact".split()
 _SIZES = "batch size channels N taps history_stride state_stride rank heads groups group_channels".split()
+NO_SUM, NO_MEMORY = -1, -2
+ONE_RANK, IN_C, IN_PYTHON = range(3)
 
 
 class _Layer(ctypes.Structure):
@@ -51,10 +64,20 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _Matrix) for name in ("in_proj", "out_proj")),
-        *((name, POINTER) for name in _POINTERS),
+        *((name, _Sum) for name in ("inner", "outer")),
+        *((name, POINTER) for name in (*_POINTERS, *_ROOM)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("eps", "inner_eps")),
-        *((name, INT) for name in ("type", "wide")),
+        *((name, INT) for name in ("type", "wide", "mamba2")),
+    ]
+
+
+class _Layers(ctypes.Structure):
+    """step.c's."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("layers", "x", "given", "total")),
+        *((name, SIZE) for name in ("count", "layer", "begun")),
     ]
 
 
@@ -79,14 +102,51 @@ def is_altered(module) -> bool:
 def numbers_of(block, norm, mixer) -> tuple:
     """What a block's step knows of it beside its tensors, and anyone may change."""
     own = vars(mixer)
-    return norm.eps, block.residual_in_fp32, own.get("inner_norm_eps"), own.get("eps"), own.get("group_channels")
+    return (
+        norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
+        own.get("eps"), own.get("group_channels"), vars(mixer.out_proj).get("ranks"),
+    )  # fmt: skip
+
+
+class Sum:
+    """An all-reduce of a step's `part`, and of `squares` beside it (None: there are none).
+
+    exactly: not in the model's format.
+    """
+
+    def __init__(self, ranks, part, squares=None, exactly=False):
+        self._ranks, self._part, self._squares, self._exactly = ranks, part, squares, exactly
+        tensors, alone = [part] if squares is None else [part, squares], ranks.group is None
+        self.in_place = None if alone else ranks.in_place(tensors, "fp32" if exactly else None)
+        by = ONE_RANK if alone else IN_PYTHON if self.in_place is None else IN_C
+        self.of_c = _Sum(total=address(part), squares=address(squares), by=by)
+        if c := self.in_place:
+            self.of_c.call, self.of_c.channel, self.of_c.parts, self.of_c.count = c.reduce, c.channel, c.parts, c.count
+
+    def finish(self, code, of_c) -> None:
+        """Do what C has left to Python, and say in C's structure where the sum is."""
+        if code != NO_SUM:
+            return self.in_place.memory.wait(code)
+        ranks, part, squares = self._ranks, self._part, self._squares
+        if callable(ranks.format) and not self._exactly:
+            part = part.clone()  # the caller's function may keep it
+        if self._exactly:
+            whole = ranks.exact(part, ranks.group)
+        elif squares is None:
+            whole = ranks.reduce(part, ranks.group)
+        else:
+            whole, squares = ranks.reduce_beside(part, squares, ranks.group)
+        # What the caller's function has made of it: of its shape, on the CPU, dense.
+        whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
+        self._kept = whole, squares  # until the next one
+        of_c.total, of_c.squares = whole.data_ptr(), address(squares)
 
 
 class Step:
-    """A block as it decodes one token of each of some sequences; called as a block is. Its cache advances in place.
+    """What C is told of a block that decodes one token of each of some sequences.
 
-    conv, state: the sequences' rows of the layer's cache. room: {(name, dtype, shape): tensor} to work in, which steps that
-    follow one another share.
+    conv, state: the sequences' rows of the layer's cache, which advances in place. room: {(name, dtype, shape): tensor} to
+    work in, which steps that follow one another share.
     """
 
     @classmethod
@@ -104,89 +164,98 @@ class Step:
 
     def __init__(self, block, typed, wide, matrices, room):
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], wide["state"]
-        self.use, self.mixer, self.mamba2 = block.use, mixer, type(mixer) is Mamba2Mixer
-        batch, size, self.dtype, self.sum_dtype = len(conv), len(norm.weight), norm.weight.dtype, block.sum_dtype
-        layer = _Layer(
+        self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
+        self.layer = _Layer(
             **{name: _Matrix.of(weight) for name, weight in matrices.items()},
             **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
-            batch=batch, size=size, N=mixer.state_size, taps=mixer.kernel, history_stride=conv.stride(0),
-            state_stride=state.stride(0), eps=norm.eps, type=TYPES[self.dtype], wide=TYPES[self.sum_dtype],
-            **(_numbers_of_mamba2(mixer) if self.mamba2 else _numbers_of_mamba(mixer)),
+            batch=len(conv), size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
+            history_stride=conv.stride(0), state_stride=state.stride(0), eps=norm.eps, type=TYPES[norm.weight.dtype],
+            wide=TYPES[self.sum_dtype], **(_numbers_of_mamba2(mixer) if mamba2 else _numbers_of_mamba(mixer)),
         )  # fmt: skip
-        self._layer, self._layer_at = layer, ctypes.addressof(layer)
-        self._make_room(room, batch, size, layer)
+        self._room, self._dtype = room, norm.weight.dtype
+        self.sums = self._sums_of_mamba2(mixer) if mamba2 else self._sums_of_mamba(mixer)
+        for name, each in self.sums.items():
+            setattr(self.layer, name, each.of_c)
 
-    def _make_room(self, room, batch, size, layer):
-        def tensor(name, dtype, *shape):
-            if (name, dtype, shape) not in room:
-                room[name, dtype, shape] = torch.empty(shape, dtype=dtype, device="cpu")
-            return room[name, dtype, shape]
+    def _tensor(self, name, *shape, dtype=None):
+        """Room that C is told of."""
+        key = name, dtype or self._dtype, shape
+        if key not in self._room:
+            self._room[key] = torch.empty(shape, dtype=key[1], device="cpu")
+        setattr(self.layer, name, self._room[key].data_ptr())
+        return self._room[key]
 
-        self._part = tensor("part", self.dtype, batch, 1, size)
-        channels = layer.channels
-        if self.mamba2:
-            mixed = channels + 2 * layer.groups * layer.N
-            work = 3 * channels + 2 * mixed + layer.heads
-            self._dt = tensor("dt", torch.float32, batch, layer.heads)
-            self._squares = tensor("squares", torch.float32, batch, 1, 1) if self.mixer.fused_norm else None
-        else:
-            work = 5 * channels
-            self._parameters = tensor("parameters", self.dtype, batch, 1, layer.rank + 2 * layer.N)
-            self._parameters_at = self._parameters.data_ptr()
-        self._work = tensor("work", self.dtype, batch * (size + work))
-        self._part_at, self._work_at = self._part.data_ptr(), self._work.data_ptr()
+    def _sums_of_mamba(self, mixer) -> dict:
+        """{name in _Layer: Sum}, and room."""
+        layer = self.layer
+        batch, size = layer.batch, layer.size
+        self._tensor("work", batch * (size + 5 * layer.channels))
+        parameters = self._tensor("parameters", batch, 1, layer.rank + 2 * layer.N)
+        part = self._tensor("part", batch, 1, size)
+        return dict(inner=Sum(mixer.head_ranks, parameters, exactly=True), outer=Sum(mixer.out_proj.ranks, part))
+
+    def _sums_of_mamba2(self, mixer) -> dict:
+        """{name in _Layer: Sum}, and room."""
+        layer = self.layer
+        batch, size = layer.batch, layer.size
+        mixed = layer.channels + 2 * layer.groups * layer.N
+        self._tensor("work", batch * (size + 3 * layer.channels + 2 * mixed + layer.heads))
+        self._tensor("dt", batch, layer.heads, dtype=torch.float32)
+        part, squares = self._tensor("part", batch, 1, size), None
+        if mixer.fused_norm:
+            squares = self._tensor("squares", batch, 1, 1, dtype=torch.float32)
+            if self._dtype is not torch.float32:
+                part = self._tensor("exact", batch, 1, size, dtype=torch.float32)
+        return dict(outer=Sum(mixer.out_proj.ranks, part, squares))
+
+
+class Steps:
+    """Blocks that follow one another, as `Step`s of one sum_dtype; called as a block is.
+
+    Only the first one may use a shared block: what that needs is in Python.
+    """
+
+    def __init__(self, steps):
+        self._steps, self.use, self._dtype = steps, steps[0].use, steps[0].sum_dtype
+        self._layers = (_Layer * len(steps))(*(step.layer for step in steps))
+        self._c = _Layers(layers=ctypes.addressof(self._layers), count=len(steps))
+        self._at = ctypes.addressof(self._c)
+        in_c = [each.in_place for step in steps for each in step.sums.values() if each.in_place is not None]
+        self._memories, self._counted = {each.memory for each in in_c}, _counted(in_c)
+
+    def __len__(self):
+        return len(self._steps)
 
     def __call__(self, x, call, cache=None, shared=None, embeddings=None):
         """x (batch, 1, hidden) -> the same: see `Block`."""
-        x = given = x.to(self.sum_dtype).contiguous()
+        x = given = x.to(self._dtype).contiguous()
         if self.use is not None:
-            given = (x + shared(x, embeddings, self.use, call, cache)).to(self.sum_dtype).contiguous()
-        y, squares = (self._mamba2 if self.mamba2 else self._mamba)(given.data_ptr())
-        total = torch.empty_like(x)
-        kernels.LIBRARY.functions.layer_end(
-            self._layer_at, x.data_ptr(), y.data_ptr(), address(squares), total.data_ptr()
-        )
+            given = (x + shared(x, embeddings, self.use, call, cache)).to(self._dtype).contiguous()
+        total, c, threads = torch.empty_like(x), self._c, torch.get_num_threads()
+        for memory in self._memories:
+            memory.check()
+        c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
+        while code := kernels.LIBRARY.functions.decode(self._at, threads):
+            self._finish(code)
+        for counter, *sent in self._counted:
+            counter.add("all_reduce", *sent)
         return total
 
-    def _mamba(self, x_at):
-        """(the mixer's output but for its bias, None); x_at: the address of x."""
-        functions, threads, ranks = kernels.LIBRARY.functions, torch.get_num_threads(), self.mixer.head_ranks
-        parameters, parameters_at = self._parameters, self._parameters_at
-        check(functions.mamba_in(self._layer_at, x_at, self._work_at, parameters_at, threads))
-        if ranks.group is not None:
-            parameters = ranks.exact(parameters, ranks.group)
-            parameters_at = parameters.data_ptr()
-        check(functions.mamba_out(self._layer_at, parameters_at, self._work_at, self._part_at, threads))
-        return self._sum(self._part), None
-
-    def _mamba2(self, x_at):
-        """(the mixer's output but for its bias, None), or before its norm, and the sums of squares."""
-        part, squares, ranks = self._part, self._squares, self.mixer.ranks
-        check(kernels.LIBRARY.functions.mamba2_step(
-            self._layer_at, x_at, self._work_at, self._dt.data_ptr(), self._part_at, address(squares),
-            torch.get_num_threads(),
-        ))  # fmt: skip
-        if squares is None:
-            return self._sum(part), None
-        whole, squares = ranks.reduce_beside(_given(part, ranks).float(), squares, ranks.group)
-        return _as_kernels_take(whole, part, torch.float32), squares
-
-    def _sum(self, part):
-        """Every rank's part of out_proj's product added up."""
-        ranks = self.mixer.out_proj.ranks
-        if ranks.group is None:
-            return part
-        return _as_kernels_take(ranks.reduce(_given(part, ranks), ranks.group), part, part.dtype)
+    def _finish(self, code) -> None:
+        """A sum that C has begun."""
+        check(code == NO_MEMORY)
+        name, layer = ("inner", "outer")[self._c.begun - 1], self._c.layer
+        self._steps[layer].sums[name].finish(code, getattr(self._layers[layer], name))
 
 
-def _given(part, ranks):
-    """A part as it is given to be added up: a caller's function may keep it."""
-    return part.clone() if callable(ranks.format) else part
-
-
-def _as_kernels_take(whole, part, dtype):
-    """What a caller's function has made of `part`: of its shape, on the CPU, dense."""
-    return whole.to(part.device, dtype).expand_as(part).contiguous()
+def _counted(sums) -> list:
+    """(counter, bytes, sent bytes, calls) of all sums that C does, for each of their counters."""
+    counters = {id(each.counter): each.counter for each in sums if each.counter is not None}
+    of = {key: [each for each in sums if each.counter is counter] for key, counter in counters.items()}
+    return [
+        (counters[key], sum(each.nbytes for each in own), sum(each.sent for each in own), len(own))
+        for key, own in of.items()
+    ]
 
 
 def _of_mamba(mixer) -> dict:

@@ -33,9 +33,9 @@ class Counter:
     nbytes: int = 0
     sent: int = 0
 
-    def add(self, kind: str, nbytes: int, sent: int) -> None:
-        """Count one call of collective `kind`: the bytes handed in, and those of them that are sent."""
-        self.calls[kind] += 1
+    def add(self, kind: str, nbytes: int, sent: int, calls: int = 1) -> None:
+        """Count calls of collective `kind`: the bytes handed in, and those of them that are sent."""
+        self.calls[kind] += calls
         self.nbytes += nbytes
         self.sent += sent
 

@@ -118,13 +118,13 @@ class SharedMemory:
         ):
             total = torch.empty_like(tensor)  # these few lines take 2 us
             if code := self._sum(self._channel, tensor.data_ptr(), total.data_ptr(), numel):
-                self._wait(code)
+                self.wait(code)
             if counter is not None:
                 self._count(counter, format, 4 * numel)
             return total
         _check(tensor, format, exact, op)
         tensors = [tensor.contiguous()] if exact is None else [tensor.contiguous(), exact.contiguous()]
-        self._usable()
+        self.check()
         if not any(given.numel() for given in tensors):
             totals = [given.detach().clone() for given in tensors]
         elif tensor.dtype == torch.float64 and format != "fp32" and tensor.numel():
@@ -133,23 +133,34 @@ class SharedMemory:
         else:
             totals = self._totals(tensors, format, op)
         if counter is not None:
-            wire = [_wire_bytes(*each) for each in zip(tensors, (format, "fp32"), strict=False)]
-            self._count(counter, format, sum(wire))
+            self._count(counter, format, _bytes_on_wire(tensors, format))
         return tuple(totals) if exact is not None else totals[0]
+
+    def in_place(self, tensors, format="fp32", counter=None) -> "SumInPlace":
+        """An all_reduce of a tensor, or of two of which the second is summed exactly, that C code starts again and again.
+
+        tensors: contiguous, float32 or bfloat16, not empty; each time, their sums stand in their places.
+        """
+        return SumInPlace(self, tensors, format, counter)
 
     @torch.compiler.disable
     def all_gather(self, tensor, counter=None) -> torch.Tensor:
         """Every rank's `tensor`, of any dtype, in rank order, on every rank: shape (P, *tensor.shape)."""
         _check_place(tensor)
         tensor = tensor.contiguous()
-        self._usable()
+        self.check()
         parts = tensor.new_empty(self.size, *tensor.shape)
         if tensor.numel():
             if code := self._gather(self._channel, tensor.data_ptr(), parts.data_ptr(), tensor.nbytes):
-                self._wait(code)
+                self.wait(code)
         if counter is not None:
             counter.add("all_gather", tensor.nbytes, (self.size - 1) * tensor.nbytes)
         return parts
+
+    def addresses(self) -> tuple:
+        """(C's function that reduces, this rank's channel), which are valid while `check` raises nothing."""
+        self.check()
+        return ctypes.cast(self._reduce, POINTER).value, self._channel
 
     def close(self) -> None:
         """Give the memory back; others that wait for this rank fail at once. Once more does nothing."""
@@ -159,12 +170,9 @@ class SharedMemory:
     def _totals(self, tensors, format, op="sum") -> list:
         """The sums of one tensor, in a format, or of two, the second in fp32; all contiguous."""
         totals = [torch.empty_like(given) for given in tensors]
-        for part, given, total, name in zip(self._parts, tensors, totals, (format, "fp32"), strict=False):
-            part.given, part.total, part.numel = given.data_ptr(), total.data_ptr(), given.numel()
-            part.dtype, wide = DTYPES[given.dtype], name == "fp32" and given.dtype == torch.float64
-            part.format = CODES["fp64" if wide else name]
+        _fill(self._parts, tensors, totals, format)
         if code := self._reduce(self._channel, self._parts, len(tensors), OPERATIONS[op]):
-            self._wait(code)
+            self.wait(code)
         return totals
 
     def _sum_by_torch(self, tensor, format) -> torch.Tensor:
@@ -175,22 +183,27 @@ class SharedMemory:
         return form.restore(form.rounded(total, self.size), self.size)[0, : tensor.numel()].view(tensor.shape)
 
     def _count(self, counter, format, nbytes) -> None:
-        times, parts = (2 * (self.size - 1), self.size) if format == "fp32" else (self.size - 1, 1)
         if nbytes:
-            counter.add("all_reduce", nbytes, -(-times * nbytes // parts))
+            counter.add("all_reduce", nbytes, self.sent(format, nbytes))
+
+    def sent(self, format, nbytes) -> int:
+        """What a rank sends for an all-reduce of so many bytes on the wire."""
+        times, parts = (2 * (self.size - 1), self.size) if format == "fp32" else (self.size - 1, 1)
+        return -(-times * nbytes // parts)
 
     # Waiting, and what ends it
 
-    def _usable(self) -> None:
+    def check(self) -> None:
+        """RuntimeError if it cannot be used any more."""
         if self._channel is None:
             raise RuntimeError(f"the shared memory of rank {self.rank} of {self.size} {self._why}")
 
-    def _wait(self, code) -> None:
-        """Until a call that returned `code` is done; whatever is raised here ends the use of this memory."""
+    def wait(self, code) -> None:
+        """Until a C call that returned `code` is done; whatever is raised here ends the use of this memory."""
         since, piece = 0.0, None
         try:
             while code != DONE:
-                self._usable()
+                self.check()
                 if code == BUSY:
                     raise RuntimeError("an earlier call was interrupted")
                 if code == MISMATCH:
@@ -228,6 +241,22 @@ class SharedMemory:
         other, *headers = self._report[:7]
         theirs, own = headers[:3], headers[3:]
         return f"rank {self.rank} calls {_described(*own)}, and rank {other} {_described(*theirs)}"
+
+
+class SumInPlace:
+    """What C needs for a sum in shared memory: `reduce(channel, parts, count, 0)`, all addresses but `count`.
+
+    Unless that returns 0, `memory.wait` of what it returned finishes it. `memory.check()` comes first, each time. Whoever
+    has C do it counts it: nbytes, sent (see `collectives.Counter`) in `counter`.
+    """
+
+    def __init__(self, memory, tensors, format, counter):
+        self.memory, self.counter, self.count = memory, counter, len(tensors)
+        self._held = tensors, (parts := (_Part * len(tensors))())
+        _fill(parts, tensors, tensors, format)
+        self.parts, (self.reduce, self.channel) = ctypes.addressof(parts), memory.addresses()
+        self.nbytes = _bytes_on_wire(tensors, format)
+        self.sent = memory.sent(format, self.nbytes)
 
 
 def _release(leave, channel, held, watch, pid) -> None:
@@ -271,10 +300,21 @@ def _check_place(tensor) -> None:
         raise ValueError(f"the tensor is on {tensor.device}, and shared memory is for the CPU's")
 
 
-def _wire_bytes(tensor, format) -> int:
-    """The bytes of a tensor's numbers in a format."""
-    form = wire_format(format, torch.promote_types(tensor.dtype, torch.float32))
-    return form.nbytes(padded(tensor.numel(), form.block))
+def _fill(parts, tensors, totals, format) -> None:
+    """Say in C's words what is summed, and where the sums shall lie: of the second tensor in fp32."""
+    for part, given, total, name in zip(parts, tensors, totals, (format, "fp32"), strict=False):
+        part.given, part.total, part.numel = given.data_ptr(), total.data_ptr(), given.numel()
+        part.dtype, wide = DTYPES[given.dtype], name == "fp32" and given.dtype == torch.float64
+        part.format = CODES["fp64" if wide else name]
+
+
+def _bytes_on_wire(tensors, format) -> int:
+    """Of a tensor's numbers in a format, and of a second one's in fp32."""
+    total = 0
+    for tensor, name in zip(tensors, (format, "fp32"), strict=False):
+        form = wire_format(name, torch.promote_types(tensor.dtype, torch.float32))
+        total += form.nbytes(padded(tensor.numel(), form.block))
+    return total
 
 
 def _timeout_of(group) -> float:

@@ -22,7 +22,7 @@ def one_by_one(model, cached, first=4):
 
 
 def counted(kind, patch=setattr):
-    """One entry, from now on, for each call of a kind's objects."""
+    """One entry, from now on, for each block in each call of a kind's objects."""
     count, called = [], kind.__call__
-    patch(kind, "__call__", lambda *given: (count.append(1), called(*given))[1])
+    patch(kind, "__call__", lambda *given: (count.extend([1] * len(given[0])), called(*given))[1])
     return count

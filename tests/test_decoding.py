@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 @pytest.fixture
 def taken(monkeypatch):
     """One entry for each token that goes through a layer by step.c."""
-    return counted(steps.Step, monkeypatch.setattr)
+    return counted(steps.Steps, monkeypatch.setattr)
 
 
 def moved(model):

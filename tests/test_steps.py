@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 @pytest.fixture
 def taken(monkeypatch):
     """One entry for each token that goes through a layer by step.c."""
-    return counted(steps.Step, monkeypatch.setattr)
+    return counted(steps.Steps, monkeypatch.setattr)
 
 
 SHAPES = [  # family, changes, whether step.c takes them
@@ -57,7 +57,7 @@ def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path
 
     def run(rank):
         model = megatron_ssm.load(directory, dist.group.WORLD, **options)
-        by_steps, count = one_by_one(model, model), counted(steps.Step)
+        by_steps, count = one_by_one(model, model), counted(steps.Steps)
         again = one_by_one(model, model)
         for layer in model.layers:
             layer.norm.register_forward_hook(lambda *_: None)
