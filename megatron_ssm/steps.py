@@ -9,6 +9,7 @@ import ctypes
 
 import torch
 
+from sparsefusion.collectives import Counter
 from sparsefusion.native import FLOAT, INT, POINTER, SIZE
 
 from . import kernels
@@ -221,7 +222,10 @@ class Steps:
         self._c = _Layers(layers=ctypes.addressof(self._layers), count=len(steps))
         self._at = ctypes.addressof(self._c)
         in_c = [each.in_place for step in steps for each in step.sums.values() if each.in_place is not None]
-        self._memories, self._counted = {each.memory for each in in_c}, _counted(in_c)
+        self._memories, self._counter = {each.memory for each in in_c}, in_c[0].counter if in_c else None
+        self._sent = Counter()
+        for each in in_c:
+            self._sent.add("all_reduce", each.nbytes, each.sent)
 
     def __len__(self):
         return len(self._steps)
@@ -237,8 +241,8 @@ class Steps:
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
         while code := kernels.LIBRARY.functions.decode(self._at, threads):
             self._finish(code)
-        for counter, *sent in self._counted:
-            counter.add("all_reduce", *sent)
+        if self._counter is not None:
+            self._counter.include(self._sent)
         return total
 
     def _finish(self, code) -> None:
@@ -246,16 +250,6 @@ class Steps:
         check(code == NO_MEMORY)
         name, layer = ("inner", "outer")[self._c.begun - 1], self._c.layer
         self._steps[layer].sums[name].finish(code, getattr(self._layers[layer], name))
-
-
-def _counted(sums) -> list:
-    """(counter, bytes, sent bytes, calls) of all sums that C does, for each of their counters."""
-    counters = {id(each.counter): each.counter for each in sums if each.counter is not None}
-    of = {key: [each for each in sums if each.counter is counter] for key, counter in counters.items()}
-    return [
-        (counters[key], sum(each.nbytes for each in own), sum(each.sent for each in own), len(own))
-        for key, own in of.items()
-    ]
 
 
 def _of_mamba(mixer) -> dict:

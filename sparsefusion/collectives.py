@@ -33,11 +33,17 @@ class Counter:
     nbytes: int = 0
     sent: int = 0
 
-    def add(self, kind: str, nbytes: int, sent: int, calls: int = 1) -> None:
-        """Count calls of collective `kind`: the bytes handed in, and those of them that are sent."""
-        self.calls[kind] += calls
+    def add(self, kind: str, nbytes: int, sent: int) -> None:
+        """Count one call of collective `kind`: the bytes handed in, and those of them that are sent."""
+        self.calls[kind] += 1
         self.nbytes += nbytes
         self.sent += sent
+
+    def include(self, other: "Counter") -> None:
+        """Count all that another one has counted."""
+        self.calls.update(other.calls)
+        self.nbytes += other.nbytes
+        self.sent += other.sent
 
     def reset(self) -> None:
         """Start again from zero."""

@@ -1,6 +1,8 @@
 """Models whose ranks share memory; oracle: the same models over gloo, whose calls test_counts.py counts."""
 
+import re
 from collections import Counter
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 import megatron_ssm
 from hf import save_hf
+from shared import die, error_of
 from sparsefusion import reduction, shared_memory
 
 HIDDEN, VOCAB, LAYERS = 32, 61, 2
@@ -136,3 +139,65 @@ def test_models_on_one_group_have_memory_of_their_own(ranks, tp, place):
             return half.ranks.transport
 
     assert ranks(run, tp) == ["shared memory" if tp > 2 else ""] * tp
+
+
+def decode(model, cache, tokens=6):
+    """The last logits of some tokens, one after the other; what was counted for each."""
+    before = deepcopy(model.counter)
+    for _ in range(tokens):
+        logits = model(IDS[:, :1], cache=cache)
+    counts = (
+        model.counter.calls - before.calls,
+        model.counter.nbytes - before.nbytes,
+        model.counter.sent - before.sent,
+    )
+    return logits, counts
+
+
+@worlds
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("format", ("fp32", "fp16", "bf16", "int8", "auto"))
+@torch.no_grad()
+def test_sums_while_decoding(ranks, tp, name, format, place):
+    """C does them where layers follow one another; oracle: each layer called by itself, and its sums by Python."""
+    directory, atol = place(name), {"fp32": 1e-5, "auto": 1e-5, "fp16": 0.01}.get(format, 0.1)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, reduce=format)
+        caches = [model.new_cache(2) for _ in "ab"]
+        for cache in caches:
+            model(IDS, cache=cache)
+        ours, counted_in_c = decode(model, caches[0])
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: None)
+        theirs, counted = decode(model, caches[1])
+        assert counted_in_c == counted and counted[0]["all_reduce"] > 6 * LAYERS
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+        return ours
+
+    first, *others = ranks(run, tp)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@worlds
+@pytest.mark.parametrize("ending", ("closes", "dies"))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_that_goes_while_the_others_decode(ranks, tp, name, ending, place):
+    """It is named, or one that has noticed it first; nothing is decoded after that."""
+    directory = place(name)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD)
+        cache = model.new_cache(2)
+        model(IDS, cache=cache)
+        decode(model, cache)
+        if rank == tp - 1:
+            return model.close() if ending == "closes" else die()
+        first, second = (error_of(lambda: decode(model, cache)) for _ in range(2))
+        assert first[0] is second[0] is RuntimeError and first[1] in second[1]
+        return first[1]
+
+    for message in ranks(run, tp)[:-1]:
+        assert re.search(rf"rank {tp - 1} of {tp} .*(has died|has closed)|has given up", message), message
