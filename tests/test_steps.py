@@ -102,7 +102,7 @@ def test_inference_mode_and_then_not(tmp_path):
     assert torch.equal(one_by_one(model, model), expected)
 
 
-@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+@pytest.mark.parametrize("family", ("mamba", pytest.param("mamba2", marks=pytest.mark.full)))
 def test_compiled_models(family, tmp_path):
     """torch.compile traces the torch twins: addresses that it took along would outlive their tensors."""
     model = megatron_ssm.load(saved(tmp_path, family))
