@@ -6,6 +6,7 @@ weights are rounded, activations and sums are as in the model's dtype, and nothi
 """
 
 import ctypes
+import math
 import sys
 
 import torch
@@ -45,7 +46,8 @@ def _multiplied_as(x):
 def _by_pieces(x, weight, bias):
     """`linear` by torch, with the matrix brought to the type it is multiplied in some rows at a time."""
     out, columns = weight.shape
-    dtype, rows = _multiplied_as(x), max(1, NUMBERS // columns if x.is_cpu else out)
+    pieces = math.ceil(out * columns / NUMBERS) if x.is_cpu else 1
+    dtype, rows = _multiplied_as(x), math.ceil(out / max(1, pieces)) or 1
     given, y = x.to(dtype), x.new_empty(*x.shape[:-1], out)
     for start in range(0, out, rows):
         piece = slice(start, start + rows)
