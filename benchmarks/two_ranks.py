@@ -37,9 +37,10 @@ class Stopwatch:
     """Seconds and CPU seconds of a function, and the CPU seconds that went into collectives while it ran."""
 
     def __init__(self, model=None):
-        self.inside, memory = 0.0, model and model.ranks.memory
+        self.inside, self.within, memory = 0.0, False, model and model.ranks.memory
         if memory is not None:
-            memory.all_reduce, memory.all_gather = self.watched(memory.all_reduce), self.watched(memory.all_gather)
+            for name in ("all_reduce", "all_gather", "wait"):
+                setattr(memory, name, self.watched(getattr(memory, name)))
             reduce, channel = memory.addresses()
             self._in_c = REDUCE(self.watched(REDUCE(reduce)))  # what C calls while layers follow one another
             memory.addresses = lambda: (ctypes.cast(self._in_c, ctypes.c_void_p).value, channel)
@@ -48,9 +49,11 @@ class Stopwatch:
         """The collective, its CPU time added up."""
 
         def call(*arguments, **keywords):
-            start = time.process_time()
+            if self.within:
+                return collective(*arguments, **keywords)
+            self.within, start = True, time.process_time()
             result = collective(*arguments, **keywords)
-            self.inside += time.process_time() - start
+            self.within, self.inside = False, self.inside + time.process_time() - start
             return result
 
         return call

@@ -69,7 +69,6 @@ class _Plan:
         ]
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
-        self._hooks = [hooks for each in self._modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._own = list(map(vars, self._modules))
         self._kinds, self._altered = list(map(type, self._modules)), self._altered_now()
         self._blocks = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
@@ -94,7 +93,10 @@ class _Plan:
 
     def _altered_now(self) -> tuple:
         """How many hooks modules have, and whether a forward of their own (`steps.is_altered`)."""
-        return list(map(len, self._hooks)), list(map(contains, self._own, repeat("forward")))
+        hooks = (
+            list(map(len, map(attrgetter(name), self._modules))) for name in ("_forward_hooks", "_forward_pre_hooks")
+        )
+        return *hooks, list(map(contains, self._own, repeat("forward")))
 
     def _numbers_now(self) -> list:
         return [numbers_of(*each) for each in self._blocks]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion import all_reduce, collectives
-from sparsefusion.shared_memory import SharedMemory, connect
+from sparsefusion.shared_memory import SharedMemory, SumInPlace, connect
 
 from .parallel import neighbours
 
@@ -107,7 +107,7 @@ class Ranks:
         """The `SumInPlace` of one tensor in a format (this model's), or of two, the second exactly; None if C has none."""
         if self.memory is None or (format is None and callable(self.format)):
             return None
-        return self.memory.in_place(tensors, format or self._memory_format, self.counter)
+        return SumInPlace(self.memory, tensors, format or self._memory_format, self.counter)
 
     def largest(self, tensor):
         """The largest of the ranks' numbers, elementwise."""

@@ -105,7 +105,7 @@ def numbers_of(block, norm, mixer) -> tuple:
     own = vars(mixer)
     return (
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
-        own.get("eps"), own.get("group_channels"), vars(mixer.out_proj).get("ranks"),
+        own.get("eps"), own.get("group_channels"), getattr(getattr(mixer, "out_proj", None), "ranks", None),
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ class Steps:
         return len(self._steps)
 
     def __call__(self, x, call, cache=None, shared=None, embeddings=None):
-        """x (batch, 1, hidden) -> the same: see `Block`."""
+        """x (batch, 1, hidden) -> the same: see `Block`. What C sums is counted when all is done."""
         x = given = x.to(self._dtype).contiguous()
         if self.use is not None:
             given = (x + shared(x, embeddings, self.use, call, cache)).to(self._dtype).contiguous()

@@ -33,26 +33,31 @@ def linear(x, weight, bias=None) -> torch.Tensor:
         return F.linear(x, weight, bias)
     if kernels.takes(x, weight, bias):
         return kernels.linear(x, weight, None, bias)
-    widened = _multiplied_as(x) is not x.dtype is weight.dtype and x.numel() > FEW * x.shape[-1]
-    return _by_pieces(x, weight, bias) if widened else F.linear(x, weight, bias)
+    widened = x.dtype is weight.dtype and _multiplied_as(x) is not x.dtype
+    if widened and x.numel() > FEW * x.shape[-1]:
+        return _by_pieces(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _multiplied_as(x):
     """The type in which torch is to multiply x."""
-    widens = x.is_cpu and not torch.compiler.is_compiling() and kernels.widens(x.dtype)
-    return torch.float32 if widens else x.dtype
+    left_to_torch = not x.is_cpu or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
+    return torch.float32 if not left_to_torch and kernels.widens(x.dtype) else x.dtype
 
 
 def _by_pieces(x, weight, bias):
     """`linear` by torch, with the matrix brought to the type it is multiplied in some rows at a time."""
     out, columns = weight.shape
-    pieces = math.ceil(out * columns / NUMBERS) if x.is_cpu else 1
-    dtype, rows = _multiplied_as(x), math.ceil(out / max(1, pieces)) or 1
-    given, y = x.to(dtype), x.new_empty(*x.shape[:-1], out)
-    for start in range(0, out, rows):
+    dtype, pieces = _multiplied_as(x), math.ceil(out * columns / NUMBERS) if x.is_cpu else 1
+    rows = max(1, math.ceil(out / max(1, pieces)))
+    given, y = x.to(dtype), None
+    for start in range(0, max(1, out), rows):
         piece = slice(start, start + rows)
         part = weight.rows(piece, dtype) if isinstance(weight, Int8Weight) else weight[piece].to(dtype)
-        y[..., piece] = F.linear(given, part, None if bias is None else bias[piece].to(dtype))
+        product = F.linear(given, part, None if bias is None else bias[piece].to(dtype))
+        if y is None:  # under autocast, products are of its type
+            y = product.new_empty(*x.shape[:-1], out, dtype=product.dtype if dtype is x.dtype else x.dtype)
+        y[..., piece] = product
     return y
 
 
@@ -114,7 +119,7 @@ class Int8Weight(nn.Module):
         if not torch.is_grad_enabled() and kernels.exact(self.scales) and kernels.takes(x, self.values, bias):
             rows = x.reshape(-1, x.shape[-1]).split(ROWS_OF_X)
             parts = [kernels.linear(piece, self.values, self.scales, bias) for piece in rows]
-            return torch.cat(parts).view(*x.shape[:-1], -1)
+            return torch.cat(parts).view(*x.shape[:-1], len(self.values))
         return _by_pieces(x, self, bias)
 
 

@@ -136,13 +136,6 @@ class SharedMemory:
             self._count(counter, format, _bytes_on_wire(tensors, format))
         return tuple(totals) if exact is not None else totals[0]
 
-    def in_place(self, tensors, format="fp32", counter=None) -> "SumInPlace":
-        """An all_reduce of a tensor, or of two of which the second is summed exactly, that C code starts again and again.
-
-        tensors: contiguous, float32 or bfloat16, not empty; each time, their sums stand in their places.
-        """
-        return SumInPlace(self, tensors, format, counter)
-
     @torch.compiler.disable
     def all_gather(self, tensor, counter=None) -> torch.Tensor:
         """Every rank's `tensor`, of any dtype, in rank order, on every rank: shape (P, *tensor.shape)."""
@@ -244,10 +237,12 @@ class SharedMemory:
 
 
 class SumInPlace:
-    """What C needs for a sum in shared memory: `reduce(channel, parts, count, 0)`, all addresses but `count`.
+    """An all_reduce of a tensor, or of two of which the second is summed exactly, that C code starts again and again.
 
-    Unless that returns 0, `memory.wait` of what it returned finishes it. `memory.check()` comes first, each time. Whoever
-    has C do it counts it: nbytes, sent (see `collectives.Counter`) in `counter`.
+    C calls `reduce(channel, parts, count, 0)`, all addresses but `count`; each time, the sums of `tensors` (contiguous,
+    float32 or bfloat16, not empty) stand in their places. Unless it returns 0, `memory.wait` of
+    what it returned finishes it. `memory.check()` comes first, each time. Whoever has C do it counts it: nbytes and sent
+    (see `collectives.Counter`), in `counter`.
     """
 
     def __init__(self, memory, tensors, format, counter):

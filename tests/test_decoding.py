@@ -6,6 +6,7 @@ A model's layers tell C where their tensors lie; here these move, change and go 
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -50,6 +51,12 @@ def hooked(model):
     model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y)
 
 
+def hooked_anew(model):
+    """As some remove all hooks of a layer, before another one comes."""
+    model.layers[1].norm._forward_hooks = OrderedDict()
+    hooked(model)
+
+
 def called_otherwise(model):
     """A layer is called by a function of its own."""
     out_proj = model.layers[1].mixer.out_proj
@@ -89,7 +96,18 @@ def of_another_kind(model):
     model.layers[0].__class__ = Doubled
 
 
-ANY = (moved, moved_together, replaced, hooked, called_otherwise, rounded, edited, stretched, with_other_eps)
+ANY = (
+    moved,
+    moved_together,
+    replaced,
+    hooked,
+    hooked_anew,
+    called_otherwise,
+    rounded,
+    edited,
+    stretched,
+    with_other_eps,
+)
 CHANGES = [
     *product(("mamba", "mamba2"), (*ANY, of_another_kind)),
     ("zamba2", moved),

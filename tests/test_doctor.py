@@ -98,6 +98,16 @@ def test_each_operation_has_one_row_on_this_machine():
     assert all(row["why"] for row in rows)
 
 
+@pytest.mark.parametrize("widened", ((), kernels.HALVES[:1], kernels.HALVES), ids=len)
+def test_the_type_of_matrix_products(widened, monkeypatch):
+    """Of a processor that multiplies 16-bit numbers, only float16, or neither."""
+    monkeypatch.setattr(kernels, "widens", lambda dtype: dtype in widened)
+    (row,) = (row for row in doctor.operations_on("cpu") if row["operation"] == "matrix product")
+    names = " and ".join(("bfloat16", "float16")[: len(widened)])
+    assert row["inference"] == (f"torch ({names} in float32)" if widened else "torch") and row["training"] == "torch"
+    assert names in row["why"]
+
+
 def test_on_cuda_everything_is_torchs():
     *rows, last = doctor.operations_on("cuda")
     assert {row["inference"] for row in rows} == {"torch"} and last["inference"] == last["training"] == "NCCL"

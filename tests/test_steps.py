@@ -95,6 +95,26 @@ def test_layers_with_hooks_or_in_the_place_of_others_are_called(family, tmp_path
         torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+def test_a_mixer_in_the_place_of_another(family, tmp_path, taken):
+    """With what a block needs, and no more."""
+    model = megatron_ssm.load(saved(tmp_path, family))
+    expected = one_by_one(model, model)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.new_cache = inner, inner.new_cache
+
+        def forward(self, *given):
+            return self.inner(*given)
+
+    model.layers[0].mixer = Wrapped(model.layers[0].mixer)
+    taken.clear()
+    torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
+    assert len(taken) == 5  # the other layer's
+
+
 def test_inference_mode_and_then_not(tmp_path):
     model = megatron_ssm.load(saved(tmp_path, "zamba2"))
     with torch.inference_mode():

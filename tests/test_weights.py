@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import megatron_ssm
 from hf import save_hf
@@ -167,18 +168,41 @@ def test_int8_matrices(rows):
 @pytest.mark.parametrize("dtype", (torch.float32, *kernels.HALVES), ids=str)
 @torch.no_grad()
 def test_products_of_more_rows(monkeypatch, dtype, widens):
-    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in uneven pieces."""
+    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces."""
+    multiplied, product_of = [], F.linear
     monkeypatch.setattr(kernels, "widens", lambda dtype: widens and dtype in kernels.HALVES)
     monkeypatch.setattr(weights, "NUMBERS", 3 * 128 + 1)
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: multiplied.append((w.dtype, len(w))) or product_of(x, w, b))
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(11, 128, generator=generator), torch.randn(11, generator=generator).to(dtype)
     x = torch.randn(2, 25, 128, generator=generator).to(dtype)
-    matrices = {weight.to(dtype): weight.to(dtype).double(), Int8Weight.of(weight): rounded(weight)}
-    for (matrix, exact), added in product(matrices.items(), (None, bias)):
-        y, expected = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
-        assert y.dtype == dtype and y.shape == expected.shape
-        once = torch.finfo(dtype).eps / 2 if widens and dtype in kernels.HALVES else 2 * torch.finfo(dtype).eps
-        assert (y.double() - expected).norm() <= once * expected.norm()
+    wide = torch.float32 if widens else dtype
+    pieces, whole = [(wide, 3), (wide, 3), (wide, 3), (wide, 2)], [(dtype, 11)]
+    matrices = [
+        (weight.to(dtype), weight.to(dtype).double(), whole if wide is dtype else pieces),
+        (Int8Weight.of(weight), rounded(weight), pieces),
+    ]
+    for (matrix, exact, expected), added in product(matrices, (None, bias)):
+        multiplied.clear()
+        y, sum_of_products = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
+        assert y.dtype == dtype and y.shape == sum_of_products.shape and multiplied == expected
+        assert (y.double() - sum_of_products).norm() <= 4 * torch.finfo(dtype).eps * sum_of_products.norm()
+
+
+@torch.no_grad()
+def test_products_that_are_not_widened(monkeypatch):
+    """Of few rows, for autocast, and of none."""
+    monkeypatch.setattr(kernels, "widens", lambda dtype: dtype in kernels.HALVES)
+    weight = torch.randn(70, 128)
+    few, many = torch.randn(8, 128).half(), torch.randn(50, 128)
+    assert torch.equal(linear(few, weight.half()), F.linear(few, weight.half()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for matrix in (Int8Weight.of(weight), weight.bfloat16()):
+            y = linear(many, matrix)
+            assert y.dtype == torch.bfloat16
+            assert (y.double() - many.double() @ weight.double().T).norm() <= 0.02 * y.double().norm()
+    for rows in (0, 50):
+        assert linear(torch.randn(2, rows, 128), Int8Weight.of(weight)).shape == (2, rows, 70)
 
 
 def test_which_processors_multiply_16_bits():
