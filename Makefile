@@ -7,6 +7,8 @@ TORCH_INDEX ?=
 PYTHON := .venv/bin/python
 # Two at a time: a test's ranks wait for one another more than they compute.
 WORKERS := -n 2 --dist worksteal
+# Which tests: files, or pytest's options.
+TESTS ?=
 # -qq: errors only; pip's warnings are about its own configuration.
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
@@ -32,10 +34,10 @@ demo: .venv/stamp
 	@$(PYTHON) examples/demo.py
 
 test: .venv/stamp
-	@$(PYTHON) -m pytest -q $(WORKERS)
+	@$(PYTHON) -m pytest -q $(WORKERS) $(TESTS)
 
 test-all: .venv/stamp
-	@$(PYTHON) -m pytest -q $(WORKERS) --full
+	@$(PYTHON) -m pytest -q $(WORKERS) --full $(TESTS)
 
 lint: .venv/stamp
 	@$(PYTHON) -m ruff check .
