@@ -85,13 +85,14 @@ def random_case(family, seed):
     return prompts, mask, options, transformers(checkpoint(family), prompts, mask, do_sample=False, **options)
 
 
-def check_cases(ranks, world, family, seeds):
+def check_cases(ranks, world, family, seeds, **options_of_ranks):
     cases = [random_case(family, seed) for seed in seeds]
 
     def run(model):
         return [model.generate(ids, attention_mask=mask, **options).tolist() for ids, mask, options, _ in cases]
 
-    for (_, _, options, expected), found in zip(cases, on_ranks(ranks, world, checkpoint(family), run), strict=True):
+    results = on_ranks(ranks, world, checkpoint(family), run, **options_of_ranks)
+    for (_, _, options, expected), found in zip(cases, results, strict=True):
         assert found == expected, options
 
 
@@ -105,7 +106,7 @@ def test_random_arguments(ranks, world, family):
 @pytest.mark.parametrize("world", (1, 2, 4))
 @families
 def test_many_random_arguments(ranks, world, family):
-    check_cases(ranks, world, family, range(100))
+    check_cases(ranks, world, family, range(100), timeout=300)
 
 
 @pytest.mark.full
