@@ -84,6 +84,7 @@ setup(
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
-        "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4"],
+        # mamba-ssm: from 2.3.2 on the selective scan's offsets have 64 bits.
+        "cuda": ["mamba-ssm>=2.3.2", "causal-conv1d>=1.4"],
     },
 )

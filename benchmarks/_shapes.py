@@ -1,11 +1,11 @@
-"""The 130m shapes, with random weights, as checkpoints for the benchmarks of speed."""
+"""The 130m shapes and two near them, as checkpoints with random weights; and published shapes."""
 
 import os
 from pathlib import Path
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
-from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
+from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, ZambaConfig
 from transformers.utils import logging
 
 PROMPT = 256
@@ -16,12 +16,33 @@ SHAPES = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
+FAMILIES = SHAPES | {  # the paper's four
+    "Falcon-Mamba": FalconMambaConfig(
+        hidden_size=768, intermediate_size=1536, num_hidden_layers=24, vocab_size=50280, tie_word_embeddings=True
+    ),
+    "Zamba": ZambaConfig(
+        hidden_size=768, num_hidden_layers=20, vocab_size=50280, num_attention_heads=16, num_key_value_heads=16,
+        attention_head_dim=96, intermediate_size=3072, n_mamba_heads=2,
+    ),
+}  # fmt: skip
+
+PUBLISHED = {
+    "mamba-2.8b": MambaConfig(hidden_size=2560, num_hidden_layers=64, vocab_size=50280),
+    "mamba2-2.7b": Mamba2Config(
+        hidden_size=2560, num_hidden_layers=64, vocab_size=50288, num_heads=80, head_dim=64, n_groups=1, state_size=128,
+        tie_word_embeddings=True,
+    ),
+    "falcon-mamba-7b": FalconMambaConfig(
+        hidden_size=4096, intermediate_size=8192, num_hidden_layers=64, vocab_size=65024, tie_word_embeddings=False
+    ),
+    "Zamba-7B-v1": ZambaConfig(),
+}  # fmt: skip
 
 
 def random_model(shape: str, directory):
     """transformers' model of a shape, saved in `directory` as well."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(SHAPES[shape]).eval()
+    model = AutoModelForCausalLM.from_config(FAMILIES[shape]).eval()
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return model

@@ -6,9 +6,7 @@ likely tokens are compared with those of the same model and ranks with exact sum
 mean overlap), the five in order. "Quantized" is the share of a forward pass's bytes that are sent in the format.
 """
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -18,22 +16,16 @@ os.environ.update(OMP_NUM_THREADS="1")
 
 import torch
 import torch.distributed as dist
+from _cells import ROOT, cell_arguments, measure_cell, torchrun, write_result
 from _tables import markdown, publish
 
 import megatron_ssm
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 from corpus import write_corpus  # noqa: E402
 
 RANKS, FORMATS, WINDOW, BATCH = (2, 4), ("fp16", "bf16", "int8"), 256, 16
 PAPER = ["the paper's Mamba, on GPUs", "", "fp16", "98.81 %", "99.03 %", "89.01 %", "", ""]
-
-
-def torchrun(ranks, *program) -> None:
-    """Run a program on local ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--"]
-    subprocess.run([*command, *map(str, program)], check=True, cwd=ROOT)
 
 
 def train(directory, model_type, text) -> Path:
@@ -100,7 +92,7 @@ def cell(out, directory, *held_out) -> None:
         other = logits(load(reduce=format), windows[:, :-1])
         results[format] = compare(exact, other, labels)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
+        write_result(out, results)
     dist.destroy_process_group()
 
 
@@ -123,12 +115,11 @@ def main() -> None:
         for model_type, name in (("mamba", "Mamba-1"), ("mamba2", "Mamba-2")):
             model = train(directory, model_type, text)
             for ranks in RANKS:
-                out = directory / "result.json"
-                torchrun(ranks, __file__, "--cell", out, model, *text[1])
-                table += rows(name, ranks, json.loads(out.read_text()))
+                table += rows(name, ranks, measure_cell(__file__, ranks, None, model, *text[1]))
     header = ["model", "ranks", "format", "first", "five as a set", "five in order", "loss, nats", "quantized bytes"]
     publish("agreement", markdown(header, table))
 
 
 if __name__ == "__main__":
-    cell(*sys.argv[2:]) if sys.argv[1:2] == ["--cell"] else main()
+    arguments = cell_arguments()
+    main() if arguments is None else cell(*arguments)

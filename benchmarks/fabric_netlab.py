@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from _netlab import cell_arguments, measure_cell, write_result
+from _cells import cell_arguments, measure_cell, write_result
 from _tables import markdown, publish
 
 from sparsefusion import collectives

@@ -13,7 +13,7 @@ os.environ.update(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OF
 
 import torch
 import torch.distributed as dist
-from _netlab import cell_arguments, measure_cell, write_result
+from _cells import cell_arguments, measure_cell, write_result
 from _tables import markdown, publish
 
 import megatron_ssm

@@ -4,15 +4,13 @@ The claim: the loss after 200 steps is within 0.02 nats of that with exact sums.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from _cells import ROOT, torchrun
 from _tables import markdown, publish
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 from corpus import write_corpus  # noqa: E402
 
@@ -33,12 +31,10 @@ OPTIONS = [
 def train(directory, model_type, format, text) -> tuple[float, float]:
     """(mean training loss of the last steps, held-out loss) in nats per byte."""
     log = directory / f"{model_type}-{format}.jsonl"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     program = [ROOT / "examples" / "pretrain.py", "--config", ROOT / "examples" / "demo.yaml", "--log", log, *OPTIONS]
     choice = ["--model-type", model_type, "--reduce", format, "--out", directory / f"{model_type}-{format}"]
     paths = ["--data", *text[0], "--valid-data-path", *text[1]]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*map(str, [*launch, *program, *choice, *paths])], check=True, env=environment)
+    torchrun(2, *program, *choice, *paths, env={"OMP_NUM_THREADS": "1"})
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     last = [line["loss"] for line in lines][-AVERAGED:]
     return sum(last) / len(last), lines[-1]["held_out_nats_per_byte"]

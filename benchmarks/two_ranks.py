@@ -20,7 +20,7 @@ os.environ.update(OMP_NUM_THREADS="1")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from _pair import launch, meet
 from _shapes import PROMPT, SHAPES, random_model
 from _tables import markdown, publish
 
@@ -79,7 +79,7 @@ def phases(model):
 
 
 @torch.no_grad()
-def rank_main(rank, folder, directory, gloo, arrived) -> None:
+def rank_main(rank, folder, arrived, directory, gloo) -> None:
     """One rank's part of a launch; rank 0 writes {(format, phase): {contestant: (seconds, CPU seconds)}} down."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
@@ -104,7 +104,7 @@ def reading(rank, arrived) -> dict:
 
     def read():
         half.sum()
-        meet(arrived.numpy(), rank)
+        meet(arrived, rank)
 
     return {"two read": (read, Stopwatch())} | ({"one reads": (stream.sum, Stopwatch())} if rank == 0 else {})
 
@@ -114,28 +114,13 @@ def race(works, arrived, rank) -> dict:
     times = {who: [] for who in works}
     for _ in range(REPETITIONS + 1):
         for who in ("one", "two", "one reads", "two read"):
-            meet(arrived.numpy(), rank)
+            meet(arrived, rank)
             if who in works:
                 function, watch = works[who]
                 times[who].append(watch.time(function))
     return {
         who: tuple(statistics.median(column) for column in zip(*taken[1:], strict=True)) for who, taken in times.items()
     }
-
-
-def meet(arrived, rank) -> None:
-    """Wait for the other rank, awake."""
-    arrived[rank] += 1
-    while arrived[1 - rank] < arrived[rank]:
-        pass
-
-
-def launch(directory, gloo=False) -> dict:
-    """What rank 0 of two new processes measures."""
-    with tempfile.TemporaryDirectory() as folder:
-        arrived = torch.zeros(2, dtype=torch.int64).share_memory_()
-        multiprocessing.spawn(rank_main, (folder, directory, gloo, arrived), 2)
-        return torch.load(Path(folder, "measured"), weights_only=True)
 
 
 def faster(one: str, two: str, column=0):
@@ -161,7 +146,8 @@ def main() -> None:
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as directory:
             random_model(shape, directory)
-            launches, gloo = [launch(directory) for _ in range(LAUNCHES)], launch(directory, gloo=True)
+            launches = [launch(rank_main, directory, False) for _ in range(LAUNCHES)]
+            gloo = launch(rank_main, directory, True)
         rows += [row(shape, name, phase, launches, gloo) for name in FORMATS for phase in PHASES]
     header = [
         "shape",

@@ -57,13 +57,19 @@ def warnings() -> list[str]:
     return [line for each in lines for line in each]
 
 
+def nvidia_apex() -> bool | None:
+    """Whether the apex that would be imported is NVIDIA's (None: there is none). Does not import it."""
+    spec = importlib.util.find_spec("apex")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return any(list(Path(folder, "optimizers").glob("fused_adam*")) for folder in folders) if spec else None
+
+
 def foreign_apex() -> list[str]:
     """Another project has the name on PyPI, and Megatron's `import apex` takes it for NVIDIA's. Imports neither."""
     spec, version = importlib.util.find_spec("apex"), version_of("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
-    nvidia = any(list(Path(folder, "optimizers").glob("fused_adam*")) for folder in folders)
     installed = version != "not installed"
-    if nvidia or not (spec or installed):
+    if nvidia_apex() or not (spec or installed):
         return []
     where = folders[0] if folders else spec.origin if spec else "no module"
     name, remedy = (f"apex {version}", "`pip uninstall apex`") if installed else ("apex", "take it off sys.path")

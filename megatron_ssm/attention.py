@@ -14,7 +14,16 @@ from torch import nn
 
 from .cache import Cache, Call, LayerCache
 from .config import Config
-from .layers import ColumnParallelLinear, Packed, Ranks, RMSNorm, RowParallelLinear, at_least_fp32, copy_to_ranks
+from .layers import (
+    ColumnParallelLinear,
+    Packed,
+    Ranks,
+    RMSNorm,
+    RowParallelLinear,
+    at_least_fp32,
+    copy_to_ranks,
+    is_altered,
+)
 from .weights import linear
 
 ACTIVATIONS = {
@@ -51,6 +60,15 @@ class Positions:
         keys = new if cache is None else torch.arange(longest, device=device).expand(batch, -1)
         seen = (keys.unsqueeze(1) <= new.clamp(min=0).unsqueeze(2)) & (keys >= 0).unsqueeze(1)  # padding sees token 0
         return cls(new, longest, False, seen.unsqueeze(1))
+
+    @classmethod
+    def of_one(cls, new, keys: int) -> "Positions":
+        """Of one token per row, at `new` (batch, 1), which sees itself and what is before it among `keys` keys.
+
+        keys: at least what the rows have. No number goes to the host or comes from it: a CUDA graph may do this.
+        """
+        seen = torch.arange(keys, device=new.device) <= new.unsqueeze(2)
+        return cls(new, keys, False, seen.unsqueeze(1))
 
 
 def attend(q, k, v, causal, scale, mask=None):
@@ -98,7 +116,8 @@ class Adapter(nn.Module):
         """(..., in_features), whole -> (..., this rank's rows of all fields)."""
         low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.exact)
         parts = zip(low.split(self.rank, dim=-1), self.up().split(self.rows), strict=True)
-        return torch.cat([linear(part, up) for part, up in parts], dim=-1)
+        fields = [linear(part, up) for part, up in parts]
+        return fields[0] if len(fields) == 1 else torch.cat(fields, dim=-1)
 
 
 class Use(nn.Module):
@@ -174,11 +193,15 @@ class SharedBlock(nn.Module):
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
         if cache is not None:
             k, v = (t.to(cache.keys.dtype) for t in (k, v))  # autocast's may be narrower
-            k, v = cache.append(k, v, positions.new, positions.longest, call.rows)
+            k, v = cache.append(k, v, positions.new, positions.longest, call.rows, padded=call.mask is not None)
         scale = math.sqrt(2 / self.head_dim)
         out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)
         return out.flatten(-2)
 
 
 def _adapted(layer, adapter, x):
-    return layer(x) if adapter is None else layer(x) + adapter(x)
+    """What a layer gives, and its adapter; without gradients added in place, where nobody else can have kept it."""
+    if adapter is None:
+        return layer(x)
+    y, more = layer(x), adapter(x)
+    return y + more if torch.is_grad_enabled() or is_altered(layer) else y.add_(more)

@@ -52,14 +52,14 @@ class LayerCache:
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
 
-    def append(self, keys, values, positions, longest, rows=ALL) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys, values, positions, longest, rows=ALL, padded=True) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).
 
-        A negative position is padding and not stored. Returns both from position 0 to `longest`: what the rows have.
+        padded: a negative position is padding and not stored (False: there is none, and the GPU is not waited for).
+        Returns both from position 0 to `longest`: what the rows have.
         """
         where = torch.arange(len(self.conv), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
-        real = positions >= 0
-        if not real.all():
+        if padded and not (real := positions >= 0).all():
             where, positions, keys, values = where[real], positions[real], keys[real], values[real]
         self.keys[where, positions] = keys.detach()
         self.values[where, positions] = values.detach()

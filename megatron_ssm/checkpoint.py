@@ -40,7 +40,7 @@ COMPANIONS = (
 
 def load(
     directory, group=None, context=None, dtype=torch.float32, device="cpu", reduce="fp32", data_group=None, weights=None,
-    shared_memory=True,
+    shared_memory=True, graphs=True,
 ) -> Model:  # fmt: skip
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
@@ -51,6 +51,7 @@ def load(
     shared_memory: ranks of one host sum tensors of the CPU through memory that they share (`model.close()` gives it
     up), where the C kernels are there, and `auto` is fp32 then; False: always by the group's backend.
     weights: "int8" keeps the matrices in 8 bits, for a model that only generates (`weights.py`); None: in dtype.
+    graphs: on CUDA, tokens are decoded by CUDA graphs where they can be (`graphs.py`); False: never.
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
     ValueError or FileNotFoundError, on every rank and before anything is sent, for a configuration that cannot be split
     or honoured, and for tensors that are missing, truncated, or of another model.
@@ -74,7 +75,7 @@ def load(
             rounded = _fill(model, lambda p: _read(p, tensors[names[p.field.hf]], model.ranks), weights)
     if weights is not None:
         _freeze(model, weights, rounded, directory)
-    model.directory = Path(directory)
+    model.directory, model.graphs = Path(directory), bool(graphs)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model

@@ -37,8 +37,8 @@ def generate(arguments) -> None:
         dtype = getattr(torch, arguments.dtype)
         model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
-        _continue(model, tokenizer, prompt, eos, arguments, speaks=groups.rank == 0)
-        model.close()
+        with model:  # and without its graphs before its groups go
+            _continue(model, tokenizer, prompt, eos, arguments, speaks=groups.rank == 0)
     finally:
         shut_down()
 

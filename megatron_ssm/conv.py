@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from . import kernels
+from . import cuda_kernels, kernels
 
 
 def causal_conv_ref(x, weight, bias=None, history=None):
@@ -22,12 +22,15 @@ def causal_conv(x, weight, bias=None, history=None, overwrite=False):
 
     x: (batch, seq, channels); weight: (channels, 1, K), Hugging Face's shape; bias: (channels,) or None.
     history: (batch, K-1, channels), the inputs before x (None: zeros, the start of a sequence). overwrite: the history for
-    the next call may take its place in memory (without gradients). In C where it can, else in torch.
+    the next call may take its place in memory (without gradients). In C or, on CUDA, by causal-conv1d where they can, else
+    in torch.
     Returns y like x and the history for the next call, (batch, K-1, channels).
     """
     x = x.to(torch.promote_types(x.dtype, weight.dtype))  # in autocast x is narrower
     history = history if history is None else history.to(x.dtype)
     native = kernels.usable(x, weight, bias) and weight.shape[-1] <= kernels.LONGEST_KERNEL
+    if not native and cuda_kernels.takes_conv(x, weight, bias, history):
+        return cuda_kernels.causal_conv(x, weight, bias, history, overwrite)
     if not torch.is_grad_enabled():
         return (kernels.causal_conv if native else _causal_conv)(x, weight, bias, history, overwrite)
     native = native and x.dtype == torch.float32

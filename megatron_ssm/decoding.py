@@ -35,8 +35,8 @@ class Decoding(threading.local):
         """(index of the first block, callable) for all blocks of the model: `Steps` for some of them, or one itself."""
         if not _may_decode(call) or not cache.layers[0].state.is_cpu:
             return list(enumerate(model.layers))
-        plan = next((plan for plan in self._plans if plan.is_for(call.rows, cache)), None)
-        if plan is None or not plan.holds(cache):
+        plan = next((plan for plan in self._plans if plan.known.is_for(call.rows, cache)), None)
+        if plan is None or not plan.known.holds(cache):
             self._plans = [other for other in self._plans if other is not plan][: PLANS - 1]
             self._plans.insert(0, plan := _Plan(model, self._block, call.rows, cache))
         return plan.layers
@@ -53,13 +53,25 @@ def _may_decode(call) -> bool:
 
 
 class _Plan:
-    """The layers for some rows of a cache; and all that they know of the model and the cache, to see whether it still holds.
-
-    It refers to everything in a model but the model, which would otherwise keep itself alive.
-    """
+    """The layers for some rows of a cache, and what they know."""
 
     def __init__(self, model, block, rows, cache):
+        self.known = Known(model, block, rows, cache, _of)
+        room = {}
+        steps = [_step(each, block, layer, rows, room) for each, layer in zip(model.layers, cache.layers, strict=True)]
+        self.layers = _together(steps)
+
+
+class Known:
+    """All that is known of a model and of some rows of a cache, to see whether it still holds.
+
+    block: the type of the blocks whose numbers count. tensors_of: a function of a cache, those of its tensors whose places
+    count. It refers to everything in a model but the model, which would otherwise keep itself alive.
+    """
+
+    def __init__(self, model, block, rows, cache, tensors_of):
         self._library, self._rows, self._first = kernels.LIBRARY, rows, weakref.ref(cache.layers[0])
+        self._tensors_of = tensors_of
         self._modules = [module for module in model.modules() if module is not model]
         named = [
             (owner, name, member)
@@ -72,31 +84,31 @@ class _Plan:
         self._own = list(map(vars, self._modules))
         self._kinds, self._altered = list(map(type, self._modules)), self._altered_now()
         self._blocks = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
-        self._places, self._cached, self._numbers = _places(self._tensors), _places(_of(cache)), self._numbers_now()
-        room = {}
-        steps = [_step(each, block, layer, rows, room) for each, layer in zip(model.layers, cache.layers, strict=True)]
-        self.layers = _together(steps)
+        self._places, self._cached, self._numbers = _places(self._tensors), self._cached_now(cache), self._numbers_now()
 
     def is_for(self, rows, cache) -> bool:
-        """Whether it was made for these rows of this cache."""
+        """Whether it is of these rows of this cache."""
         return self._rows == rows and self._first() is cache.layers[0]
 
     def holds(self, cache) -> bool:
-        """Whether all that its steps know is as it was."""
+        """Whether all is as it was."""
         return (
             self._library is kernels.LIBRARY
             and all(map(is_, map(dict.get, self._owners, self._names), self._members))
             and list(map(type, self._modules)) == self._kinds and self._altered_now() == self._altered
-            and _places(self._tensors) == self._places and _places(_of(cache)) == self._cached
+            and _places(self._tensors) == self._places and self._cached_now(cache) == self._cached
             and self._numbers_now() == self._numbers
         )  # fmt: skip
 
     def _altered_now(self) -> tuple:
-        """How many hooks modules have, and whether a forward of their own (`steps.is_altered`)."""
+        """How many hooks modules have, and whether a forward of their own (`layers.is_altered`)."""
         hooks = (
             list(map(len, map(attrgetter(name), self._modules))) for name in ("_forward_hooks", "_forward_pre_hooks")
         )
         return *hooks, list(map(contains, self._own, repeat("forward")))
+
+    def _cached_now(self, cache) -> list:
+        return _places(self._tensors_of(cache))
 
     def _numbers_now(self) -> list:
         return [numbers_of(*each) for each in self._blocks]

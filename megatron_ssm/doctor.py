@@ -18,18 +18,52 @@ from .ailments import LIBRARIES, known, torch_build, usable_cores, version_of, w
 PACKAGES = (
     "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
     "mamba-ssm", "causal-conv1d", "transformer-engine",
+    "apex",
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
 
 
-def kernels_line(device, dtype, all_reduce=None) -> str:
+def kernels_line(device, dtype, all_reduce=None, trains=False) -> str:
     """Which kernels a job runs, for the first line it prints; all_reduce: how its ranks add up (None: one rank)."""
+    device, dtype = str(device).split(":")[0], str(dtype).removeprefix("torch.")
+    kernels = _kernels_of_cuda(dtype) if device == "cuda" else _kernels_of_cpu(device, dtype)
+    adamw = f"; AdamW {_adamw_of_cuda(dtype)}" if trains and device == "cuda" else ""
+    return f"megatron-ssm: kernels {kernels}{adamw}" + (f"; all-reduce {all_reduce}" if all_reduce else "")
+
+
+def _kernels_of_cpu(device, dtype) -> str:
     from .kernels import LIBRARY
 
-    device, dtype = str(device).split(":")[0], str(dtype).removeprefix("torch.")
     other = device if device != "cpu" else dtype if dtype not in TYPES[:2] else LIBRARY.why
-    kernels = f"torch ({other})" if other else f"C ({LIBRARY.variant})"
-    return f"megatron-ssm: kernels {kernels}" + (f"; all-reduce {all_reduce}" if all_reduce else "")
+    return f"torch ({other})" if other else f"C ({LIBRARY.variant})"
+
+
+def _kernels_of_cuda(dtype) -> str:
+    """The packages whose kernels are all there, else torch and why."""
+    from . import cuda_kernels
+
+    if dtype not in map(_name, cuda_kernels.TYPES):
+        return f"torch (cuda; no other kernels take {dtype})"
+    whys = {}
+    for kernel in map(cuda_kernels.found, cuda_kernels.KERNELS):
+        whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
+    good = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
+    missing = [why for package in whys.values() for why in sorted(package)]
+    torchs = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
+    return ", ".join([*good, *torchs])
+
+
+def _adamw_of_cuda(dtype) -> str:
+    import torch
+
+    from .fused_adam import told
+
+    name, why = told(getattr(torch, dtype))
+    return f"{name} ({why})" if why else name
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def doctor(as_json: bool) -> None:
@@ -121,14 +155,50 @@ def operations() -> list[dict]:
 
 def operations_on(device: str) -> list[dict]:
     """What runs each operation on "cpu" or "cuda", and why."""
-    rows = _on_cpu()
-    if device != "cpu":
-        mamba = f"no kernels of ours on {device}, and mamba-ssm's ({known(version_of, 'mamba-ssm')}) are not used yet"
-        untrained = {name: training for name, _, training, _ in rows if training.startswith("none")}
-        rows = [(name, "torch", untrained.get(name, "torch"), mamba) for name, *_ in rows]
-        rows[-1] = ("all-reduce between ranks", "NCCL", "NCCL", f"what torch.distributed has for {device}")
+    rows = _on_cpu() if device == "cpu" else _on_cuda()
     return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
             for name, *row in rows]  # fmt: skip
+
+
+def _on_cuda() -> list[tuple]:
+    """As `_on_cpu`, of the code that chooses in `cuda_kernels` and `fused_adam`."""
+    from . import cuda_kernels
+    from .fused_adam import told
+
+    state, taps = cuda_kernels.LARGEST_STATE, " or ".join(map(str, cuda_kernels.WIDTHS))
+    alone, (adamw, why) = "in training one token", told()
+    given = {
+        "selective scan": _borrowed("selective_scan_fn", "selective_state_update",
+                                    f"float64, states of more than {state} numbers, {alone} and a state that is continued"),
+        "SSD": _borrowed("mamba_chunk_scan_combined", "selective_state_update",
+                         f"float64, float32 where products may not be TF32 (one token may), {alone}"),
+        "convolution": _borrowed("causal_conv1d_fn", "causal_conv1d_update",
+                                 f"float64, not {taps} taps, channels not a multiple of {cuda_kernels.VECTOR}, {alone}"),
+        "matrix product": ("torch", "torch", "cuBLAS"),
+        "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
+        "AdamW": ("none: it trains", adamw, why or "float64: torch"),
+        "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
+    }  # fmt: skip
+    return [
+        (
+            name,
+            *given.get(name, ("torch", training if training.startswith("none") else "torch", "our C is for the CPU")),
+        )
+        for name, _, training, _ in _on_cpu()
+    ]
+
+
+def _borrowed(several, one, left) -> tuple[str, str, str]:
+    """(inference, training, why) of an operation with a kernel for several tokens and one for one; left: to torch."""
+    from .cuda_kernels import found
+
+    parts = {"several tokens": found(several), "one token": found(one)}
+    runs = {f"{kernel.package} ({tokens})": kernel for tokens, kernel in parts.items() if kernel.item}
+    training = parts["several tokens"].package if parts["several tokens"].item else "torch"
+    whys = dict.fromkeys(kernel.why for kernel in parts.values() if kernel.why)
+    if not whys:
+        return training, training, f"torch: {left}"
+    return ", ".join([*runs, "torch"]), training, "; ".join(whys)
 
 
 def _on_cpu() -> list[tuple]:
@@ -152,6 +222,7 @@ def _on_cpu() -> list[tuple]:
     rows += [
         ("matrix product", *_matrix_product(kernels)),
         ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
+        ("AdamW", "none: it trains", "torch", "torch's fused AdamW"),
     ]
     return [*rows, ("all-reduce between ranks", *_all_reduce())]
 
@@ -160,7 +231,7 @@ def _products(library, most_rows) -> list[tuple]:
     """Matrix-vector products, by the type of the matrix."""
     rows = []
     for dtype, count in most_rows.items():
-        name = str(dtype).removeprefix("torch.")
+        name = _name(dtype)
         training = "none: int8 is not trained" if name == "int8" else "torch"
         runs = f"C (up to {count} rows)" if library else "torch"
         rows.append((f"matrix-vector product, {name}", runs, training, "C reads each weight once; it has no gradient"))
@@ -168,9 +239,7 @@ def _products(library, most_rows) -> list[tuple]:
 
 
 def _matrix_product(kernels) -> tuple:
-    widened = [
-        name for dtype in kernels.HALVES if kernels.widens(dtype) for name in [str(dtype).removeprefix("torch.")]
-    ]
+    widened = [_name(dtype) for dtype in kernels.HALVES if kernels.widens(dtype)]
     if not widened:
         return "torch", "torch", "of more rows: torch's is faster"
     names = " and ".join(widened)

@@ -126,9 +126,10 @@ def scan_chunk(state_size: int) -> int:
     return max(1, LARGEST_STATE // state_size)
 
 
-def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, save=False):
+def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, overwrite_x=False, save=False):
     """`scan.selective_scan`: x, dt, B, C, z of one type; A_log (channels, N), D, dt_bias and state float32.
 
+    overwrite: the next state may take the state's place in memory; overwrite_x: y may take that of x.
     Returns (y, next state, the states before each chunk of tokens if they are to be saved for backward).
     """
     x, dt, B, C, z = map(_token_major, (x, dt, B, C, z))
@@ -136,7 +137,7 @@ def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, sa
     batch, seq, channels = x.shape
     size = A_log.shape[1]
     state, after = _next_state(state, D, (batch, size, channels), overwrite)
-    y = x.new_empty(batch, seq, channels)
+    y = x if overwrite_x and x.is_contiguous() else x.new_empty(batch, seq, channels)
     chunk = scan_chunk(size) if save else 0
     saved = D.new_empty(batch, -(-seq // chunk), size, channels) if save else None
     strides = _array(*(s for t in (x, dt, B, C, z) for s in _strides(t)), 0 if state is None else state.stride(0),

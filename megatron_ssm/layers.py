@@ -21,6 +21,8 @@ from . import kernels
 from .ranks import Ranks, at_least_fp32
 from .weights import linear, rows_at
 
+PIECE = 2**23  # numbers
+
 
 class _CopyToRanks(torch.autograd.Function):
     """f: identity in forward, all-reduce in backward."""
@@ -91,10 +93,25 @@ def copy_to_ranks(x, group, reduce):
 
 
 def reduce_from_ranks(x, group, reduce):
-    """The sum of every rank's partial x, whole (one all-reduce of x's bytes); backward sends nothing."""
+    """The sum of every rank's partial x, whole (one all-reduce of x's bytes); backward sends nothing.
+
+    Without gradients, one of more than PIECE numbers takes x's place in memory, by an all-reduce for each PIECE of them:
+    what an all-reduce works in, a copy or more, would otherwise be most of what a long prompt needs.
+    """
     if group is None:
         return x
-    return _ReduceFromRanks.apply(x, group, reduce) if torch.is_grad_enabled() else reduce(x, group)
+    if torch.is_grad_enabled():
+        return _ReduceFromRanks.apply(x, group, reduce)
+    return reduce(x, group) if x.numel() <= PIECE else in_pieces(lambda part: reduce(part, group), x.contiguous())
+
+
+def in_pieces(function, x, *beside):
+    """x (tokens..., n), contiguous, each PIECE of its tokens overwritten by a function of it and what is beside it."""
+    width = x.shape[-1]
+    tokens = [t.view(-1, t.shape[-1]).split(max(1, PIECE // width)) for t in (x, *beside)]
+    for piece in zip(*tokens, strict=True):
+        piece[0].copy_(function(*piece))
+    return x
 
 
 def reduce_beside(x, column, ranks):
@@ -238,6 +255,11 @@ class RowParallelLinear(nn.Module):
         """The sum of every rank's part of the product, and the bias."""
         y = reduce_from_ranks(part, self.ranks.group, self.ranks.reduce)
         return y if self.bias is None else y + self.bias
+
+
+def is_altered(module) -> bool:
+    """Whether calling a module does more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def rms_norm(x, eps):

@@ -11,7 +11,16 @@ from torch import nn
 from .cache import Call, LayerCache
 from .config import Config
 from .conv import causal_conv
-from .layers import ColumnParallelLinear, Packed, Ranks, RowParallelLinear, at_least_fp32, rms_norm, sum_over_ranks
+from .layers import (
+    ColumnParallelLinear,
+    Packed,
+    Ranks,
+    RowParallelLinear,
+    at_least_fp32,
+    is_altered,
+    rms_norm,
+    sum_over_ranks,
+)
 from .scan import selective_scan
 from .weights import linear
 
@@ -71,6 +80,10 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""
+        return self.out_proj(self._gated(hidden, call, cache))
+
+    def _gated(self, hidden, call, cache):
+        """What out_proj takes, (batch, seq, this rank's channels); what it was made of is freed before that product."""
         conv, state = (None, None) if cache is None else cache.read(call.rows)
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = x if call.mask is None else x * call.mask
@@ -82,7 +95,7 @@ class MambaMixer(nn.Module):
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
             cache.update(conv, state, call.rows)
-        return self.out_proj(y)
+        return y
 
     def _sum(self, parameters):
         """The ranks' parts of (dt, B, C), (..., R + 2N), added up and, in Falcon-Mamba, normalized each."""
@@ -95,11 +108,10 @@ class MambaMixer(nn.Module):
     def _scan(self, x, z, head: slice, state):
         """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y, gated, and the state after it.
 
-        The state is overwritten where it is a cache's.
+        The state is overwritten where it is a cache's; so is x, where the convolution's hooks cannot have kept it.
         """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
         dt = linear(dt, self.dt_proj[head])
-        return selective_scan(
-            x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state, overwrite=state is not None
-        )
+        inputs = x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state
+        return selective_scan(*inputs, overwrite=state is not None, overwrite_x=not is_altered(self.conv))

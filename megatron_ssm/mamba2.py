@@ -17,7 +17,16 @@ from torch import nn
 from . import kernels
 from .cache import Call, LayerCache
 from .config import Config
-from .layers import ColumnParallelLinear, Ranks, RowParallelLinear, at_least_fp32, reduce_beside, sum_over_ranks
+from .layers import (
+    PIECE,
+    ColumnParallelLinear,
+    Ranks,
+    RowParallelLinear,
+    at_least_fp32,
+    in_pieces,
+    reduce_beside,
+    sum_over_ranks,
+)
 from .mamba import Convolution
 from .scan import ssd
 from .weights import linear
@@ -67,6 +76,13 @@ class Mamba2Mixer(nn.Module):
         dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
+        normed, squares = self._normed(*self._scanned(hidden, call, cache))
+        if squares is None:
+            return self.out_proj(normed)
+        return self._whole(linear(normed, self.out_proj.weight), squares)
+
+    def _scanned(self, hidden, call, cache):
+        """The recurrence's outputs and the gate, (batch, seq, this rank's channels); what else they took is freed."""
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(call.rows)
@@ -83,7 +99,7 @@ class Mamba2Mixer(nn.Module):
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None)
         if cache is not None:
             cache.update(conv, state, call.rows)
-        return self._project(y.reshape(batch, seq, inner), z)
+        return y.reshape(batch, seq, inner), z
 
     @property
     def local_norm(self) -> bool:
@@ -95,30 +111,37 @@ class Mamba2Mixer(nn.Module):
         """Whether the one group's sum of squares rides in out_proj's all-reduce."""
         return self.ranks.size > 1 and self.all_groups == 1
 
-    def _project(self, y, z):
-        """out_proj(norm(y * silu(z)) * weight), the norm taken over each group's channels, wherever they are."""
-        alone, fused = self.local_norm, self.fused_norm
-        if (alone or fused) and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
+    def _normed(self, y, z):
+        """norm(y * silu(z)) * weight, the norm taken over each group's channels, wherever they are; and None.
+
+        fused_norm: without the norm's scale, and this rank's sum of squares, (batch, seq, 1).
+        """
+        local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
+        if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
             normed = kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
-            return self._whole(linear(normed[0], self.out_proj.weight), normed[1]) if fused else self.out_proj(normed)
+            return normed if fused else (normed, None)
         wide = at_least_fp32(self.norm_weight.dtype)
         y = y.to(wide) * F.silu(z.to(wide))
         local = y.view(*y.shape[:-1], self.groups, -1)
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
-        if fused:
-            part = linear(self.norm_weight * y.to(self.norm_weight.dtype), self.out_proj.weight)
-            return self._whole(part, squares)
-        if not alone:
-            squares = self._sum_of_group(squares)
-        scale = torch.rsqrt(squares / self.group_channels + self.eps)
-        y = (local * scale.unsqueeze(-1)).view_as(y)
-        return self.out_proj(self.norm_weight * y.to(self.norm_weight.dtype))
+        if not fused:
+            squares = squares if self.local_norm else self._sum_of_group(squares)
+            scale = torch.rsqrt(squares / self.group_channels + self.eps)
+            y = (local * scale.unsqueeze(-1)).view_as(y)
+        return self.norm_weight * y.to(self.norm_weight.dtype), squares if fused else None
 
     def _whole(self, part, squares):
         """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
-        out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
-        out = (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
+        if torch.is_grad_enabled() or part.numel() <= PIECE:
+            out = self._scaled_sum(part, squares)
+        else:
+            out = in_pieces(self._scaled_sum, part, squares)
         return out if self.out_proj.bias is None else out + self.out_proj.bias
+
+    def _scaled_sum(self, part, squares):
+        """The ranks' parts added up, times the norm's scale of each token."""
+        out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
+        return (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
 
     def _sum_of_group(self, squares):
         """squares (batch, seq, 1), this rank's share of its group's -> the group's, by an all-reduce of G columns."""

@@ -10,6 +10,7 @@ from .cache import ALL, Cache, Call
 from .config import Config
 from .decoding import Decoding
 from .families import idle_tensors, layout
+from .graphs import Graphs
 from .layers import Ranks, RMSNorm, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
 from .mamba import MambaMixer
 from .mamba2 import Mamba2Mixer
@@ -51,7 +52,8 @@ class Model(nn.Module):
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.directory = None  # where it was loaded from
         self.weights = None  # "int8": its matrices are rounded, and it can only generate
-        self._decoding = Decoding(Block)
+        self.graphs = True  # may decode by CUDA graphs; False once a step could not be captured
+        self._decoding, self._graphs = Decoding(Block), Graphs(Block)
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
@@ -96,7 +98,15 @@ class Model(nn.Module):
             raise ValueError(f"a model with weights={self.weights!r} cannot be {done}: load it without")
 
     def close(self) -> None:
-        """Give up the memory that the ranks share (if they do): this model, and its copies, cannot run on them any more."""
+        """Give up the CUDA graphs, and the memory that the ranks share (if they do). No thread may be running the model.
+
+        Call it before destroying the group, also after an exception: NCCL waits, in the destruction of a communicator, for
+        all graphs that were captured with it, for ever while they are there (since 2.26; pytorch#115388). No graphs are
+        made afterwards. A model whose ranks share no memory can still be used, and decodes as usual; one whose ranks do,
+        and its copies, cannot run on them any more. Copies have graphs of their own, and are closed one by one.
+        """
+        self.graphs = False
+        self._graphs.clear()
         for ranks in (self.ranks, self.head_ranks):
             ranks.close()
 
@@ -153,21 +163,29 @@ class Model(nn.Module):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask = self.check(input_ids, attention_mask, cache)
-        call = self._call(input_ids, mask, cache, prompt)
-        x = embeddings = self.embeddings.embed(input_ids)
+        decoding = input_ids.shape[1] == 1 and not prompt and cache is not None
+        decoding = decoding and bool((cache.lengths[cache.rows] > 0).all())
+        local = self._graphs.logits(self, input_ids, mask, cache) if decoding else None
+        if local is None:
+            local = self.compute(input_ids, self._call(input_ids, mask, cache, decoding), cache, logits_to_keep)
+        if cache is not None:
+            cache.advance(input_ids.shape[1], mask)
+        return local
+
+    def compute(self, input_ids, call: Call, cache=None, logits_to_keep=0):
+        """`local_logits` of a call that was checked and has room; the cache is updated but for its lengths."""
+        x = self.embeddings.embed(input_ids)
+        embeddings = x if self.shared else None  # which would only lie in memory
         use = iter(range(len(self.config.hybrid_layers)))
         for index, block in self._decoding.layers(self, call, cache):
             shared = None if block.use is None else self.shared[next(use) % len(self.shared)]
             x = block(x, call, None if cache is None else cache.layers[index], shared, embeddings)
-        if cache is not None:
-            cache.advance(input_ids.shape[1], mask)
         x = self.norm_f(x[:, -logits_to_keep:])
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(x)
 
-    def _call(self, input_ids, mask, cache, prompt) -> Call:
+    def _call(self, input_ids, mask, cache, decoding) -> Call:
         """What the layers must know of a call; makes room for its keys and values."""
         batch, seq = input_ids.shape
-        decoding = seq == 1 and not prompt and cache is not None and bool((cache.lengths[cache.rows] > 0).all())
         positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
         if positions is not None and cache is not None:
             cache.reserve(positions.longest)

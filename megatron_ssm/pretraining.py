@@ -57,7 +57,7 @@ def pretrain(options: Options) -> None:
         model = _model(options, config, groups, device_of_rank(device))
         trainer = Trainer(model, groups, options)
         report = Report(options, groups, found[1] if found else 0)
-        report.say(kernels_line(model.device, model.dtype, model.ranks.transport))
+        report.say(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         report.say(f"pretrain: {options.describe()}")
         report.say(_summary(model, groups, text, out, found))
         if found:

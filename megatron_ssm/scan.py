@@ -3,8 +3,9 @@
 Both run on token-major tensors, (batch, seq, ...), on this rank's channels or heads alone: nothing is communicated.
 Both take the state before the first token and return the state after the last, differentiably in both directions, so
 that a sequence may be cut anywhere (chunked prefill, decoding, context parallelism). States and sums are at least fp32.
-Each has three forms: `*_ref`, one token after the other; the same in chunks, in torch; and a C kernel, which runs where
-it can. In backward the states are recomputed chunk by chunk; no tensor over (seq, channels, state) is ever stored.
+Each has four forms: `*_ref`, one token after the other; the same in chunks, in torch; a C kernel, which runs where it can;
+and on CUDA mamba-ssm's kernels, where they can. In backward the states are recomputed chunk by chunk; no tensor over
+(seq, channels, state) is ever stored.
 """
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from . import kernels
+from . import cuda_kernels, kernels
 from .layers import at_least_fp32
 
 SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
@@ -34,24 +35,50 @@ def selective_scan_ref(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None):
     return (y if z is None else y * F.silu(z.to(wide))).to(x.dtype), h
 
 
-def selective_scan(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None, overwrite=False):
+def selective_scan(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None, overwrite=False, overwrite_x=False):
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t;  y_t = (<C_t, h_t> + D x_t) silu(z_t)  (Mamba, Algorithm 2).
 
     x: (batch, seq, channels); dt: the same, becomes softplus(dt + dt_bias) unless dt_bias is None; A = -exp(A_log):
     (channels, N); B, C: (batch, seq, N); D, dt_bias: (channels,); z: like x (None: no gate).
     state: (batch, N, channels), at least fp32 (None: zeros); channels stand last so that they are contiguous. overwrite:
-    the final state may take its place in memory (without gradients). Returns y like x, and the final state.
+    the final state may take its place in memory; overwrite_x: y may take that of x (both without gradients). Returns y
+    like x, and the final state.
     """
     fits = A_log.shape[1] <= kernels.LARGEST_STATE
     if fits and not torch.is_grad_enabled() and kernels.usable(x, dt, B, C, z) and kernels.exact(A_log, D, dt_bias):
-        return kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite)[:2]
-    wide = at_least_fp32(x.dtype)
+        return kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x)[:2]
+    wide, inputs = at_least_fp32(x.dtype), (x, dt, A_log, B, C, D, z, dt_bias, state)
+    on_cuda = cuda_kernels.takes_selective_scan(*inputs)
     with torch.autocast(x.device.type, enabled=False):
-        inputs = (x, dt, A_log, B, C, D, z, dt_bias, state)
+        if on_cuda:
+            y, state = cuda_kernels.selective_scan(*inputs, overwrite)
+            return y, _AfterKernel.apply(state, x, dt, A_log, B, C, dt_bias) if torch.is_grad_enabled() else state
         inputs = [t if t is None else t.to(wide) for t in inputs]
         scan = _NativeSelectiveScan.apply if fits and kernels.usable(inputs[0]) else _selective_chunks
         y, state = scan(*inputs)
         return y.to(x.dtype), state
+
+
+class _AfterKernel(torch.autograd.Function):
+    """The final state of `cuda_kernels.selective_scan`, which gives it no gradient: torch does, if one is asked for.
+
+    after: (batch, N, channels), of a sequence that starts from zeros. Backward runs it again, for this gradient alone.
+    """
+
+    @staticmethod
+    def forward(ctx, after, *inputs):
+        ctx.save_for_backward(*inputs)
+        return after.view_as(after)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, adjoint):
+        inputs = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            x, dt, A_log, B, C, dt_bias = (t if t is None else t.to(adjoint.dtype) for t in inputs)
+            _, after = _selective_chunks(x, dt, A_log, B, C, x.new_zeros(x.shape[2]), None, dt_bias, None)
+        gradients = iter(torch.autograd.grad(after, [t for t in inputs if t is not None], adjoint))
+        return None, *(t if t is None else next(gradients) for t in inputs)
 
 
 class _NativeSelectiveScan(torch.autograd.Function):
@@ -165,8 +192,12 @@ def ssd(x, dt, A_log, B, C, D, state=None, overwrite=False):
     fits = B.shape[3] <= kernels.LARGEST_STATE
     if fits and not torch.is_grad_enabled() and kernels.usable(x, B, C) and kernels.exact(dt, A_log, D):
         return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite)[:2]
+    inputs = (x, dt, A_log, B, C, D, state)
+    on_cuda = cuda_kernels.takes_ssd(*inputs)
     with torch.autocast(x.device.type, enabled=False):
-        inputs = [t if t is None else t.to(wide) for t in (x, dt, A_log, B, C, D, state)]
+        if on_cuda:
+            return cuda_kernels.ssd(*inputs, overwrite)
+        inputs = [t if t is None else t.to(wide) for t in inputs]
         scan = _NativeSsd.apply if fits and kernels.usable(inputs[0]) else _ssd_torch
         y, state = scan(*inputs)
         return y.to(x.dtype), state

@@ -14,7 +14,7 @@ from sparsefusion.native import FLOAT, INT, POINTER, SIZE
 
 from . import kernels
 from .kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, address, check, exact, short_enough, usable
-from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear
+from .layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
 from .mamba import Convolution, MambaMixer
 from .mamba2 import Mamba2Mixer
 from .weights import Int8Weight
@@ -93,11 +93,6 @@ def may_step(block) -> bool:
     if not all(module.is_packed for module in inside if type(module) is Packed):
         return False
     return mixer.heads == 1 if type(mixer) is MambaMixer else mixer.local_norm or mixer.fused_norm
-
-
-def is_altered(module) -> bool:
-    """Whether calling a module does more than its class says."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def numbers_of(block, norm, mixer) -> tuple:

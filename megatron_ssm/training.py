@@ -1,4 +1,4 @@
-"""Pretraining: tensor x data parallel, with torch's own DDP and AdamW.
+"""Pretraining: tensor x data parallel, with torch's own DDP, and AdamW.
 
 Every choice is a function of the options and the step, never of the number of ranks: the same global batch, the same
 loss, the same gradient norm on 1 rank or 8. Ranks of one replica see the same tokens; replicas see different ones.
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion.arguments import Failure
 
+from . import fused_adam
 from .data import IGNORE_INDEX, Batches, windows
 from .layers import at_least_fp32
 from .model import Model
@@ -34,13 +35,13 @@ def learning_rate(options: Options, step: int) -> float:
     return options.min_lr + (options.lr - options.min_lr) * left
 
 
-def adamw(model: Model, options: Options) -> torch.optim.AdamW:
-    """AdamW; matrices decay, A_log, D, dt biases, norms and other biases do not."""
+def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
+    """AdamW by `fused_adam`; matrices decay, A_log, D, dt biases, norms and other biases do not."""
     decays = [p for p in model.parameters() if p.field.decays]
     others = [p for p in model.parameters() if not p.field.decays]
     groups = [{"params": decays, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+    return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        fused_adam.zero_gradients(self.optimizer)
         return Step(loss, float(norm), rate)
 
     def _backward(self, inputs, labels, last):

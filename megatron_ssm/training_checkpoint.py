@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparsefusion.arguments import Failure
 
+from .fused_adam import counts_by_group
+from .ranks import at_least_fp32
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2  # the newest checkpoints stay
 
@@ -125,11 +128,7 @@ def load_training(path, step: int, model, optimizer) -> None:
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Sent over the default group, as
     pickles: DCP gathers every rank's plan to rank 0, scatters them back and gathers the outcome; no tensor travels.
     """
-    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), dtype=torch.float32, device=parameter.device),
-            **{name: torch.zeros_like(parameter) for name in MOMENTS},
-        }
+    _restart(optimizer, step)
     state = _state(model, optimizer)
     try:
         reader = _Reader(path)
@@ -143,6 +142,19 @@ def load_training(path, step: int, model, optimizer) -> None:
             cause = "what a file holds is no tensor"
         raise ValueError(f"{path} is damaged or of another model: {cause}") from None
     torch.set_rng_state(state["rng"])
+
+
+def _restart(optimizer, step) -> None:
+    """The count of steps and moments to be filled, as the optimizer (see `fused_adam`) has them after its own steps."""
+    grouped = counts_by_group(optimizer)
+    for group in optimizer.param_groups:
+        if grouped:
+            group["step"] = step
+        for parameter in filter(lambda p: p.requires_grad, group["params"]):
+            dtype = at_least_fp32(parameter.dtype) if grouped else parameter.dtype
+            held = {} if grouped else {"step": torch.tensor(float(step), device=parameter.device, dtype=torch.float32)}
+            held |= {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+            optimizer.state[parameter] = held
 
 
 def _state(model, optimizer) -> dict:

@@ -18,6 +18,7 @@ from . import kernels
 PAGE, LARGE, MADV_HUGEPAGE = 4096, 4 * 2**20, 14  # Linux's
 ROWS_OF_X = 12  # at once, which stay in the first-level cache
 NUMBERS = 2**20  # of a matrix brought to another type at once, which stay in the last-level cache
+TOKENS = 1024  # whose activations are brought to another type at once: for memory's sake
 FEW = 8  # rows of x, for which a matrix is not worth bringing to another type
 
 
@@ -46,19 +47,21 @@ def _multiplied_as(x):
 
 
 def _by_pieces(x, weight, bias):
-    """`linear` by torch, with the matrix brought to the type it is multiplied in some rows at a time."""
+    """`linear` by torch, with the matrix brought to the type it is multiplied in some rows at a time, and so x."""
     out, columns = weight.shape
-    dtype, pieces = _multiplied_as(x), math.ceil(out * columns / NUMBERS) if x.is_cpu else 1
+    dtype, tokens, y = _multiplied_as(x), x.reshape(-1, columns), None
+    pieces, at_once = (math.ceil(out * columns / NUMBERS), TOKENS) if x.is_cpu else (1, len(tokens))
     rows = max(1, math.ceil(out / max(1, pieces)))
-    given, y = x.to(dtype), None
-    for start in range(0, max(1, out), rows):
-        piece = slice(start, start + rows)
-        part = weight.rows(piece, dtype) if isinstance(weight, Int8Weight) else weight[piece].to(dtype)
-        product = F.linear(given, part, None if bias is None else bias[piece].to(dtype))
-        if y is None:  # under autocast, products are of its type
-            y = product.new_empty(*x.shape[:-1], out, dtype=product.dtype if dtype is x.dtype else x.dtype)
-        y[..., piece] = product
-    return y
+    for some in range(0, max(1, len(tokens)), max(1, at_once)):
+        given = tokens[some : some + at_once].to(dtype)
+        for start in range(0, max(1, out), rows):
+            piece = slice(start, start + rows)
+            part = weight.rows(piece, dtype) if isinstance(weight, Int8Weight) else weight[piece].to(dtype)
+            product = F.linear(given, part, None if bias is None else bias[piece].to(dtype))
+            if y is None:  # under autocast, products are of its type
+                y = product.new_empty(len(tokens), out, dtype=product.dtype if dtype is x.dtype else x.dtype)
+            y[some : some + len(given), piece] = product
+    return y.view(*x.shape[:-1], out)
 
 
 def rows_at(weight, index) -> torch.Tensor:

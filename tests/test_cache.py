@@ -239,20 +239,25 @@ def test_a_cache_of_a_given_length_never_moves(ranks, world):
 
     def run(model):
         cache = model.new_cache(4, 21)
-        before, nbytes = addresses(cache), cache.nbytes
-        with torch.no_grad():
-            model(SEQUENCES, MASK, cache)
-            model(MORE[:, :4], None, cache)
-            for i in range(4, 12):
-                model(MORE[:, i : i + 1], None, cache)
-        shot = cache.snapshot(0)
-        assert shot.length == 21
-        cache.reserve(21)
-        cache.reorder([1, 0, 3, 3])
-        cache.fork(0, 2)
-        cache.reset(1)
-        cache.restore(1, shot)
-        assert addresses(cache) == before and cache.nbytes == nbytes
+        before, tensors = addresses(cache), [t for layer in cache.layers for t in layer.tensors()]
+        changes = [
+            lambda: model(SEQUENCES, MASK, cache),
+            lambda: go_on(model, cache, [0, 1], MORE[:2, :4]),  # a slice of rows
+            lambda: go_on(model, cache, [3, 2], MORE[2:, :4]),
+            *(lambda i=i: model(MORE[:, i : i + 1], None, cache) for i in range(4, 10)),
+            *(lambda rows=rows: go_on(model, cache, rows, MORE[rows, 10:11]) for rows in ([0, 1], [2, 0])),
+            lambda: cache.reserve(21),
+            lambda: cache.reorder([1, 0, 3, 3]),
+            lambda: cache.fork(0, 2),
+            lambda: cache.restore(3, cache.snapshot(1)),
+            lambda: cache.reset(1),
+            lambda: go_on(model, cache, [1], SEQUENCES[:1]),
+        ]
+        for change in changes:
+            with torch.no_grad():
+                change()
+            assert addresses(cache) == before
+            assert all(t is u for t, u in zip(tensors, (t for c in cache.layers for t in c.tensors()), strict=True))
 
     on_ranks_of_families(ranks, world, run)
 

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ssm import ailments, doctor, kernels
+from megatron_ssm import ailments, cuda_kernels, doctor, fused_adam, kernels
+from megatron_ssm.borrowed import Borrowed
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "torch numpy safetensors tokenizers transformers megatron-core deepspeed mamba-ssm causal-conv1d".split()
+PACKAGES = (
+    "torch numpy safetensors tokenizers transformers megatron-core deepspeed mamba-ssm causal-conv1d transformer-engine apex"
+).split()
 HOUR = 3600
 
 
@@ -89,7 +92,7 @@ def test_the_page_and_the_json_say_the_same():
 def test_each_operation_has_one_row_on_this_machine():
     rows = json.loads(healthy("--json"))["operations"]
     names = [row["operation"] for row in rows if row["device"] == "cpu"]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 11
     runs = {row["operation"]: row["inference"] for row in rows if row["device"] == "cpu"}
     native = bool(kernels.LIBRARY)
     assert runs["selective scan"] == ("C (float32, bfloat16)" if native else "torch")
@@ -108,10 +111,67 @@ def test_the_type_of_matrix_products(widened, monkeypatch):
     assert names in row["why"]
 
 
-def test_on_cuda_everything_is_torchs():
-    *rows, last = doctor.operations_on("cuda")
-    assert {row["inference"] for row in rows} == {"torch"} and last["inference"] == last["training"] == "NCCL"
-    assert all(installed("mamba-ssm") in row["why"] and "not used yet" in row["why"] for row in rows)
+def borrowing(monkeypatch, adams=(), **whys):
+    """Kernels of CUDA that are there, unless a reason is given for one of that name; whose FusedAdam is there."""
+    packages = {name: package for name, (package, _) in cuda_kernels.KERNELS.items()}
+    kernels = {name: Borrowed(package, not whys.get(name), whys.get(name, "")) for name, package in packages.items()}
+    monkeypatch.setattr(cuda_kernels, "found", kernels.__getitem__)
+    monkeypatch.setattr(fused_adam, "found", lambda: adams)
+
+
+def on_cuda():
+    """{operation: (inference, training, why)}"""
+    rows = doctor.operations_on("cuda")
+    assert [row["operation"] for row in rows] == [row["operation"] for row in doctor.operations_on("cpu")]
+    assert {row["device"] for row in rows} == {"cuda"} and all(row["why"] for row in rows)
+    return {row["operation"]: (row["inference"], row["training"], row["why"]) for row in rows}
+
+
+NO_MAMBA, NO_CONV = "mamba-ssm is not installed", "causal-conv1d cannot be used (ImportError: undefined symbol)"
+NOTHING = {name: NO_MAMBA if package == "mamba-ssm" else NO_CONV for name, (package, _) in cuda_kernels.KERNELS.items()}
+NO_TE, NO_APEX = (Borrowed(package, why=f"{package} is not installed") for package in ("transformer-engine", "apex"))
+
+
+def test_on_cuda_with_nothing_borrowed_everything_is_torchs(monkeypatch):
+    borrowing(monkeypatch, (NO_TE, NO_APEX), **NOTHING)
+    rows = on_cuda()
+    assert rows.pop("all-reduce between ranks")[:2] == ("NCCL", "NCCL")
+    assert rows.pop("AdamW")[1:] == ("torch", "transformer-engine is not installed; apex is not installed")
+    assert rows.pop("matrix-vector product, int8")[:2] == ("torch", "none: int8 is not trained")
+    assert {row[:2] for row in rows.values()} == {("torch", "torch")}
+    assert rows["selective scan"][2] == rows["SSD"][2] == NO_MAMBA and rows["convolution"][2] == NO_CONV
+    line = doctor.kernels_line("cuda:1", torch.float32, "NCCL")
+    assert line == f"megatron-ssm: kernels torch (cuda; {NO_MAMBA}; {NO_CONV}); all-reduce NCCL"
+    line = doctor.kernels_line("cuda", torch.float32, trains=True)
+    assert line.endswith("; AdamW torch (transformer-engine is not installed; apex is not installed)")
+
+
+def test_on_cuda_with_everything_borrowed(monkeypatch):
+    borrowing(monkeypatch, (NO_TE, Borrowed("apex", object())))
+    rows = on_cuda()
+    assert rows["selective scan"][:2] == rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
+    assert (
+        rows["convolution"][:2] == ("causal-conv1d", "causal-conv1d") and "2 or 3 or 4 taps" in rows["convolution"][2]
+    )
+    assert rows["AdamW"][1:] == (f"apex {installed('apex')}", "transformer-engine is not installed")
+    packages = [f"{package} {installed(package)}" for package in ("mamba-ssm", "causal-conv1d")]
+    assert doctor.kernels_line("cuda", torch.bfloat16) == f"megatron-ssm: kernels {', '.join(packages)}"
+    line = doctor.kernels_line("cuda", torch.float64, trains=True)
+    assert line.startswith(
+        "megatron-ssm: kernels torch (cuda; no other kernels take float64); AdamW torch (FusedAdam has no"
+    )
+
+
+def test_on_cuda_with_some_kernels_borrowed(monkeypatch):
+    """mamba-ssm without its compiled part has what Triton compiles."""
+    why = "mamba-ssm cannot be used (ImportError: it was built without selective_scan_cuda)"
+    borrowing(monkeypatch, (Borrowed("transformer-engine", object()),), selective_scan_fn=why)
+    rows = on_cuda()
+    assert rows["selective scan"] == ("mamba-ssm (one token), torch", "torch", why)
+    assert rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
+    assert rows["AdamW"][1] == f"transformer-engine {installed('transformer-engine')}"
+    line = doctor.kernels_line("cuda", "bfloat16")
+    assert line == f"megatron-ssm: kernels causal-conv1d {installed('causal-conv1d')}, torch (cuda; {why})"
 
 
 @pytest.fixture(scope="module")
@@ -210,5 +270,5 @@ def test_the_line_of_a_job():
     assert doctor.kernels_line(torch.device("cpu"), torch.bfloat16) == f"megatron-ssm: kernels {native}"
     line = doctor.kernels_line("cpu", "float32", "shared memory")
     assert line == f"megatron-ssm: kernels {native}; all-reduce shared memory"
-    assert doctor.kernels_line("cuda:1", torch.float32, "NCCL") == "megatron-ssm: kernels torch (cuda); all-reduce NCCL"
+    assert doctor.kernels_line("cpu", "float32", trains=True) == f"megatron-ssm: kernels {native}"
     assert doctor.kernels_line("cpu", torch.float64) == "megatron-ssm: kernels torch (float64)"

@@ -130,12 +130,16 @@ def test_in_place_of_rows_of_a_cache(variant, kind, sizes, dtype):
     cache = torch.stack([torch.full_like(inputs[PREVIOUS[kind]], float("nan")), inputs[PREVIOUS[kind]]], 1)
     exact, call, rows = exactly(kind, inputs), as_mixers_call(kind), cache.flatten(0, 1)[1::2]
     inputs[PREVIOUS[kind]] = rows
+    loose = {name: t.clone(memory_format=torch.contiguous_format) for name, t in inputs.items()}
     y, carried = call(**inputs)
     again, overwritten = call(**inputs, overwrite=True)
     assert torch.equal(again, y) and torch.equal(overwritten, carried)
     assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
     assert cache[:, 0].isnan().all()
     check(dict(y=y, carried=carried), exact, of_y=TOLERANCE[dtype])  # bfloat16 inputs' states are not rounded
+    if kind == "selective":
+        in_place, _ = KINDS[kind][0](**loose, overwrite_x=True)
+        assert in_place.data_ptr() == loose["x"].data_ptr() and torch.equal(in_place, y)
 
 
 ABSENT = [("conv", {"bias"}), ("conv", {"history"}), ("conv", {"bias", "history"}), ("ssd", {"state"})]

@@ -45,7 +45,7 @@ def in_chunks(model, ids, cuts, mask=None):
 
 
 def own_error(oracle) -> float:
-    """The largest error of a logit of transformers."""
+    """The largest error of a logit of transformers, which is near the tolerance on some processors."""
     return (oracle.whole - oracle.exact).abs().max().item()
 
 
@@ -81,8 +81,10 @@ def check_against_transformers(ranks, tp, oracle, tolerance, times=2.5):
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", MARKED)
 def test_prefill_decode_and_chunks(ranks, tp, name, oracle):
-    """On some processors transformers' own error is most of the tolerance."""
-    check_against_transformers(ranks, tp, oracle(name), max(oracle(name).tolerance, 2 * own_error(oracle(name))))
+    """Twice the tolerance at most, where transformers itself errs: by 7.5e-5 for Zamba of 8 heads on a Cascade Lake."""
+    tolerance = oracle(name).tolerance
+    allowed = min(max(tolerance, 2 * own_error(oracle(name))), 2 * tolerance)
+    check_against_transformers(ranks, tp, oracle(name), allowed)
 
 
 @pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))

@@ -1,6 +1,7 @@
 """Models with rounded weights; oracle: the same model in float64 whose matrices were replaced by their rounded values."""
 
 import copy
+import math
 import platform
 from functools import cache, partial
 from itertools import product
@@ -164,11 +165,13 @@ def test_int8_matrices(rows):
     torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", (1024, 20))
 @pytest.mark.parametrize("widens", (False, True), ids=("native", "widened"))
 @pytest.mark.parametrize("dtype", (torch.float32, *kernels.HALVES), ids=str)
 @torch.no_grad()
-def test_products_of_more_rows(monkeypatch, dtype, widens):
-    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces."""
+def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
+    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces, x in uneven ones."""
+    monkeypatch.setattr(weights, "TOKENS", tokens)
     multiplied, product_of = [], F.linear
     monkeypatch.setattr(kernels, "widens", lambda dtype: widens and dtype in kernels.HALVES)
     monkeypatch.setattr(weights, "NUMBERS", 3 * 128 + 1)
@@ -177,7 +180,7 @@ def test_products_of_more_rows(monkeypatch, dtype, widens):
     weight, bias = torch.randn(11, 128, generator=generator), torch.randn(11, generator=generator).to(dtype)
     x = torch.randn(2, 25, 128, generator=generator).to(dtype)
     wide = torch.float32 if widens else dtype
-    pieces, whole = [(wide, 3), (wide, 3), (wide, 3), (wide, 2)], [(dtype, 11)]
+    pieces, whole = [(wide, 3), (wide, 3), (wide, 3), (wide, 2)] * math.ceil(50 / tokens), [(dtype, 11)]
     matrices = [
         (weight.to(dtype), weight.to(dtype).double(), whole if wide is dtype else pieces),
         (Int8Weight.of(weight), rounded(weight), pieces),

@@ -1,0 +1,65 @@
+"""PROJECTION, not a measurement: published shapes on 1 to 8 H100s, from what four H100s were measured to take (about 1 min).
+
+A token that follows 1024 others takes the bytes it reads (a shared block's at each use; keys and values) over 0.7 of an
+H100's 3.35 TB/s, and its all-reduces' time by the fabric of examples/h100x4 (four GPUs; two and eight are extrapolated).
+"Graph" is all-reduce latency inside CUDA graphs; what the host takes to launch kernels is in neither. bf16 weights, fp32
+states and sums.
+"""
+
+from pathlib import Path
+
+from _shapes import PUBLISHED
+from _tables import markdown, publish
+
+from megatron_ssm import Config
+from megatron_ssm.advise import decoding_shape
+from megatron_ssm.memory import Memory
+from sparsefusion.advice import best_degree
+from sparsefusion.fabric import Fabric
+from sparsefusion.fabric_readers import extended, read_curves
+
+FILES = Path(__file__).resolve().parent.parent / "examples" / "h100x4"
+DEGREES, BATCHES, PROMPT, GB = (1, 2, 4, 8), (1, 64), 1024, 1e9
+CAPACITY = 80 * GB
+
+
+def h100s() -> Fabric:
+    """Four H100s: small messages as a token's all-reduces were timed, larger ones as nccl-tests did."""
+    sweeps = [read_curves(FILES / f"{name}.csv", name, 4)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
+    return Fabric(tuple(extended(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
+
+
+def row(name, config, fabric, degree) -> list[str]:
+    """A model on so many GPUs."""
+    memory = Memory(config, degree)
+    held = memory.weights + memory.cache(max(BATCHES), PROMPT)
+    cells = [name, str(degree), f"{memory.weights / GB:.1f} GB", f"{held / GB:.1f} GB"]
+    if held > CAPACITY:
+        return [*cells, *["does not fit"] * 3]
+    shape = decoding_shape(name, config, degree, length=PROMPT)
+    for batch in BATCHES:
+        found = (
+            best_degree(shape, fabric, [degree], batch, mode=mode, extrapolate=True).rows[0]
+            for mode in ("eager", "graph")
+        )
+        cells.append(" / ".join(f"{one.seconds * 1e3:.2f}" for one in found))
+    return [*cells, f"{memory.longest_prompt(CAPACITY, 256):,}"]
+
+
+def main() -> None:
+    """Compute and publish."""
+    fabric, rows = h100s(), []
+    for name, theirs in PUBLISHED.items():
+        config = Config.from_dict(theirs.to_dict())
+        for degree in DEGREES:
+            try:
+                rows.append(row(name, config, fabric, degree))
+            except ValueError as error:
+                rows.append([name, str(degree), str(error), *[""] * 4])
+    header = ["PROJECTION", "H100s", "weights per GPU", f"and {max(BATCHES)} sequences of {PROMPT}"]
+    header += [f"ms per token, batch {batch}: eager / graph" for batch in BATCHES] + ["longest prompt, batch 256"]
+    publish("projection", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
