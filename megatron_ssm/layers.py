@@ -102,12 +102,17 @@ def reduce_from_ranks(x, group, reduce):
         return x
     if torch.is_grad_enabled():
         return _ReduceFromRanks.apply(x, group, reduce)
-    return reduce(x, group) if x.numel() <= PIECE else in_pieces(lambda part: reduce(part, group), x.contiguous())
+    return in_pieces(lambda part: reduce(part, group), x)
 
 
 def in_pieces(function, x, *beside):
-    """x (tokens..., n), contiguous, each PIECE of its tokens overwritten by a function of it and what is beside it."""
-    width = x.shape[-1]
+    """A function of x (tokens..., n) and what is beside it, (tokens..., m) each.
+
+    Without gradients, an x of more than PIECE numbers is overwritten by it, each PIECE of its tokens in turn.
+    """
+    if torch.is_grad_enabled() or x.numel() <= PIECE:
+        return function(x, *beside)
+    x, width = x.contiguous(), x.shape[-1]
     tokens = [t.view(-1, t.shape[-1]).split(max(1, PIECE // width)) for t in (x, *beside)]
     for piece in zip(*tokens, strict=True):
         piece[0].copy_(function(*piece))

@@ -18,7 +18,6 @@ from . import kernels
 from .cache import Call, LayerCache
 from .config import Config
 from .layers import (
-    PIECE,
     ColumnParallelLinear,
     Ranks,
     RowParallelLinear,
@@ -132,10 +131,7 @@ class Mamba2Mixer(nn.Module):
 
     def _whole(self, part, squares):
         """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
-        if torch.is_grad_enabled() or part.numel() <= PIECE:
-            out = self._scaled_sum(part, squares)
-        else:
-            out = in_pieces(self._scaled_sum, part, squares)
+        out = in_pieces(self._scaled_sum, part, squares)
         return out if self.out_proj.bias is None else out + self.out_proj.bias
 
     def _scaled_sum(self, part, squares):

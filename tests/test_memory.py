@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import megatron_ssm
 from cases import CASES, SEQ, oracle
 from hf import hf_model
-from megatron_ssm import kernels, layers, mamba2, weights
+from megatron_ssm import kernels, layers, weights
 from megatron_ssm.memory import Memory
 
 __all__ = ["oracle"]
@@ -67,7 +67,7 @@ def peak(rank, directory, dtype):
 @pytest.mark.parametrize("name", WIDE)
 def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
     """Of many more tokens than are summed, or brought to another type, at once."""
-    for module, constant in ((layers, "PIECE"), (mamba2, "PIECE"), (weights, "NUMBERS")):
+    for module, constant in ((layers, "PIECE"), (weights, "NUMBERS")):
         monkeypatch.setattr(module, constant, 2**14)
     monkeypatch.setattr(weights, "TOKENS", 256)
     family, changes = WIDE[name]
