@@ -9,35 +9,20 @@ import os
 import sys
 import tempfile
 
-os.environ.update(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
+os.environ.update(OMP_NUM_THREADS="1")
 
 import torch
 import torch.distributed as dist
 from _cells import cell_arguments, measure_cell, write_result
+from _shapes import PROMPT, SHAPES, random_model
 from _tables import markdown, publish
 
 import megatron_ssm
 from sparsefusion.sweep import repetitions, timed
 
-RANKS, PROMPT, NEW, REPETITIONS = 2, 256, 8, 10
+RANKS, NEW, REPETITIONS = 2, 8, 10
 RATES = ["200mbit", "1gbit", "none"]
 FORMATS = ["fp32", "fp16", "bf16", "int8", "auto"]
-SIZES = dict(hidden_size=768, num_hidden_layers=24)
-
-
-def save_models(directory) -> dict:
-    """{name: directory} of a Mamba-1 and a Mamba-2 with random weights, by transformers."""
-    from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
-
-    configs = {
-        "Mamba-1 130m": MambaConfig(vocab_size=50280, **SIZES),
-        "Mamba-2 130m": Mamba2Config(
-            vocab_size=50288, num_heads=24, head_dim=64, n_groups=1, state_size=128, tie_word_embeddings=True, **SIZES
-        ),
-    }
-    for name, config in configs.items():
-        AutoModelForCausalLM.from_config(config).save_pretrained(f"{directory}/{name}")
-    return {name: f"{directory}/{name}" for name in configs}
 
 
 @torch.no_grad()
@@ -84,14 +69,12 @@ def rows(name, rate, measured) -> list[list[str]]:
 def main() -> None:
     """Measure every link and publish the table."""
     rates = sys.argv[1:] or RATES
-    with tempfile.TemporaryDirectory() as directory:
-        models = save_models(directory)
-        table = [
-            row
-            for name, path in models.items()
-            for rate in rates
-            for row in rows(name, rate, measure_cell(__file__, RANKS, rate, path))
-        ]
+    table = []
+    for shape in SHAPES:
+        with tempfile.TemporaryDirectory() as directory:
+            random_model(shape, directory)
+            for rate in rates:
+                table += rows(shape, rate, measure_cell(__file__, RANKS, rate, directory))
     header = ["shape, 2 ranks", "link", f"prompt {PROMPT}", "exact", *FORMATS[1:], "spread"]
     print(markdown(header, table)) if sys.argv[1:] else publish("quantized-models", markdown(header, table))
 

@@ -8,7 +8,6 @@ import copy
 import gc
 import logging
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -434,23 +433,18 @@ def test_what_a_capture_that_fails_leaves_in_torch(fails, ended, monkeypatch):
 
 def test_threads_capture_one_after_the_other(monkeypatch):
     """Also after one that failed."""
-    underway, most = [], []
+    held = []
 
     @contextmanager
     def graph():
-        underway.append(1)
-        most.append(len(underway))
-        time.sleep(0.005)
-        try:
-            yield
-        finally:
-            underway.pop()
+        held.append(graphs._CAPTURING.locked())
+        yield
 
     with_torch_as(monkeypatch.setattr, graph)
     with ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(graphs.capture, lambda n=n: 1 // (n % 4), "cuda:0", {}) for n in range(12)]
     assert [future.exception() is not None for future in futures] == [True, False, False, False] * 3
-    assert most == [1] * 12
+    assert held == [True] * 12 and not graphs._CAPTURING.locked()
 
 
 # Closing
