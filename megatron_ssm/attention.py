@@ -22,7 +22,7 @@ from .layers import (
     RowParallelLinear,
     at_least_fp32,
     copy_to_ranks,
-    is_altered,
+    is_plain,
 )
 from .weights import linear
 
@@ -200,8 +200,8 @@ class SharedBlock(nn.Module):
 
 
 def _adapted(layer, adapter, x):
-    """What a layer gives, and its adapter; without gradients added in place, where nobody else can have kept it."""
+    """What a layer gives, and its adapter; without gradients added in place, where nobody else may hold it."""
     if adapter is None:
         return layer(x)
     y, more = layer(x), adapter(x)
-    return y + more if torch.is_grad_enabled() or is_altered(layer) else y.add_(more)
+    return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

@@ -18,13 +18,14 @@ class Call:
 
     mask: (batch, seq, 1), 0 where a row is padding (None: nowhere). decoding: the one token of each row continues a
     sequence (see `Mamba2Mixer`). rows: which rows of the cache are continued (a slice: consecutive ones, without a copy).
-    positions: of models with attention (`attention.Positions`).
+    positions: of models with attention (`attention.Positions`). begins: all rows are at their beginning.
     """
 
     mask: torch.Tensor | None = None
     decoding: bool = False
     rows: slice | torch.Tensor = field(default_factory=lambda: ALL)
     positions: object = None
+    begins: bool = False
 
 
 @dataclass

@@ -172,7 +172,7 @@ def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False):
         return _selective_step(x, dt, A, B, C, D, z, dt_bias, state, overwrite)
     tokens = functools.partial(_selective_tokens, A, D, dt_bias)
     y, after = _by_rows(tokens, _selective_rows(x, dt, A, B, C, z), x, dt, B, C, z)
-    if state is None or not state.any():  # of a new row; asking costs less than carrying zeros through all tokens
+    if state is None:
         return y, after
     added, left = _response(dt, A, C, dt_bias, state.float())
     return (y + (added if z is None else added * F.silu(z.float()))).to(x.dtype), after + left

@@ -16,6 +16,7 @@ gradient arrives in parts.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from . import kernels
 from .ranks import Ranks, at_least_fp32
@@ -265,6 +266,11 @@ class RowParallelLinear(nn.Module):
 def is_altered(module) -> bool:
     """Whether calling a module does more than its class says."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_plain(module, kind) -> bool:
+    """Whether calling a module does what the class `kind` says and no more: then nobody else holds what it gave."""
+    return type(module) is kind and not is_altered(module) and not _has_any_global_hook()
 
 
 def rms_norm(x, eps):

@@ -8,6 +8,7 @@ all-reduces a block, of R + 2N and of H numbers per token.
 import torch
 from torch import nn
 
+from . import cuda_kernels
 from .cache import Call, LayerCache
 from .config import Config
 from .conv import causal_conv
@@ -17,7 +18,7 @@ from .layers import (
     Ranks,
     RowParallelLinear,
     at_least_fp32,
-    is_altered,
+    is_plain,
     rms_norm,
     sum_over_ranks,
 )
@@ -85,6 +86,7 @@ class MambaMixer(nn.Module):
     def _gated(self, hidden, call, cache):
         """What out_proj takes, (batch, seq, this rank's channels); what it was made of is freed before that product."""
         conv, state = (None, None) if cache is None else cache.read(call.rows)
+        state = None if call.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan begins at zeros
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = x if call.mask is None else x * call.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
@@ -108,10 +110,10 @@ class MambaMixer(nn.Module):
     def _scan(self, x, z, head: slice, state):
         """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y, gated, and the state after it.
 
-        The state is overwritten where it is a cache's; so is x, where the convolution's hooks cannot have kept it.
+        The state is overwritten where it is a cache's; so is x, which the convolution gave, unless others may hold it.
         """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
         dt = linear(dt, self.dt_proj[head])
         inputs = x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state
-        return selective_scan(*inputs, overwrite=state is not None, overwrite_x=not is_altered(self.conv))
+        return selective_scan(*inputs, overwrite=state is not None, overwrite_x=is_plain(self.conv, Convolution))

@@ -189,7 +189,8 @@ class Model(nn.Module):
         positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
         if positions is not None and cache is not None:
             cache.reserve(positions.longest)
-        return Call(mask, decoding, ALL if cache is None else cache.rows, positions)
+        begins = cache is not None and not cache.lengths[cache.rows].any()
+        return Call(mask, decoding, ALL if cache is None else cache.rows, positions, begins)
 
     def generate(self, input_ids=None, generation_config=None, attention_mask=None, seed=None, **arguments):
         """transformers' `generate`: the prompts and what follows them, (batch * num_return_sequences, seq + new) int64.

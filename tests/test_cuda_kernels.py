@@ -505,6 +505,19 @@ def test_models(called, name, oracle, monkeypatch):
     assert {SEVERAL[kind], ONE[kind]} <= used
 
 
+@torch.no_grad()
+def test_a_first_prompt_carries_no_state(called, oracle, monkeypatch):
+    """Nor does it wait for the GPU to say that the state is zero; what follows does carry it."""
+    carried, response = [], cuda_kernels._response
+    monkeypatch.setattr(cuda_kernels, "_response", lambda *given: (carried.append(1), response(*given))[1])
+    model = load(oracle("mamba").directory)
+    cache = model.new_cache(2)
+    model(oracle("mamba").ids[:2, :9], cache=cache)
+    assert not carried and set(called) >= {SEVERAL["selective"]}
+    model(oracle("mamba").ids[:2, 9:15], cache=cache)
+    assert len(carried) == len(model.layers)
+
+
 # Packages that are missing or broken
 
 BROKEN = "raise ImportError('undefined symbol:\\n_ZN3c105ErrorC2E')\n"

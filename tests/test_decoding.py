@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import megatron_ssm
 from decoded import IDS, counted, one_by_one, saved
 from megatron_ssm import kernels, steps
+from megatron_ssm.mamba import Convolution
 from megatron_ssm.model import Block
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
@@ -182,6 +183,42 @@ def test_what_hooks_keep_does_not_change(tmp_path):
         module.register_forward_pre_hook(keep)
     one_by_one(model, model)
     assert len(kept) == 2 * 6 and all(map(torch.equal, kept, copies))
+
+
+class Keeping(Convolution):
+    """Keeps what it gave."""
+
+    def forward(self, *given, **named):
+        self.kept = super().forward(*given, **named)
+        self.copies = self.kept[0].clone()
+        return self.kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ("hook", "hook for all", "another module"))
+def test_what_the_convolution_gave_does_not_change_where_it_may_be_kept(tmp_path, how):
+    """Elsewhere the scan writes over it."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    kept = []
+
+    def keep(module, _, given):
+        if type(module) is Convolution:
+            kept.append((given[0], given[0].clone()))
+
+    conv, handle = model.layers[0].mixer.conv, None
+    if how == "hook":
+        conv.register_forward_hook(keep)
+    elif how == "hook for all":
+        handle = register_module_forward_hook(keep)
+    else:
+        conv.__class__ = Keeping
+    try:
+        model(IDS)
+    finally:
+        if handle:
+            handle.remove()
+    kept = kept or [(conv.kept[0], conv.copies)]
+    assert all(torch.equal(*pair) for pair in kept)
 
 
 @pytest.mark.parametrize("tp", (2, 4))
