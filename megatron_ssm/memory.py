@@ -10,8 +10,9 @@ of each token is in memory at once, at the times that matter (`moments`); the la
 position per sequence. A prompt read in chunks has the cache and the tokens of one chunk: there, sequences are limited by
 their states, not by their length (of models without attention).
 
-It holds for the kernels that take tokens first, C's and torch's convolution; torch's scans and channel-major kernels of
-CUDA need copies besides. Attention is taken not to need a matrix of seq x seq.
+It holds for the C kernels; `on_cuda`, as read in their source and not measured, for mamba-ssm's and causal-conv1d's, whose
+selective scan wants channels first and whose SSD keeps a state for every 256 tokens. torch's scans need more. Attention is
+taken not to need a matrix of seq x seq.
 """
 
 import math
@@ -20,14 +21,20 @@ from dataclasses import dataclass
 from .config import Config
 from .families import Field, layout
 
+CUDA_SSD_CHUNK = 256  # tokens for which mamba_chunk_scan_combined keeps a state
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that has most: one of `ranks` that share a model of `itemsize` bytes per number."""
+    """Bytes on the rank that has most: one of `ranks` that share a model of `itemsize` bytes per number.
+
+    on_cuda: by mamba-ssm's and causal-conv1d's kernels.
+    """
 
     config: Config
     ranks: int = 1
     itemsize: int = 2
+    on_cuda: bool = False
 
     def __post_init__(self):
         self.config.check_ranks(self.ranks)
@@ -111,18 +118,28 @@ class Memory:
         return found | {name: kept + size for name, size in shared.items()}
 
     def _mamba(self) -> tuple[int, int]:
-        """At the scan: x and z, the convolution's output, whose place y takes, dt, and what dt, B and C come from."""
+        """At the scan: x and z, the convolution's output, whose place y takes, dt, and what dt, B and C come from.
+
+        On CUDA copies of x, dt, z, B and C with channels first, y, and y through its gate.
+        """
         config, s, i = self.config, self.itemsize, self._inner
         heads = max(1, config.heads // self.ranks)
         parameters = s * (config.dt_rank + 2 * config.state_size)
-        return s * (4 if heads == 1 else 5) * i + parameters, s * i
+        copies = s * (5 * i // heads + 2 * config.state_size) if self.on_cuda else 0  # one head after the other
+        return s * (4 if heads == 1 else 5) * i + parameters + copies, s * i
 
     def _mamba2(self) -> tuple[int, int]:
-        """At the recurrence: z, x, B, C, dt; the convolution's outputs; dt twice, wide; y. Then the norm's output."""
+        """At the recurrence: z, x, B, C, dt; the convolution's outputs; dt twice, wide; y. Then the norm's output.
+
+        On CUDA the states of all chunks, in fp32, without and with what came before them, and C B^T within them.
+        """
         config, s, i = self.config, self.itemsize, self._inner
         heads = config.heads // self.ranks
         rows = i + self._convolved + heads
         scan = s * (rows + self._convolved + i) + 2 * self.wide * heads
+        if self.on_cuda:
+            groups = (self._convolved - i) // (2 * config.state_size)
+            scan += 4 * (2 * i * config.state_size // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
         return max(scan, s * (rows + 2 * i)), s * i
 
     def _shared_block(self) -> dict[str, int]:

@@ -76,13 +76,14 @@ def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
         assert formula == pytest.approx(most, rel=0.03)
 
 
+@pytest.mark.parametrize("on_cuda", (False, True))
 @pytest.mark.parametrize("degree", (1, 2, 4))
 @pytest.mark.parametrize("name", WIDE)
-def test_the_longest_prompt_and_the_largest_batch(name, degree, tmp_path):
+def test_the_longest_prompt_and_the_largest_batch(name, degree, on_cuda, tmp_path):
     """They fit, and one more does not; nothing fits where the weights do not."""
     family, changes = WIDE[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
-    memory = Memory(megatron_ssm.Config.read(tmp_path), degree)
+    memory = Memory(megatron_ssm.Config.read(tmp_path), degree, on_cuda=on_cuda)
     for spare in (0, 10**8, 10**9 + 1):
         budget = memory.weights + spare
         longest = memory.longest_prompt(budget, BATCH)
@@ -91,6 +92,22 @@ def test_the_longest_prompt_and_the_largest_batch(name, degree, tmp_path):
         last = PROMPT - 64
         assert memory.prefill(batch, 64, last) <= spare < memory.prefill(batch + 1, 64, last)
     assert memory.longest_prompt(memory.weights - 1, 1) == memory.largest_batch(memory.weights - 1, 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    (
+        ("mamba", 2 * (5 * 512 + 2 * 8)),  # copies and outputs with channels first, in 16 bits; B and C
+        ("mamba2-4-groups", 4 * (2 * 512 * 32 // 256 + 4 * 256)),  # two states every 256 tokens; C B^T of each group
+    ),
+)
+def test_what_cudas_kernels_need_besides(name, more, tmp_path):
+    """By their source: a token's bytes at the scan."""
+    family, changes = WIDE[name]
+    hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
+    config = megatron_ssm.Config.read(tmp_path)
+    ours, theirs = (Memory(config, on_cuda=on_cuda).moments()["mixer"] for on_cuda in (False, True))
+    assert theirs - ours == more
 
 
 def test_numbers_that_mean_nothing(oracle):
