@@ -24,7 +24,7 @@ ROWS_IF_WIDENED = 24  # of bfloat16, where torch's product is float32's
 SIGNATURES = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
     "causal_conv_backward": [POINTER] * 10 + [SIZE] * 7 + [INT],
-    "selective_scan": [POINTER] * 13 + [SIZE] * 5 + [INT] * 2,
+    "selective_scan": [POINTER] * 13 + [SIZE] * 6 + [INT] * 2,
     "selective_scan_backward": [POINTER] * 20 + [SIZE] * 5 + [INT],
     "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 2,
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
@@ -145,7 +145,7 @@ def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, ov
     LIBRARY.functions.selective_scan(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(z),
         address(dt_bias), address(state), y.data_ptr(), after.data_ptr(), address(saved), strides,
-        batch, seq, channels, size, chunk, TYPES[x.dtype], torch.get_num_threads(),
+        batch, seq, channels, 1, size, chunk, TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return y, after, saved
 

@@ -92,7 +92,9 @@ def may_step(block) -> bool:
         return False
     if not all(module.is_packed for module in inside if type(module) is Packed):
         return False
-    return mixer.heads == 1 if type(mixer) is MambaMixer else mixer.local_norm or mixer.fused_norm
+    if type(mixer) is MambaMixer:
+        return mixer.channels // mixer.heads % 2 == 0 or mixer.heads == 1  # bfloat16's numbers are taken in pairs
+    return mixer.local_norm or mixer.fused_norm
 
 
 def numbers_of(block, norm, mixer) -> tuple:
@@ -186,7 +188,7 @@ class Step:
         layer = self.layer
         batch, size = layer.batch, layer.size
         self._tensor("work", batch * (size + 5 * layer.channels))
-        parameters = self._tensor("parameters", batch, 1, layer.rank + 2 * layer.N)
+        parameters = self._tensor("parameters", batch, 1, layer.heads * (layer.rank + 2 * layer.N))
         part = self._tensor("part", batch, 1, size)
         return dict(inner=Sum(mixer.head_ranks, parameters, exactly=True), outer=Sum(mixer.out_proj.ranks, part))
 
@@ -254,7 +256,7 @@ def _of_mamba(mixer) -> dict:
 
 def _numbers_of_mamba(mixer) -> dict:
     eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
-    return dict(channels=mixer.channels, rank=mixer.splits[0], inner_eps=eps)
+    return dict(channels=mixer.channels, heads=mixer.heads, rank=mixer.splits[0], inner_eps=eps)
 
 
 def _of_mamba2(mixer) -> dict:

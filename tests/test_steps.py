@@ -39,12 +39,15 @@ def test_what_is_too_large_for_c_is_left_to_torch(family, changes, by_c, tmp_pat
     torch.testing.assert_close(ours, one_by_one(model, model), rtol=0, atol=5e-5)
 
 
+BOTH_HYBRID = dict(layers_block_type=["hybrid"] * 2)
 ALIKE = [
     ("mamba", dict(residual_in_fp32=True, use_bias=True)),
     ("mamba", dict(residual_in_fp32=False)),
     ("falcon_mamba", dict()),
     ("mamba2", dict(residual_in_fp32=True, use_bias=True, n_groups=2)),
     ("zamba2", dict()),
+    ("zamba", dict(BOTH_HYBRID, n_mamba_heads=2)),
+    ("zamba", dict(BOTH_HYBRID, n_mamba_heads=8, mamba_expand=3, mamba_dt_rank=2, mamba_proj_bias=True)),
 ]
 
 

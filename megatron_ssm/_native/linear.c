@@ -15,8 +15,8 @@ typedef struct {
   const float *scales;   /* (out, in / BLOCK) of INT8 */
   const void *bias;      /* (out) of `type`, or NULL */
   const float *x;        /* (batch, in) in rows of `pitch`: the columns that are first in a word of W, then the second, ... */
-  void *y;               /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in, pitch;
+  void *y;               /* (batch, out) of `type`, in rows of `apart` */
+  ptrdiff_t batch, out, in, line, pitch, apart; /* line: from a row of W to the next, `in` if it is dense */
   int type;
 } Linear;
 
@@ -38,7 +38,7 @@ INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int stored)
    processor falls behind at their ends unless asked for what comes next: they stand one after the other in memory. */
 INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int stored, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns(stored), i = 0;
-  const uint32_t *w = (const uint32_t *)a->weight + row * count;
+  const uint32_t *w = (const uint32_t *)a->weight + row * (a->line / columns(stored));
   const float *x = a->x + first * a->pitch, *scales = stored == INT8 ? a->scales + row * (a->in / BLOCK) : NULL;
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
@@ -55,7 +55,7 @@ INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int 
 #pragma omp simd reduction(+ : total)
     for (ptrdiff_t k = 0; k < lanes; k++) total += sums[b][k];
     for (ptrdiff_t k = i; k < count; k++) total += product(w[k], x + b * a->pitch + k, count, stored);
-    put(a->y, (first + b) * a->out + row, total + bias, a->type);
+    put(a->y, (first + b) * a->apart + row, total + bias, a->type);
   }
 }
 
@@ -107,16 +107,18 @@ CLONES static void unpack(const void *x, float *to, ptrdiff_t batch, ptrdiff_t i
     else apart(x, to, in, BFLOAT16, 4);
 }
 
-/* x: rows of `pitch`. stored: the weight's type (in even if BFLOAT16, a multiple of BLOCK if INT8); type: of x, bias and y. 1: no memory. */
-int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-           ptrdiff_t out, ptrdiff_t in, ptrdiff_t pitch, int stored, int type, int threads) {
+/* x: rows of `pitch`, W and y of `line` and `apart`. stored: the weight's type (in and line even if BFLOAT16; in a multiple of
+   BLOCK, and line, if INT8); type: of x, bias and y. 1: no memory. */
+int linear_of(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+              ptrdiff_t out, ptrdiff_t in, ptrdiff_t line, ptrdiff_t pitch, ptrdiff_t apart, int stored, int type,
+              int threads) {
   float *unpacked = NULL;
   if (!out) return 0;
   if (stored != FLOAT32 || type != FLOAT32) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, pitch, type, stored);
   }
-  Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, unpacked ? in : pitch, type};
+  Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, line, unpacked ? in : pitch, apart, type};
   Part *const *parts = parts_of(stored, in);
   ptrdiff_t share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -126,6 +128,12 @@ int linear(const void *weight, const float *scales, const void *bias, const void
   }
   free(unpacked);
   return 0;
+}
+
+/* Of dense W and y. */
+int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+           ptrdiff_t out, ptrdiff_t in, ptrdiff_t pitch, int stored, int type, int threads) {
+  return linear_of(weight, scales, bias, x, y, batch, out, in, in, pitch, out, stored, type, threads);
 }
 
 /* Whether the processor has instructions that multiply numbers of a 16-bit type: AVX512_BF16, AVX512_FP16. Of other

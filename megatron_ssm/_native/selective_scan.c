@@ -10,11 +10,11 @@ typedef struct {
   const float *A_log, *D, *dt_bias, *state;  /* (channels, N); (channels); the same, or NULL: no softplus; or NULL */
   void *y;                                   /* (batch, seq, channels) */
   float *next, *saved;                       /* (batch, N, channels), may be state; (batch, chunks, N, channels) or NULL */
-  const ptrdiff_t *strides;                  /* of x, dt, B, C, z: batch, token; then of state and next: batch */
-  ptrdiff_t batch, seq, channels, N, chunk;
+  const ptrdiff_t *strides; /* of x, dt, B, C, z: batch, token; then of state and next: batch; of B and C: head, if many */
+  ptrdiff_t batch, seq, channels, heads, N, chunk; /* heads: equal parts of the channels, each with its own B and C */
 } Scan;
 
-enum { X = 0, DT = 2, B_ = 4, C_ = 6, Z = 8, STATE = 10, NEXT = 11 };
+enum { X = 0, DT = 2, B_ = 4, C_ = 6, Z = 8, STATE = 10, NEXT = 11, HEAD = 12 };
 
 INLINE const void *row(const Scan *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, int type) {
   return at(p, b * a->strides[which] + t * a->strides[which + 1], type);
@@ -49,11 +49,11 @@ INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t wi
       h[n][c] = a->state ? a->state[b * a->strides[STATE] + n * a->channels + first + c] : 0;
 }
 
-INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int type) {
+INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
   float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], rate[WIDTH], fed[WIDTH], y[WIDTH];
   load_rates(a, first, width, A);
   load_state(a, b, first, width, h);
-  ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0;
+  ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0, own = a->heads > 1 ? head * a->strides[HEAD] : 0;
   for (ptrdiff_t t = 0; t < a->seq; t++) {
     if (a->saved && t % a->chunk == 0)
       for (ptrdiff_t n = 0; n < a->N; n++)
@@ -66,7 +66,7 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t
       float in = get(x, c, type);
       rate[c] = dt[c] * LOG2E, fed[c] = dt[c] * in, y[c] = D[c] * in;
     }
-    const void *Bt = row(a, a->B, B_, b, t, type), *Ct = row(a, a->C, C_, b, t, type);
+    const void *Bt = at(row(a, a->B, B_, b, t, type), own, type), *Ct = at(row(a, a->C, C_, b, t, type), own, type);
     for (ptrdiff_t n = 0; n < a->N; n++) {
       float Bn = get(Bt, n, type), Cn = get(Ct, n, type), *state = h[n];
 #pragma omp simd
@@ -93,9 +93,10 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t
 }
 
 INLINE void forward_task(const Scan *a, ptrdiff_t task, int type) {
-  ptrdiff_t blocks = (a->channels + WIDTH - 1) / WIDTH, b = task / blocks, first = task % blocks * WIDTH;
-  if (a->channels - first >= WIDTH) forward_block(a, b, first, WIDTH, type); /* a constant width is faster */
-  else forward_block(a, b, first, a->channels - first, type);
+  ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, each = a->heads * blocks;
+  ptrdiff_t b = task / each, head = task % each / blocks, start = task % blocks * WIDTH, first = head * size + start;
+  if (size - start >= WIDTH) forward_block(a, b, head, first, WIDTH, type); /* a constant width is faster */
+  else forward_block(a, b, head, first, size - start, type);
 }
 
 CLONES static void forward_float32(const Scan *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
@@ -104,10 +105,10 @@ CLONES static void forward_bfloat16(const Scan *a, ptrdiff_t task) { forward_tas
 /* `saved` receives the states before each chunk of tokens, for the gradient. */
 int selective_scan(const void *x, const void *dt, const float *A_log, const void *B, const void *C, const float *D,
                    const void *z, const float *dt_bias, const float *state, void *y, float *next, float *saved,
-                   const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t N,
-                   ptrdiff_t chunk, int type, int threads) {
-  Scan a = {x, dt, B, C, z, A_log, D, dt_bias, state, y, next, saved, strides, batch, seq, channels, N, chunk};
-  ptrdiff_t tasks = batch * ((channels + WIDTH - 1) / WIDTH);
+                   const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t heads,
+                   ptrdiff_t N, ptrdiff_t chunk, int type, int threads) {
+  Scan a = {x, dt, B, C, z, A_log, D, dt_bias, state, y, next, saved, strides, batch, seq, channels, heads, N, chunk};
+  ptrdiff_t tasks = batch * heads * ((channels / heads + WIDTH - 1) / WIDTH);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t task = 0; task < tasks; task++)
     if (type == FLOAT32) forward_float32(&a, task);
@@ -216,7 +217,7 @@ int selective_scan_backward(const float *x, const float *dt, const float *A_log,
                             float *adjoint, float *dx, float *ddt, float *dA_log, float *dB, float *dC, float *dD,
                             float *dz, float *ddt_bias, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
                             ptrdiff_t channels, ptrdiff_t N, ptrdiff_t chunk, int threads) {
-  Scan a = {x, dt, B, C, z, A_log, D, dt_bias, NULL, NULL, NULL, saved, strides, batch, seq, channels, N, chunk};
+  Scan a = {x, dt, B, C, z, A_log, D, dt_bias, NULL, NULL, NULL, saved, strides, batch, seq, channels, 1, N, chunk};
   ScanGradient g = {a, dout, adjoint, dx, ddt, dz, dA_log, dD, ddt_bias, dB, dC};
   ptrdiff_t blocks = (channels + WIDTH - 1) / WIDTH, part = batch * seq * N;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

@@ -31,13 +31,13 @@ typedef struct {
   void *history;                                            /* (batch, taps - 1, convolved channels) */
   const float *A_log, *D, *dt_bias;
   float *state;                                             /* (batch, N, channels) or (batch, heads, N, channels / heads) */
-  const void *x_proj, *dt_proj;                             /* Mamba-1's: (rank + 2 N, channels), (channels, rank) */
+  const void *x_proj, *dt_proj; /* Mamba-1's: (rank + 2 N, channels), each head its columns; (channels, rank) */
   const void *gated;                                        /* Mamba-2's norm: (channels) */
-  void *work, *parameters, *part;                           /* room; (batch, rank + 2 N); (batch, size) */
+  void *work, *parameters, *part;                           /* room; (batch, heads, rank + 2 N); (batch, size) */
   float *dt, *squares, *exact;                              /* (batch, heads); (batch, 1) or NULL; part as float32 or NULL */
   ptrdiff_t batch, size, channels, N, taps, history_stride, state_stride;
   ptrdiff_t rank;                                           /* Mamba-1's, of dt */
-  ptrdiff_t heads, groups, group_channels;                  /* Mamba-2's, here; channels of a group, wherever they are */
+  ptrdiff_t heads, groups, group_channels;                  /* here, the last two Mamba-2's; channels of a group, anywhere */
   float eps, inner_eps;                                     /* of the norm of x; of those inside (-1: there are none) */
   int type, wide, mamba2;
 } Layer;
@@ -56,26 +56,34 @@ static int mamba_in(const Layer *l, const void *hidden, int threads) {
   int failed = project(&l->in_proj, l->in_bias, normed, xz, batch, 2 * channels, l->size, l->type, threads);
   causal_conv(xz, l->conv, l->conv_bias, l->history, x, l->history, batch, 1, channels, l->taps, 2 * channels,
               2 * channels, l->history_stride, l->type, threads);
-  return failed | linear(l->x_proj, NULL, NULL, x, l->parameters, batch, width, channels, channels, l->type, l->type, threads);
+  ptrdiff_t own = channels / l->heads, type = l->type;
+  for (ptrdiff_t h = 0; h < l->heads; h++)
+    failed |= linear_of(at(l->x_proj, h * own, type), NULL, NULL, at(x, h * own, type), at(l->parameters, h * width, type),
+                        batch, width, own, channels, channels, l->heads * width, type, type, threads);
+  return failed;
 }
 
 /* Mamba-1 from the summed parameters (dt, B, C) on, which are overwritten: dt_proj, scan, gate, out_proj -> part. */
 static int mamba_out(const Layer *l, void *parameters, int threads) {
   ptrdiff_t batch = l->batch, channels = l->channels, rank = l->rank, N = l->N, each = batch * channels;
-  ptrdiff_t width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
+  ptrdiff_t width = rank + 2 * N, cuts[] = {0, rank, rank + N, width}, heads = l->heads, own = channels / heads;
   void *xz = at(l->work, batch * l->size, l->type), *x = at(xz, 2 * each, l->type), *dt = at(x, each, l->type);
   void *scanned = at(dt, each, l->type);
   if (l->inner_eps >= 0)
-    for (ptrdiff_t b = 0; b < batch; b++)
+    for (ptrdiff_t b = 0; b < batch * heads; b++)
       for (int k = 0; k < 3; k++) {
         void *part = at(parameters, b * width + cuts[k], l->type);
         rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], l->inner_eps, l->type, l->type);
       }
-  ptrdiff_t strides[] = {channels, 0, channels, 0, width, 0, width, 0, 2 * channels, 0, l->state_stride, l->state_stride};
-  int failed = linear(l->dt_proj, NULL, NULL, parameters, dt, batch, channels, rank, width, l->type, l->type, threads);
+  ptrdiff_t all = heads * width;
+  ptrdiff_t strides[] = {channels, 0, channels, 0, all, 0, all, 0, 2 * channels, 0, l->state_stride, l->state_stride, width};
+  int failed = 0;
+  for (ptrdiff_t h = 0; h < heads; h++)
+    failed |= linear_of(at(l->dt_proj, h * own * rank, l->type), NULL, NULL, at(parameters, h * width, l->type),
+                        at(dt, h * own, l->type), batch, own, rank, rank, all, channels, l->type, l->type, threads);
   selective_scan(x, dt, l->A_log, at(parameters, rank, l->type), at(parameters, rank + N, l->type), l->D,
-                 at(xz, channels, l->type), l->dt_bias, l->state, scanned, l->state, NULL, strides, batch, 1, channels, N,
-                 0, l->type, threads);
+                 at(xz, channels, l->type), l->dt_bias, l->state, scanned, l->state, NULL, strides, batch, 1, channels,
+                 heads, N, 0, l->type, threads);
   return failed | project(&l->out_proj, NULL, scanned, l->part, batch, l->size, channels, l->type, threads);
 }
 
