@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .agreement import agree
+from sparsefusion.agreement import agree
+
 from .cache import Snapshot
 from .model import Model
 from .prefix_cache import PrefixCache
@@ -85,7 +86,7 @@ class Engine:
                                       stop_tokens, stop_strings, seed, min_new_tokens))  # fmt: skip
             return self._options, self._added, [r.id for r in self._requests()], made[0].said
 
-        fresh = agree(self.model.ranks, self.model.device, asked)
+        fresh = agree(self.model.ranks.gather, self.model.device, asked, "tensor-parallel ranks")
         return self.queue(made[0], fresh)
 
     def request(self, prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens) -> Request:

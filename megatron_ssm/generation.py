@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .agreement import agree
+from sparsefusion.agreement import agree
+
 from .engine import Engine
 from .model import Model
 from .sampling import Sampling
@@ -54,7 +55,7 @@ def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temp
             )
         return [request.said for request in requests]
 
-    fresh = agree(model.ranks, model.device, asked)
+    fresh = agree(model.ranks.gather, model.device, asked, "tensor-parallel ranks")
     for row, request in enumerate(requests):
         engine.queue(request, fresh + row)
     return _columns(engine, requests, pad_token_id)

@@ -76,11 +76,11 @@ def test_a_request_that_differs_between_ranks_is_refused_by_all(ranks, world, od
         return add_all(model, [GOOD | change if rank == odd else GOOD for change in changes])
 
     others = list(range(1, world)) if odd == 0 else [odd]
-    message = (
-        f"tensor-parallel ranks {others} were asked something else than rank 0 (now or earlier, or with other options)"
-    )
     for answers, tokens in ranks(run, world):
-        assert answers == [("ValueError", message)] * len(changes)
+        assert len(answers) == len(changes)
+        for kind, message in answers:
+            wrong = message.endswith(f"(rank {odd})")  # what one rank was asked is refused anyway: all say why
+            assert kind == "ValueError" and (wrong or differ((kind, message), others)), message
         assert tokens == alone
 
 
@@ -139,7 +139,12 @@ def test_engines_of_another_type(name, value):
 
 
 OPTIONS = dict(slots=3, chunk=2, block=5, max_length=20, prefix_bytes=1000)
-DIVERGED = "(now or earlier, or with other options)"
+
+
+def differ(answer, others) -> bool:
+    """Whether it says that these ranks were asked something else, and what."""
+    message = f"tensor-parallel ranks {others} were asked something else than rank 0: "
+    return answer[0] == "ValueError" and answer[1].startswith(message) and " instead of " in answer[1]
 
 
 @several_ranks
@@ -155,8 +160,7 @@ def test_engines_that_differ_between_ranks(ranks, world):
 
     checkpoint("mamba2")
     for answers, tokens in ranks(run, world):
-        message = f"tensor-parallel ranks [1] were asked something else than rank 0 {DIVERGED}"
-        assert answers == [("ValueError", message)] * len(OPTIONS) and len(tokens) == 3
+        assert len(answers) == len(OPTIONS) and all(differ(answer, [1]) for answer in answers) and len(tokens) == 3
 
 
 @several_ranks
@@ -177,10 +181,9 @@ def test_a_request_that_one_rank_cancels(ranks, world, running):
         assert third.id == 2 and len(list(engine.stream(third))) == 3
         return answers, list(engine.stream(second))
 
-    message = f"tensor-parallel ranks [{world - 1}] were asked something else than rank 0 {DIVERGED}"
     alone = on_ranks(ranks, 1, checkpoint("zamba2"), lambda model: served(Engine(model), prompt=[3], max_new_tokens=5))
     for answers, tokens in ranks(run, world):
-        assert answers == [("ValueError", message)] * 2 and tokens == alone
+        assert len(answers) == 2 and all(differ(answer, [world - 1]) for answer in answers) and tokens == alone
 
 
 def test_a_request_of_another_engine():

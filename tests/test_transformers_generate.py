@@ -443,5 +443,6 @@ def test_ranks_that_are_asked_different_things(ranks, world):
 
     answers, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
     for answer in answers:
-        assert answer[0] == "ValueError" and "were asked something else than rank 0" in answer[1]
+        wrong = answer[1].endswith("(rank 1)")  # what one rank was asked is refused anyway: all say why
+        assert answer[0] == "ValueError" and (wrong or "were asked something else than rank 0" in answer[1])
     assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)

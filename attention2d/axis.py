@@ -1,0 +1,131 @@
+"""Ranks along a row or a column of the grid: gathering their chunks, passing them around, sending results home.
+
+A chunk is what one cell of the axis holds, sequence first: (slots, ...). Everything here goes by messages between pairs of
+ranks of one group, one step after the other, and every rank takes the same steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from sparsefusion.collectives import Counter, exchange
+
+from .order import Segment
+
+
+class Chunks:
+    """Several ranks' chunks in one buffer, sorted by position; `segments` says what it holds, from slot 0 on."""
+
+    def __init__(self, chunks: Sequence[tuple[Segment, ...]]):
+        found = []
+        for number, chunk in enumerate(chunks):
+            ends = accumulate(segment.length for segment in chunk)
+            found += [(s, number, slice(end - s.length, end)) for s, end in zip(chunk, ends, strict=True)]
+        found.sort(key=lambda piece: piece[0].start)
+        self.segments = tuple(segment for segment, _, _ in found)
+        self.count, self.slots = len(chunks), sum(segment.length for segment in self.segments)
+        self._pieces = [[] for _ in chunks]  # of each chunk: (slots of the chunk, slots of the buffer)
+        ends = accumulate(segment.length for segment in self.segments)
+        for (segment, number, slots), end in zip(found, ends, strict=True):
+            self._pieces[number].append((slots, slice(end - segment.length, end)))
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for chunks like this one."""
+        return like.new_empty(self.slots, *like.shape[1:])
+
+    def pieces(self, chunk: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The chunk `tensor`, cut as it lies in a buffer."""
+        return [tensor[slots] for slots, _ in self._pieces[chunk]]
+
+    def views(self, chunk: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where those lie."""
+        return [buffer[slots] for _, slots in self._pieces[chunk]]
+
+    def put(self, chunk: int, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        """The chunk `tensor` into its place."""
+        for piece, view in zip(self.pieces(chunk, tensor), self.views(chunk, buffer), strict=True):
+            view.copy_(piece)
+
+    def take(self, chunk: int, buffer: torch.Tensor) -> torch.Tensor:
+        """A chunk out of a buffer: the buffer itself if there is no other."""
+        if self.count == 1:
+            return buffer
+        return torch.cat(self.views(chunk, buffer))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """peers: the ranks along it, of which this one is number `own`; chunks: of each of them, in the same order."""
+
+    group: object
+    counter: Counter
+    peers: tuple[int, ...]
+    own: int
+    chunks: tuple[tuple[Segment, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.peers)
+
+    def peer(self, step: int) -> int:
+        """The rank `step` further, around."""
+        return self.peers[(self.own + step) % self.size]
+
+    def chunk(self, step: int) -> tuple[Segment, ...]:
+        """What that rank's chunk holds."""
+        return self.chunks[(self.own + step) % self.size]
+
+    def exchange(self, sends, receives):
+        """`sparsefusion.collectives.exchange`, counted."""
+        return exchange(sends, receives, self.group, self.counter)
+
+    def gather(self, layout: Chunks, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each."""
+        if self.size == 1:
+            return list(tensors)
+        buffers = [layout.empty(tensor) for tensor in tensors]
+        pairs = list(zip(tensors, buffers, strict=True))
+        for tensor, buffer in pairs:
+            layout.put(self.own, tensor, buffer)
+        for step in range(1, self.size):
+            source = (self.own + step) % self.size
+            sends = [(part, self.peer(-step)) for tensor, _ in pairs for part in layout.pieces(self.own, tensor)]
+            receives = [(part, self.peer(step)) for _, buffer in pairs for part in layout.views(source, buffer)]
+            self.exchange(sends, receives).wait()
+        return buffers
+
+    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], dtypes=None) -> Iterator[list[torch.Tensor]]:
+        """For each other rank, in the order of the steps: its part of this rank's chunk of each of `buffers`.
+
+        dtypes: what they travel in (None: their own). Sends (size - 1) chunks of each.
+        """
+        slots = layout.slots // self.size
+        pairs = list(zip(buffers, dtypes or [buffer.dtype for buffer in buffers], strict=True))
+        for step in range(1, self.size):
+            to, source = self.peer(step), self.peer(-step)
+            target = (self.own + step) % self.size
+            received = [b.new_empty(slots, *b.shape[1:], dtype=dtype) for b, dtype in pairs]
+            sends = [(part.to(dtype), to) for b, dtype in pairs for part in layout.views(target, b)]
+            self.exchange(sends, [(part, source) for r in received for part in layout.pieces(self.own, r)]).wait()
+            yield received
+
+    def stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+        """(step, the chunks of the rank `step` further), this rank's first; the next ones travel while these are used.
+
+        Every rank passes what it has on to the one before it. Sends (size - 1) chunks of each.
+        """
+        for step in range(self.size):
+            under_way = None
+            if step + 1 < self.size:
+                following = [(tensor.new_empty(tensor.shape), self.peer(1)) for tensor in tensors]
+                under_way = self.exchange([(tensor, self.peer(-1)) for tensor in tensors], following)
+            yield step, tensors
+            if under_way:
+                tensors = under_way.wait()
+
+    def swap(self, step: int, tensors: Sequence[torch.Tensor]):
+        """Start sending `tensors` to the rank `step` further, and receiving the same from the one `step` before."""
+        receives = [(t.new_empty(t.shape), self.peer(-step)) for t in tensors]
+        return self.exchange([(tensor, self.peer(step)) for tensor in tensors], receives)

@@ -1,0 +1,99 @@
+"""Which schedule is cheapest, for a shape on a number of ranks: by the bytes they send, or by a measured fabric."""
+
+from dataclasses import dataclass
+
+from sparsefusion.fabric import Fabric
+
+from . import order as orders
+from .checks import check_heads
+from .grid import Grid
+from .schedules import Attention2D
+from .volume import messages
+
+NEXT_TO_NOTHING = 1.02  # times the fewest bytes: then fewer steps are better
+SHOWN = 4  # of the others, in the reason
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point of the family, what its busiest rank sends, in how many steps, and by a fabric in what time."""
+
+    ulysses: int
+    rows: int
+    cols: int
+    overlap: bool
+    nbytes: int
+    steps: int
+    seconds: float | None
+
+    @property
+    def cost(self) -> float:
+        """Seconds if there are any, else bytes."""
+        return self.nbytes if self.seconds is None else self.seconds
+
+    def __str__(self):
+        time = "" if self.seconds is None else f", {self.seconds * 1e3:.3g} ms"
+        point = f"ulysses={self.ulysses}, {self.rows} x {self.cols}"
+        return f"{point}: {self.nbytes / 1e6:.4g} MB in {self.steps} steps{time}"
+
+
+def choose(
+    group=None, *, heads: int, kv_heads: int, head_dim: int, seq: int, training=True, fabric: Fabric | None = None,
+    batch: int = 1, itemsize: int = 2,
+) -> Attention2D:  # fmt: skip
+    """The cheapest of all grids, for such tensors; its `.reason` says why.
+
+    heads, kv_heads: of one rank, before any are shared. training: counts backward too. fabric: measured (its p2p, or else
+    its all_gather curve); None counts bytes. Ranks that ask alike get the same schedule; nothing is sent. One column
+    overlaps: a ring, which holds two chunks of keys, instead of all. ValueError: head counts that do not divide.
+    """
+    ranks = 1 if group is None else group.size()
+    found = candidates(ranks, heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize)
+    best, others = found[0], found[1:]
+    schedule = Attention2D(group, best.rows, best.cols, best.ulysses, overlap=best.overlap)
+    schedule.reason = _reason(best, others, training, fabric, schedule)
+    return schedule
+
+
+def candidates(
+    ranks, heads, kv_heads, head_dim, seq, training=True, fabric=None, batch=1, itemsize=2
+) -> list[Candidate]:
+    """All grids of so many ranks on which the heads divide, the cheapest first; arguments as `choose`'s."""
+    check_heads(heads, kv_heads)
+    slots, found = orders.local_length("zigzag", seq, ranks), []
+    for ulysses in _divisors(ranks):
+        if heads % ulysses or kv_heads % ulysses:
+            continue
+        for rows in _divisors(ranks // ulysses):
+            grid = Grid(0, ulysses, rows, ranks // ulysses // rows)
+            sent = messages(grid, slots, batch, heads, kv_heads, head_dim, itemsize)
+            sent = [*sent.forward, *(sent.backward if training else ())]
+            seconds = None if fabric is None else sum(_seconds(fabric, ranks, *message) for message in sent)
+            total, steps = sum(count * nbytes for count, nbytes in sent), sum(count for count, _ in sent)
+            overlap = rows > 1 and grid.cols == 1
+            found.append(Candidate(ulysses, rows, grid.cols, overlap, total, steps, seconds))
+    found.sort(key=lambda each: (each.cost, each.steps, each.cols))
+    near = [each for each in found if each.seconds is None and each.nbytes <= NEXT_TO_NOTHING * found[0].nbytes]
+    best = min(near or found[:1], key=lambda each: each.steps)
+    return [best, *(each for each in found if each is not best)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _seconds(fabric, ranks, count, nbytes) -> float:
+    """Of `count` steps in which every rank sends a message: one each of p2p's, or the steps of an all-gather."""
+    if not count:
+        return 0.0
+    if "p2p" in {curve.operation for curve in fabric.curves}:
+        return count * fabric.time("p2p", nbytes, ranks, extrapolate=True)
+    return fabric.time("all_gather", nbytes, count + 1, extrapolate=True)
+
+
+def _reason(best, others, training, fabric, schedule) -> str:
+    """Sentences."""
+    what = "forward and backward" if training else "forward"
+    by = "by the bytes that a rank sends" if fabric is None else "by the fabric"
+    lines = [f"{schedule}: cheapest {by}, {what}.", str(best)]
+    return "\n".join([*lines, *(f"beside {other}" for other in others[:SHOWN])])

@@ -1,0 +1,59 @@
+"""Ranks that were asked different things would wait for one another for ever: compare first."""
+
+import hashlib
+import os
+from collections.abc import Callable
+
+import torch
+
+SHOWN = 320  # bytes of what each rank was asked, where they differ
+
+
+def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "ranks") -> int:
+    """Compare what the ranks were asked; returns a fresh number below 2^48, rank 0's on all of them.
+
+    gather: a tensor (n,) of this rank -> those of all ranks, (P, n). asked: returns what this rank was given (its `repr` is
+    compared), or raises what is wrong with it. ValueError on every rank if they differ, with what they were given, or with
+    what is wrong with the first one that was given something wrong; what is wrong everywhere is raised as it is. Gathers 16
+    bytes of each, and SHOWN more where they differ.
+    """
+    wrong = None
+    try:
+        text = repr(asked())
+    except TypeError as error:  # a list where a number is meant, and so on
+        wrong = ValueError(f"an argument is of the wrong type: {error}")
+        text = repr(wrong)
+    except Exception as error:  # of any kind: the others wait in the gather
+        wrong, text = error, repr(error)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    given = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
+    different = (given[:, 0] != given[0, 0]).nonzero().flatten().tolist()
+    if different:
+        texts = _gather_text(gather, device, f"{bool(wrong):d}{text if wrong is None else wrong}")
+        raise ValueError(_difference(texts, different, whose))
+    if wrong is not None:
+        raise wrong
+    return int(given[0, 1])
+
+
+def _gather_text(gather, device, text) -> list[str]:
+    """The first SHOWN bytes of every rank's text."""
+    words = torch.frombuffer(bytearray(text.encode()[:SHOWN].ljust(SHOWN, b"\0")), dtype=torch.int64)
+    return [
+        bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")
+        for row in gather(words.to(device)).cpu()
+    ]
+
+
+def _difference(texts, different, whose) -> str:
+    """What to say of texts that begin with 1 if they are of something wrong."""
+    for rank, text in enumerate(texts):
+        if text.startswith("1"):
+            return f"{text[1:]} (rank {rank})"
+    message = f"{whose} {different} were asked something else than rank 0"
+    first, other = texts[0][1:], texts[different[0]][1:]
+    return (
+        f"{message}: {other} instead of {first}"
+        if other != first
+        else f"{message} (now or earlier, or with other options)"
+    )

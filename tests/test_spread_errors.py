@@ -1,0 +1,162 @@
+"""What does not fit is one sentence on every rank, and nobody waits; oracle: the numbers that were given."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from attention2d import USP, Attention2D, Ring, Tree, Ulysses, attention
+
+
+def said(function):
+    """The ValueError's message, or None."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def tensors(local=4, heads=4, kv_heads=2, head_dim=8, batch=1, dtype=torch.float32):
+    return [torch.ones(batch, local, count, head_dim, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
+
+
+GRIDS = {
+    "rows=3, cols=2 make 6 ranks (1 * 3 * 2 = 6); the group has 4": lambda group: Attention2D(group, 3, 2),
+    "ulysses=3, rows=1, cols=1 make 3 ranks": lambda group: USP(group, 3),
+    "rows=0 must be an integer of at least 1": lambda group: Attention2D(group, 0, 4),
+    "cols=2.0 must be an integer": lambda group: Attention2D(group, 2, 2.0),
+    "order='spiral' is none of zigzag, contiguous, cyclic": lambda group: Ring(group, "spiral"),
+    "cyclic order needs ulysses=1, not 4": lambda group: Ulysses(group, "cyclic"),
+    "transpose=True is of the cyclic order, not of zigzag": lambda group: Attention2D(
+        group, 1, group.size(), transpose=True
+    ),
+}
+CALLS = {
+    "6 query heads do not divide over 4 key/value heads (6 % 4 = 2)": lambda s: s(*tensors(heads=6, kv_heads=4)),
+    "zigzag order has two equal blocks on each rank, and 3 local tokens are odd": lambda s: s(*tensors(local=3)),
+    "seq=9 in zigzag order makes": lambda s: s(*tensors(local=8), seq=9),
+    "seq=0 must be at least 1": lambda s: s(*tensors(), seq=0),
+    "q must be (batch, seq, heads, head_dim), and has shape (4, 4, 8)": lambda s: s(*(t[0] for t in tensors())),
+    "q must be floating point, and is torch.int64": lambda s: s(*(t.long() for t in tensors())),
+    "q is torch.float32 on cpu, and k torch.bfloat16 on cpu": lambda s: s(
+        tensors()[0], *tensors(dtype=torch.bfloat16)[1:]
+    ),
+    "k has shape (1, 4, 2, 8) and v (1, 4, 4, 8)": lambda s: s(*tensors()[:2], tensors()[0]),
+    "q has 4 local tokens, and k 6": lambda s: s(tensors()[0], *tensors(local=6)[1:]),
+    "q has 1 sequences, and k 2": lambda s: s(tensors()[0], *tensors(batch=2)[1:]),
+    "q has 8 numbers per head, and k 4": lambda s: s(tensors()[0], *tensors(head_dim=4)[1:]),
+    "no size may be 0": lambda s: s(*tensors(batch=0)),
+    "softcap=30.0 is not supported by attention2d": lambda s: s(*tensors(), softcap=30.0),
+    "causal=1 must be True or False": lambda s: s(*tensors(), causal=1),
+    "scale=nan must be positive and finite": lambda s: s(*tensors(), scale=float("nan")),
+    "scale=0 must be positive and finite": lambda s: s(*tensors(), scale=0),
+    "argument is of the wrong type": lambda s: s(*tensors(), seq="all"),
+}
+REFUSED = dict(
+    attn_mask=torch.ones(4, 4), dropout_p=0.1, sliding_window=128, window_size=(128, 0), softcap=50.0, s_aux=torch.ones(4),
+    attn_bias=torch.ones(4, 4), packed_seq_params=object(), alibi_slopes=torch.ones(4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_grids(world_size, ranks):
+    def run(rank):
+        return [said(lambda make=make: make(dist.group.WORLD)) for make in GRIDS.values()]
+
+    for messages in ranks(run, world_size):
+        for part, message in zip(GRIDS, messages, strict=True):
+            assert part.replace("has 4", f"has {world_size}").replace("not 4", f"not {world_size}") in message
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_calls(world_size, ranks):
+    """Of one rank alone as of all; and what fits is computed afterwards."""
+
+    def run(rank):
+        schedule, good = Ring(dist.group.WORLD), tensors()
+        everywhere = [said(lambda call=call: call(schedule)) for call in CALLS.values()]
+        on_one = [said(lambda call=call: call(schedule) if rank == 1 else schedule(*good)) for call in CALLS.values()]
+        return everywhere, on_one, schedule(*good).sum().item()
+
+    for everywhere, on_one, total in ranks(run, world_size):
+        for part, every, one in zip(CALLS, everywhere, on_one, strict=True):
+            assert part in every and part in one
+        assert total == pytest.approx(128)
+
+
+@pytest.mark.parametrize("world_size, ulysses", ((3, 3), (4, 4)))
+def test_heads_that_do_not_divide_over_the_ranks_that_share_them(world_size, ulysses, ranks):
+    def run(rank):
+        schedule = Ulysses(dist.group.WORLD)
+        few = dict(batch=1, seq=12, head_dim=8, itemsize=4)
+        return [
+            said(lambda: schedule(*tensors(heads=10, kv_heads=10))),
+            said(lambda: schedule(*tensors(heads=2 * ulysses, kv_heads=2))),
+            said(lambda: schedule.volume(heads=2 * ulysses, kv_heads=2, **few)),
+        ]
+
+    for query, keys, volume in ranks(run, world_size):
+        assert f"10 query heads do not divide over ulysses={ulysses} ranks (10 % {ulysses} = {10 % ulysses})" in query
+        assert f"2 key/value heads do not divide over ulysses={ulysses} ranks" in keys and keys.startswith(volume)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_ranks_that_are_given_different_things(world_size, ranks):
+    """The first and the second time, and a backward pass on some."""
+
+    def run(rank):
+        schedule, other = Ring(dist.group.WORLD), rank == world_size - 1
+        messages = []
+        for _ in range(2):
+            schedule(*tensors())
+            messages += [
+                said(lambda: schedule(*tensors(local=8 if other else 4))),
+                said(lambda: schedule(*tensors(dtype=torch.bfloat16 if other else torch.float32))),
+                said(lambda: schedule(*tensors(), causal=other)),
+                said(lambda: schedule(*(t.requires_grad_(other) for t in tensors()))),
+                said(lambda: schedule.unshard(torch.ones(1, 8 if other else 4))),
+                said(lambda: (Attention2D(dist.group.WORLD, 1, world_size) if other else schedule)(*tensors())),
+            ]
+        return messages
+
+    for messages in ranks(run, world_size):
+        assert all(
+            f"ranks of the group [{world_size - 1}] were asked something else than rank 0" in m for m in messages
+        )
+        assert "(1, 8, 4, 8)" in messages[0] and "(1, 4, 4, 8)" in messages[0]
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_what_it_does_not_compute_is_refused_by_name(world_size, ranks):
+    """On every rank, where one of them asks for it."""
+
+    def run(rank):
+        schedule, (q, k, v) = Ring(dist.group.WORLD), (t.transpose(1, 2) for t in tensors())
+        messages = [
+            said(lambda name=name, value=value: attention(q, k, v, schedule, **{name: value if rank == 1 else None}))
+            for name, value in REFUSED.items()
+        ]
+        return messages, attention(q, k, v, schedule, **dict.fromkeys(REFUSED)).shape
+
+    for messages, shape in ranks(run, world_size):
+        assert shape == (1, 4, 4, 8)
+        assert all(f"{name}" in m and "is not supported" in m for name, m in zip(REFUSED, messages, strict=True)), (
+            messages
+        )
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_trees(world_size, ranks):
+    def run(rank):
+        tree, (q, k, v) = Tree(dist.group.WORLD), tensors(local=2)
+        return [
+            said(lambda: tree(q, k, v, causal=True)),
+            said(lambda: tree(q.clone().requires_grad_(), k, v)),
+            said(lambda: tree(q, k[:, :, :1], v)),
+            said(lambda: tree(q[:, : 1 + (rank == 1)], k, v)),
+            said(lambda: tree(q, k, v, seq=100)),
+        ]
+
+    parts = ("causal=True with 2 queries", "no gradient", "k has shape", "were asked something else", "seq=100")
+    for messages in ranks(run, world_size):
+        assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
