@@ -1,6 +1,7 @@
 """Tensor parallelism against one rank, and against data parallelism on the same cores, by prompt and output (about 33 min).
 
-The claim: two ranks give more tokens per second than one rank, and than two replicas that take half of the batch each.
+The claim: two ranks give more tokens per second than one rank, and, unless the prompt is long and the output short, than two
+replicas that take half of the batch each.
 Four families at sizes near 130m, one thread per rank, all ranks of one machine, greedy `megatron_ssm.stream`; the token
 times of one run give the throughput of every shorter output. Medians of interleaved runs; the spread is what TP 2's even
 and odd runs differ by.
