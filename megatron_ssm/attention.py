@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparsefusion.quantize import at_least_fp32
+
 from .cache import Cache, Call, LayerCache
 from .config import Config
 from .layers import (
@@ -20,7 +22,6 @@ from .layers import (
     Ranks,
     RMSNorm,
     RowParallelLinear,
-    at_least_fp32,
     copy_to_ranks,
     is_plain,
 )

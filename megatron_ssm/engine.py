@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsefusion.agreement import agree
-
 from .cache import Snapshot
 from .model import Model
 from .prefix_cache import PrefixCache
@@ -86,7 +84,7 @@ class Engine:
                                       stop_tokens, stop_strings, seed, min_new_tokens))  # fmt: skip
             return self._options, self._added, [r.id for r in self._requests()], made[0].said
 
-        fresh = agree(self.model.ranks.gather, self.model.device, asked, "tensor-parallel ranks")
+        fresh = self.model.ranks.agree(self.model.device, asked)
         return self.queue(made[0], fresh)
 
     def request(self, prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens) -> Request:

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import torch
 
-from sparsefusion.agreement import agree
-
 from .engine import Engine
 from .model import Model
 from .sampling import Sampling
@@ -55,7 +53,7 @@ def stream(model: Model, input_ids, attention_mask=None, max_new_tokens=64, temp
             )
         return [request.said for request in requests]
 
-    fresh = agree(model.ranks.gather, model.device, asked, "tensor-parallel ranks")
+    fresh = model.ranks.agree(model.device, asked)
     for row, request in enumerate(requests):
         engine.queue(request, fresh + row)
     return _columns(engine, requests, pad_token_id)

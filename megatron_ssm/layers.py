@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from sparsefusion.quantize import at_least_fp32
+
 from . import kernels
-from .ranks import Ranks, at_least_fp32
+from .ranks import Ranks
 from .weights import linear, rows_at
 
 PIECE = 2**23  # numbers

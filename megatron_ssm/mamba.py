@@ -8,6 +8,8 @@ all-reduces a block, of R + 2N and of H numbers per token.
 import torch
 from torch import nn
 
+from sparsefusion.quantize import at_least_fp32
+
 from . import cuda_kernels
 from .cache import Call, LayerCache
 from .config import Config
@@ -17,7 +19,6 @@ from .layers import (
     Packed,
     Ranks,
     RowParallelLinear,
-    at_least_fp32,
     is_plain,
     rms_norm,
     sum_over_ranks,

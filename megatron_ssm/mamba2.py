@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparsefusion.quantize import at_least_fp32
+
 from . import kernels
 from .cache import Call, LayerCache
 from .config import Config
@@ -21,7 +23,6 @@ from .layers import (
     ColumnParallelLinear,
     Ranks,
     RowParallelLinear,
-    at_least_fp32,
     in_pieces,
     reduce_beside,
     sum_over_ranks,

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from sparsefusion import collectives
+from sparsefusion.quantize import at_least_fp32
 
 from .attention import Positions, SharedBlock, Use
 from .cache import ALL, Cache, Call
@@ -11,7 +12,7 @@ from .config import Config
 from .decoding import Decoding
 from .families import idle_tensors, layout
 from .graphs import Graphs
-from .layers import Ranks, RMSNorm, VocabularyParallel, at_least_fp32, gather_last, reduce_from_ranks
+from .layers import Ranks, RMSNorm, VocabularyParallel, gather_last, reduce_from_ranks
 from .mamba import MambaMixer
 from .mamba2 import Mamba2Mixer
 

@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from sparsefusion import all_reduce, collectives
+from sparsefusion.agreement import agree
+from sparsefusion.quantize import at_least_fp32
 from sparsefusion.shared_memory import SharedMemory, SumInPlace, connect
 
 from .parallel import neighbours
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, norms, sums and their parameters in a model of `dtype`: float32, or float64 if it is."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,10 @@ class Ranks:
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
         return collectives.all_reduce(tensor, self.group, self.counter, dist.ReduceOp.MAX)
+
+    def agree(self, device, asked: Callable[[], object]) -> int:
+        """`sparsefusion.agreement.agree` among these ranks."""
+        return agree(self.gather, device, asked, "tensor-parallel ranks")
 
     def gather(self, tensor):
         """Every rank's tensor, in rank order: (ranks, *tensor.shape)."""

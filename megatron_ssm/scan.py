@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from sparsefusion.quantize import at_least_fp32
+
 from . import cuda_kernels, kernels
-from .layers import at_least_fp32
 
 SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
 SSD_CHUNK = 32  # tokens per block of the chunked matmul form

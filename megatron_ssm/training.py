@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion.arguments import Failure
+from sparsefusion.quantize import at_least_fp32
 
 from . import fused_adam
 from .data import IGNORE_INDEX, Batches, windows
-from .layers import at_least_fp32
 from .model import Model
 from .options import Options
 from .parallel import Groups

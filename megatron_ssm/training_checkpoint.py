@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparsefusion.arguments import Failure
+from sparsefusion.quantize import at_least_fp32
 
 from .fused_adam import counts_by_group
-from .ranks import at_least_fp32
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2  # the newest checkpoints stay

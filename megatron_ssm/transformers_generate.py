@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from sparsefusion.agreement import agree
-
 from .beam_search import Beams, beam_search
 from .config import token_ids
 from .generation import generate
@@ -66,7 +64,7 @@ def transformers_generate(model: Model, input_ids, attention_mask, generation_co
         mask = plans[0].attention_mask
         return plans[0].beams, plans[0].options, input_ids.tolist(), None if mask is None else mask.tolist()
 
-    agree(model.ranks.gather, model.device, asked, "tensor-parallel ranks")
+    model.ranks.agree(model.device, asked)
     plan = plans[0]
     rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(plan.sequences)
     if plan.beams is not None:

@@ -106,6 +106,11 @@ LOSSY = {
 }
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, norms, statistics and sums of numbers of `dtype`: float32, or float64 if it is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def wire_format(name: str, dtype: torch.dtype):
     """The format called `name`, for sums of `dtype`: float32, or float64, which "fp32" sends whole."""
     return LOSSY.get(name) or Cast("fp32", dtype)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from . import FORMATS, collectives
 from .fabric import Fabric
-from .quantize import BLOCK, padded, rows_of, view_bytes, wire_format
+from .quantize import BLOCK, at_least_fp32, padded, rows_of, view_bytes, wire_format
 from .sweep import measure
 
 ALGORITHMS = ("native", "one_shot", "two_shot")
@@ -174,10 +174,10 @@ class _AllReduce(torch.autograd.Function):
 
 def _sums(tensor, exact, group, format, algorithm, counter):
     """The sums of `tensor`, in a format, and of `exact` (or None), in the shapes and dtypes they came in."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
+    wide = at_least_fp32(tensor.dtype)
     x = tensor.detach().to(wide).reshape(-1).contiguous()
     beside = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()
-    beside = beside.to(torch.promote_types(beside.dtype, torch.float32))
+    beside = beside.to(at_least_fp32(beside.dtype))
     move = {"native": _native, "one_shot": _one_shot, "two_shot": _two_shot}[algorithm]
     total, beside = move(x, beside, wire_format(format, wide), group, counter)
     total = total[: x.numel()].view(tensor.shape).to(tensor.dtype)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .collectives import in_rank_order
 from .native import INT, POINTER, SIZE, Library
 from .one_host import gathered, mapped, obstacle, presence
-from .quantize import padded, rows_of, wire_format
+from .quantize import at_least_fp32, padded, rows_of, wire_format
 
 FORMATS = ("fp32", "fp16", "bf16", "int8")
 MINUTES_5 = 300.0
@@ -307,7 +307,7 @@ def _bytes_on_wire(tensors, format) -> int:
     """Of a tensor's numbers in a format, and of a second one's in fp32."""
     total = 0
     for tensor, name in zip(tensors, (format, "fp32"), strict=False):
-        form = wire_format(name, torch.promote_types(tensor.dtype, torch.float32))
+        form = wire_format(name, at_least_fp32(tensor.dtype))
         total += form.nbytes(padded(tensor.numel(), form.block))
     return total
 

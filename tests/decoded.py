@@ -1,5 +1,7 @@
 """Small models that decode token by token."""
 
+from collections import OrderedDict
+
 import torch
 
 from hf import save_hf
@@ -26,3 +28,14 @@ def counted(kind, patch=setattr):
     count, called = [], kind.__call__
     patch(kind, "__call__", lambda *given: (count.extend([1] * len(given[0])), called(*given))[1])
     return count
+
+
+def hooked(model):
+    """A layer has a hook."""
+    model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def hooked_anew(model):
+    """As some remove all hooks of a layer, before another one comes."""
+    model.layers[1].norm._forward_hooks = OrderedDict()
+    hooked(model)

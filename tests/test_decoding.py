@@ -6,7 +6,6 @@ A model's layers tell C where their tensors lie; here these move, change and go 
 import copy
 import gc
 import weakref
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_ssm
-from decoded import IDS, counted, one_by_one, saved
+from decoded import IDS, counted, hooked, hooked_anew, one_by_one, saved
 from megatron_ssm import kernels, steps
 from megatron_ssm.mamba import Convolution
 from megatron_ssm.model import Block
@@ -45,17 +44,6 @@ def replaced(model):
     """A parameter is another one."""
     mixer = model.layers[1].mixer
     mixer.A_log = torch.nn.Parameter(mixer.A_log + 1)
-
-
-def hooked(model):
-    """A layer has a hook."""
-    model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y)
-
-
-def hooked_anew(model):
-    """As some remove all hooks of a layer, before another one comes."""
-    model.layers[1].norm._forward_hooks = OrderedDict()
-    hooked(model)
 
 
 def called_otherwise(model):

@@ -9,7 +9,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from decoded import hooked, hooked_anew
 from megatron_ssm import Engine, commands, generate, graphs, load, parallel
 from megatron_ssm.__main__ import parser
 from megatron_ssm.attention import Positions, attend
@@ -283,15 +283,6 @@ def moved(model):
 
 def replaced(model):
     model.layers[1].mixer.D = torch.nn.Parameter(model.layers[1].mixer.D + 1)
-
-
-def hooked(model):
-    model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y)
-
-
-def hooked_anew(model):
-    model.layers[1].norm._forward_hooks = OrderedDict()
-    hooked(model)
 
 
 def called_otherwise(model):
