@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from sparsefusion.collectives import Counter, exchange
+from sparsefusion.collectives import Counter, Exchange, exchange
 
 from .order import Segment
 
@@ -55,6 +55,12 @@ class Chunks:
         return torch.cat(self.views(chunk, buffer))
 
 
+def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Each part to its total."""
+    for total, part in zip(totals, parts, strict=True):
+        total += part
+
+
 @dataclass(frozen=True)
 class Axis:
     """peers: the ranks along it, of which this one is number `own`; chunks: of each of them, in the same order."""
@@ -77,39 +83,66 @@ class Axis:
         """What that rank's chunk holds."""
         return self.chunks[(self.own + step) % self.size]
 
-    def exchange(self, sends, receives):
+    def exchange(self, sends, receives) -> Exchange:
         """`sparsefusion.collectives.exchange`, counted."""
         return exchange(sends, receives, self.group, self.counter)
 
     def gather(self, layout: Chunks, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each."""
+        """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each.
+
+        Every rank passes what came last on to the one before it: a link keeps its rate with one neighbour (0.88 s of 0.73
+        for seven chunks of 262 KB at 20 mbit), and not with one rank after the other (1.1 to 1.2 s).
+        """
         if self.size == 1:
             return list(tensors)
         buffers = [layout.empty(tensor) for tensor in tensors]
-        pairs = list(zip(tensors, buffers, strict=True))
-        for tensor, buffer in pairs:
+        for tensor, buffer in zip(tensors, buffers, strict=True):
             layout.put(self.own, tensor, buffer)
         for step in range(1, self.size):
-            source = (self.own + step) % self.size
-            sends = [(part, self.peer(-step)) for tensor, _ in pairs for part in layout.pieces(self.own, tensor)]
-            receives = [(part, self.peer(step)) for _, buffer in pairs for part in layout.views(source, buffer)]
+            last, coming = ((self.own + by) % self.size for by in (step - 1, step))
+            sends = [(part, self.peer(-1)) for buffer in buffers for part in layout.views(last, buffer)]
+            receives = [(part, self.peer(1)) for buffer in buffers for part in layout.views(coming, buffer)]
             self.exchange(sends, receives).wait()
         return buffers
 
-    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], dtypes=None) -> Iterator[list[torch.Tensor]]:
-        """For each other rank, in the order of the steps: its part of this rank's chunk of each of `buffers`.
+    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], take, dtypes=None) -> None:
+        """For each other rank, in the order of the steps, take(its parts of this rank's chunk, one of each buffer).
 
         dtypes: what they travel in (None: their own). Sends (size - 1) chunks of each.
         """
-        slots = layout.slots // self.size
         pairs = list(zip(buffers, dtypes or [buffer.dtype for buffer in buffers], strict=True))
         for step in range(1, self.size):
-            to, source = self.peer(step), self.peer(-step)
-            target = (self.own + step) % self.size
-            received = [b.new_empty(slots, *b.shape[1:], dtype=dtype) for b, dtype in pairs]
-            sends = [(part.to(dtype), to) for b, dtype in pairs for part in layout.views(target, b)]
-            self.exchange(sends, [(part, source) for r in received for part in layout.pieces(self.own, r)]).wait()
-            yield received
+            take(self._send_home(layout, pairs, step))
+
+    def add_up(self, layout: Chunks, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's chunk of each of `buffers`, summed over all ranks: the nearest before it first, its own last.
+
+        Sums are passed on to the rank before, as chunks are, each rank adding what it has. Sends (size - 1) chunks of each.
+        """
+        sums = [layout.take((self.own + 1) % self.size, buffer) for buffer in buffers]
+        for step in range(1, self.size):
+            sums, chunk = self.pass_on(sums).wait(), (self.own + 1 + step) % self.size
+            for total, buffer in zip(sums, buffers, strict=True):
+                add(layout.pieces(chunk, total), layout.views(chunk, buffer))
+        return sums
+
+    def _send_home(self, layout, pairs, step) -> list[torch.Tensor]:
+        """The chunk of the rank `step` further leaves; the one of the rank `step` before for this one."""
+        slots, target = layout.slots // self.size, (self.own + step) % self.size
+        received = [buffer.new_empty(slots, *buffer.shape[1:], dtype=dtype) for buffer, dtype in pairs]
+        sends = [(part.to(dtype), self.peer(step)) for buffer, dtype in pairs for part in layout.views(target, buffer)]
+        receives = [(part, self.peer(-step)) for r in received for part in layout.pieces(self.own, r)]
+        self.exchange(sends, receives).wait()
+        return received
+
+    def trade(self, tensors: Sequence[torch.Tensor], to: int, source: int) -> Exchange:
+        """Start sending `tensors` to rank `to`, and receiving as many of the same shapes from rank `source`."""
+        receives = [(tensor.new_empty(tensor.shape), source) for tensor in tensors]
+        return self.exchange([(tensor, to) for tensor in tensors], receives)
+
+    def pass_on(self, tensors: Sequence[torch.Tensor]) -> Exchange:
+        """Start sending `tensors` to the rank before this one, and receiving the same of the one after it."""
+        return self.trade(tensors, self.peer(-1), self.peer(1))
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
         """(step, the chunks of the rank `step` further), this rank's first; the next ones travel while these are used.
@@ -119,13 +152,11 @@ class Axis:
         for step in range(self.size):
             under_way = None
             if step + 1 < self.size:
-                following = [(tensor.new_empty(tensor.shape), self.peer(1)) for tensor in tensors]
-                under_way = self.exchange([(tensor, self.peer(-1)) for tensor in tensors], following)
+                under_way = self.pass_on(tensors)
             yield step, tensors
             if under_way:
                 tensors = under_way.wait()
 
-    def swap(self, step: int, tensors: Sequence[torch.Tensor]):
+    def swap(self, step: int, tensors: Sequence[torch.Tensor]) -> Exchange:
         """Start sending `tensors` to the rank `step` further, and receiving the same from the one `step` before."""
-        receives = [(t.new_empty(t.shape), self.peer(-step)) for t in tensors]
-        return self.exchange([(tensor, self.peer(step)) for tensor in tensors], receives)
+        return self.trade(tensors, self.peer(step), self.peer(-step))

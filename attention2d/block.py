@@ -12,14 +12,11 @@ import math
 
 import torch
 
+from sparsefusion.quantize import at_least_fp32
+
 aten = torch.ops.aten
 # Numbers of a tile's queries, on the CPU and on CUDA; scores of one in plain mathematics.
 NUMBERS, CUDA_NUMBERS, SCORES = 2**20, 2**26, 2**22
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, statistics and gradients on the way."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def tile_length(q) -> int:

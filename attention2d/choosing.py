@@ -6,7 +6,8 @@ from sparsefusion.fabric import Fabric
 
 from . import order as orders
 from .checks import check_heads
-from .grid import Grid
+from .grid import Grid, size_of
+from .memory import memory as memory_of
 from .schedules import Attention2D
 from .volume import messages
 
@@ -16,7 +17,7 @@ SHOWN = 4  # of the others, in the reason
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point of the family, what its busiest rank sends, in how many steps, and by a fabric in what time."""
+    """A point of the family, what its busiest rank sends, in how many steps, and by a fabric in what time; what it holds."""
 
     ulysses: int
     rows: int
@@ -25,6 +26,7 @@ class Candidate:
     nbytes: int
     steps: int
     seconds: float | None
+    held: int
 
     @property
     def cost(self) -> float:
@@ -33,32 +35,33 @@ class Candidate:
 
     def __str__(self):
         time = "" if self.seconds is None else f", {self.seconds * 1e3:.3g} ms"
-        point = f"ulysses={self.ulysses}, {self.rows} x {self.cols}"
-        return f"{point}: {self.nbytes / 1e6:.4g} MB in {self.steps} steps{time}"
+        point = f"ulysses={self.ulysses}, {self.rows} x {self.cols}{', overlapped' * self.overlap}"
+        return f"{point}: {self.nbytes / 1e6:.4g} MB in {self.steps} steps{time}, {self.held / 1e6:.4g} MB held"
 
 
 def choose(
     group=None, *, heads: int, kv_heads: int, head_dim: int, seq: int, training=True, fabric: Fabric | None = None,
-    batch: int = 1, itemsize: int = 2,
+    batch: int = 1, itemsize: int = 2, memory: int | None = None,
 ) -> Attention2D:  # fmt: skip
     """The cheapest of all grids, for such tensors; its `.reason` says why.
 
     heads, kv_heads: of one rank, before any are shared. training: counts backward too. fabric: measured (its p2p, or else
-    its all_gather curve); None counts bytes. Ranks that ask alike get the same schedule; nothing is sent. One column
-    overlaps: a ring, which holds two chunks of keys, instead of all. ValueError: head counts that do not divide.
+    its all_gather curve); None counts bytes. memory: bytes that a rank may hold beside its q, k, v and the gradient of out
+    (`Attention2D.memory`); None: any number. Ranks that ask alike get the same schedule; nothing is sent. One column
+    overlaps: a ring, which holds two chunks of keys, instead of all; other grids, which send the same in more and smaller
+    calls then, where they would not fit. ValueError: head counts that do not divide; no schedule holds so little.
     """
-    ranks = 1 if group is None else group.size()
-    found = candidates(ranks, heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize)
-    best, others = found[0], found[1:]
+    ranks = size_of(group)
+    best, *others = candidates(ranks, heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize, memory=memory)
     schedule = Attention2D(group, best.rows, best.cols, best.ulysses, overlap=best.overlap)
     schedule.reason = _reason(best, others, training, fabric, schedule)
     return schedule
 
 
 def candidates(
-    ranks, heads, kv_heads, head_dim, seq, training=True, fabric=None, batch=1, itemsize=2
+    ranks, heads, kv_heads, head_dim, seq, training=True, fabric=None, batch=1, itemsize=2, memory=None
 ) -> list[Candidate]:
-    """All grids of so many ranks on which the heads divide, the cheapest first; arguments as `choose`'s."""
+    """All grids of so many ranks on which the heads divide, the cheapest first; arguments and errors as `choose`'s."""
     check_heads(heads, kv_heads)
     slots, found = orders.local_length("zigzag", seq, ranks), []
     for ulysses in _divisors(ranks):
@@ -70,9 +73,19 @@ def candidates(
             sent = [*sent.forward, *(sent.backward if training else ())]
             seconds = None if fabric is None else sum(_seconds(fabric, ranks, *message) for message in sent)
             total, steps = sum(count * nbytes for count, nbytes in sent), sum(count for count, _ in sent)
-            overlap = rows > 1 and grid.cols == 1
-            found.append(Candidate(ulysses, rows, grid.cols, overlap, total, steps, seconds))
-    found.sort(key=lambda each: (each.cost, each.steps, each.cols))
+            for overlap in (False, True) if grid.cols > 1 else (rows > 1,):
+                taken = memory_of(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize)
+                held = max(taken.forward, taken.backward) if training else taken.forward
+                found.append(Candidate(ulysses, rows, grid.cols, overlap, total, steps, seconds, held))
+    least = min(each.held for each in found)
+    if memory is not None and memory < least:
+        raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {least} bytes")
+    return _best_first([each for each in found if memory is None or each.held <= memory])
+
+
+def _best_first(found) -> list[Candidate]:
+    """The cheapest first; of those that send next to nothing more than the least, the one with the fewest steps."""
+    found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap))
     near = [each for each in found if each.seconds is None and each.nbytes <= NEXT_TO_NOTHING * found[0].nbytes]
     best = min(near or found[:1], key=lambda each: each.steps)
     return [best, *(each for each in found if each is not best)]

@@ -8,6 +8,7 @@ from torch import nn
 
 from .checks import refuse
 from .choosing import choose
+from .grid import size_of
 from .schedules import USP, AllGather, Attention2D, Ring, Ulysses
 
 COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p", "2d")
@@ -58,11 +59,11 @@ class CoreAttention(nn.Module):
 def _shares(config, pg_collection):
     """The context-parallel group, and how many query and key/value heads each of its ranks has."""
     group, ranks = (getattr(pg_collection, name, None) for name in ("cp", "tp"))
-    if _size(group) != config.context_parallel_size:
+    if size_of(group) != config.context_parallel_size:
         raise ValueError(
-            f"context_parallel_size={config.context_parallel_size}, and pg_collection.cp has {_size(group)} ranks"
+            f"context_parallel_size={config.context_parallel_size}, and pg_collection.cp has {size_of(group)} ranks"
         )
-    shared = _size(ranks)
+    shared = size_of(ranks)
     return group, config.num_attention_heads // shared, max(1, config.num_query_groups // shared)
 
 
@@ -72,16 +73,21 @@ def _schedule(kind, group, heads, kv_heads, config, point):
         raise ValueError(f"cp_comm_type={kind!r} is none of {', '.join(COMMUNICATION)}")
     if kind == "2d":
         if point:
-            return Attention2D(group, **_grid(_size(group), **point))
+            return Attention2D(group, **_grid(size_of(group), **point))
         itemsize = getattr(getattr(config, "params_dtype", None), "itemsize", 2)
         return choose(
-            group, heads=heads, kv_heads=kv_heads, head_dim=config.kv_channels, seq=2 * _size(group), itemsize=itemsize
+            group,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=config.kv_channels,
+            seq=2 * size_of(group),
+            itemsize=itemsize,
         )
     if point:
         raise ValueError(f"{', '.join(point)}: of cp_comm_type='2d', not of {kind!r}")
     if kind == "a2a+p2p":
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        return USP(group, min(_size(group), sizes[0] if sizes else 2))
+        return USP(group, min(size_of(group), sizes[0] if sizes else 2))
     return {"p2p": Ring, "all_gather": AllGather, "a2a": Ulysses}[kind](group)
 
 
@@ -90,7 +96,3 @@ def _grid(ranks, rows=None, cols=None, ulysses=1, overlap=False) -> dict:
     rows = rows or max(1, ranks // (ulysses * (cols or 1)))
     cols = cols or max(1, ranks // (ulysses * rows))
     return dict(rows=rows, cols=cols, ulysses=ulysses, overlap=overlap)
-
-
-def _size(group) -> int:
-    return 1 if group is None else group.size()

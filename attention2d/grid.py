@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 
+def size_of(group) -> int:
+    """Ranks of a process group; None is one rank."""
+    return 1 if group is None else group.size()
+
+
 @dataclass(frozen=True)
 class Grid:
     """One rank's place: rank u + ulysses (i + rows j) of its group is place u of cell (i, j), the cell i + rows j.

@@ -3,42 +3,48 @@
 This is DeepSpeed-Ulysses' all-to-all, by messages (attention2d.md A.7). Tensors: (slots, batch, heads, ...).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .axis import Axis, Chunks
 
 
-def share_heads(mates: Axis, x: torch.Tensor) -> torch.Tensor:
-    """x: this rank's slots, all heads -> the slots of all mates, sorted by position, this rank's heads.
+def share_heads(mates: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each of `tensors`, this rank's slots, all heads -> the slots of all mates, sorted by position, this rank's heads.
 
-    Sends (size - 1)/size of x.
+    What comes out is contiguous. Sends (size - 1)/size of each, all in the same steps.
     """
     if mates.size == 1:
-        return x
-    parts, layout = x.chunk(mates.size, dim=2), Chunks(mates.chunks)
-    shared = layout.empty(parts[0])
-    layout.put(mates.own, parts[mates.own], shared)
+        return [x.contiguous() for x in tensors]
+    layout, own = Chunks(mates.chunks), mates.own
+    parts = [x.chunk(mates.size, dim=2) for x in tensors]
+    shared = [layout.empty(of[own]) for of in parts]
+    for of, buffer in zip(parts, shared, strict=True):
+        layout.put(own, of[own], buffer)
     for step in range(1, mates.size):
-        to, source = ((mates.own + by) % mates.size for by in (step, -step))
-        sends = [(piece, mates.peer(step)) for piece in layout.pieces(mates.own, parts[to].contiguous())]
-        receives = [(view, mates.peer(-step)) for view in layout.views(source, shared)]
-        mates.exchange(sends, receives).wait()
+        to, source = (own + step) % mates.size, (own - step) % mates.size
+        pieces = [piece for of in parts for piece in layout.pieces(own, of[to].contiguous())]
+        views = [view for buffer in shared for view in layout.views(source, buffer)]
+        mates.exchange([(t, mates.peer(step)) for t in pieces], [(t, mates.peer(-step)) for t in views]).wait()
     return shared
 
 
-def join_heads(mates: Axis, shared: torch.Tensor) -> torch.Tensor:
+def join_heads(mates: Axis, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `share_heads` does, undone."""
     if mates.size == 1:
-        return shared
+        return list(shared)
     layout, own = Chunks(mates.chunks), mates.own
-    part = layout.take(own, shared)
-    whole = part.new_empty(*part.shape[:2], part.shape[2] * mates.size, *part.shape[3:])
-    parts = whole.chunk(mates.size, dim=2)
-    parts[own].copy_(part)
+    wholes = [x.new_empty(x.shape[0] // mates.size, x.shape[1], x.shape[2] * mates.size, *x.shape[3:]) for x in shared]
+    parts = [whole.chunk(mates.size, dim=2) for whole in wholes]
+    for of, x in zip(parts, shared, strict=True):
+        of[own].copy_(layout.take(own, x))
     for step in range(1, mates.size):
         to, source = (own + step) % mates.size, (own - step) % mates.size
-        received = part.new_empty(part.shape)
-        sends = [(view, mates.peer(step)) for view in layout.views(to, shared)]
-        mates.exchange(sends, [(piece, mates.peer(-step)) for piece in layout.pieces(own, received)]).wait()
-        parts[source].copy_(received)
-    return whole
+        received = [torch.empty_like(of[own], memory_format=torch.contiguous_format) for of in parts]
+        views = [view for x in shared for view in layout.views(to, x)]
+        pieces = [piece for each in received for piece in layout.pieces(own, each)]
+        mates.exchange([(t, mates.peer(step)) for t in views], [(t, mates.peer(-step)) for t in pieces]).wait()
+        for of, each in zip(parts, received, strict=True):
+            of[source].copy_(each)
+    return wholes

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .axis import Axis, Chunks
-from .block import at_least_fp32, attend, attend_backward, merge, tile_length
+from sparsefusion.quantize import at_least_fp32
+
+from .axis import Axis, Chunks, add
+from .block import attend, attend_backward, merge, tile_length
 from .order import calls, cut
 
 
@@ -35,8 +37,7 @@ class Passes:
         outs, lses = self._attend(calls(rows.segments, cols.segments, self.causal), queries, keys, values)
         del queries, keys, values
         mine = rows.take(self.row.own, outs), rows.take(self.row.own, lses)
-        for more in self.row.scatter(rows, [outs, lses], [q.dtype, lses.dtype]):
-            merge(*mine, *more)
+        self.row.scatter(rows, [outs, lses], lambda more: merge(*mine, *more), [q.dtype, lses.dtype])
         return mine
 
     def backward_gathered(self, q, k, v, out, lse, dout):
@@ -47,19 +48,19 @@ class Passes:
         tiles = calls(rows.segments, cols.segments, self.causal)
         dqueries, dkeys, dvalues = self._attend_backward(tiles, queries, (keys, values))
         del queries, keys, values
-        dq, dk, dv = rows.take(self.row.own, dqueries), *(cols.take(self.col.own, t) for t in (dkeys, dvalues))
-        _add_up([dq], self.row.scatter(rows, [dqueries]))
+        (dq,) = self.row.add_up(rows, [dqueries])
         del dqueries
-        _add_up([dk, dv], self.col.scatter(cols, [dkeys, dvalues]))
-        return dq, dk, dv
+        return dq, *self.col.add_up(cols, [dkeys, dvalues])
 
     def forward_streamed(self, q, k, v):
         """The same as `forward_gathered`. With one column two chunks of k and v are held at a time, else all."""
         mine, leaving, blocks = None, None, _Blocks(self.col, [k, v], kept=self.row.size > 1)
         for t, (queries,) in self.row.stream([q]):
             part = None
-            for s, (keys, values) in blocks:
-                part = self._attend(self._pair(t, s), queries, keys, values, part)
+            for s, block in blocks:
+                part = self._attend(self._pair(t, s), queries, *block, part)
+                del block  # before the next but one is made
+            del queries
             if leaving:
                 merge(*mine, *leaving.wait())
             if t == 0:
@@ -71,7 +72,7 @@ class Passes:
         return mine
 
     def backward_streamed(self, q, k, v, out, lse, dout):
-        """The same as `backward_gathered`; dk and dv leave when the last queries have seen them."""
+        """The same as `backward_gathered`: sums follow the chunks, those of keys and values when the last queries do."""
         blocks, gradients, last = _Blocks(self.col, [k, v], kept=self.row.size > 1), {}, self.row.size - 1
         dq, leaving, leaving_home = None, None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
@@ -79,20 +80,22 @@ class Passes:
             for s, block in blocks:
                 found = (dqueries, *gradients.get(s, (None, None)))
                 dqueries, *gradients[s] = self._attend_backward(self._pair(t, s), queries, block, found)
+                del block, found  # before the next but one is made
                 if s and t == last:
                     if leaving_home:
-                        _add(gradients[0], leaving_home.wait())
-                    leaving_home = self.col.swap(s, gradients.pop(s))
+                        add(gradients[s], leaving_home.wait())
+                    leaving_home = self.col.pass_on(gradients.pop(s))
+            del queries
             if leaving:
-                _add([dq], leaving.wait())
+                add([dqueries], leaving.wait())
             if t == 0:
                 dq = dqueries
             else:
-                leaving = self.row.swap(t, [dqueries])
+                leaving = self.row.pass_on([dqueries])
         if leaving_home:
-            _add(gradients[0], leaving_home.wait())
+            add(gradients[0], leaving_home.wait())
         if leaving:
-            _add([dq], leaving.wait())
+            add([dq], leaving.wait())
         return dq, *gradients[0]
 
     def _pair(self, t: int, s: int):
@@ -109,8 +112,11 @@ class Passes:
             found = _zeros(queries), queries.new_full(queries.shape[:-1], -torch.inf, dtype=dtype)
         out, lse = found
         for call in cut(tiles, tile_length(queries)):
-            part = attend(queries[call.q], keys[call.kv], values[call.kv], call.causal, self.scale)
-            merge(out[call.q], lse[call.q], *part)
+            merge(
+                out[call.q],
+                lse[call.q],
+                *attend(queries[call.q], keys[call.kv], values[call.kv], call.causal, self.scale),
+            )
         return found
 
     def _attend_backward(self, tiles, queries, block, found=(None, None, None)):
@@ -123,9 +129,8 @@ class Passes:
         for call in cut(tiles, tile_length(queries[0])):
             q, dout, lse, delta = (t[call.q] for t in queries)
             k, v = (t[call.kv] for t in block)
-            parts = attend_backward(dout, delta, q, k, v, lse, call.causal, self.scale)
-            for gradient, part, slots in zip(found, parts, (call.q, call.kv, call.kv), strict=True):
-                gradient[slots] += part
+            where = [t[slots] for t, slots in zip(found, (call.q, call.kv, call.kv), strict=True)]
+            add(where, attend_backward(dout, delta, q, k, v, lse, call.causal, self.scale))
         return found
 
 
@@ -139,9 +144,11 @@ class _Blocks:
         if self._held:
             yield from self._held
             return
+        if not self._kept:
+            yield from self._axis.stream(self._tensors)
+            return
         for step, block in self._axis.stream(self._tensors):
-            if self._kept:
-                self._held.append((step, block))
+            self._held.append((step, block))
             yield step, block
 
 
@@ -160,13 +167,3 @@ def _delta(dout, out):
 def _zeros(like):
     """A gradient of it, or an output of its shape: none yet."""
     return like.new_zeros(like.shape, dtype=at_least_fp32(like.dtype))
-
-
-def _add(totals, parts) -> None:
-    for total, part in zip(totals, parts, strict=True):
-        total += part
-
-
-def _add_up(totals, received) -> None:
-    for parts in received:
-        _add(totals, parts)

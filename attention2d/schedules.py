@@ -16,8 +16,9 @@ import torch
 
 from . import order as orders
 from .checks import autocast, check_grid, check_heads, check_options, check_tensors, refuse
-from .grid import Grid
+from .grid import Grid, size_of
 from .heads import join_heads
+from .memory import Memory, memory
 from .spread import Spread
 from .task import Attend, Task
 from .volume import Volume, messages
@@ -49,10 +50,18 @@ class Attention2D(Spread):
 
         itemsize: bytes of a number of q, k and v; statistics and gradients travel in at least fp32.
         """
+        return messages(self.grid, *self._tensors(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
+
+    def memory(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Memory:
+        """Bytes that a rank holds beside q, k and v, at most: in `.forward`, `.saved` for backward, in `.backward`."""
+        return memory(self.grid, self.overlap, *self._tensors(batch, seq, heads, kv_heads, head_dim, itemsize))
+
+    def _tensors(self, batch, seq, heads, kv_heads, head_dim, itemsize):
+        """As `messages` and `memory` take them."""
         check_heads(heads, kv_heads, self.grid.ulysses)
         slots = orders.local_length(self.order, seq, self.ranks)
         moved = self.transpose and self.grid.rows > 1 and self.grid.cols > 1
-        return messages(self.grid, slots, batch, heads, kv_heads, head_dim, itemsize, moved).volume
+        return slots, batch, heads, kv_heads, head_dim, itemsize, moved
 
     def __call__(self, q, k, v, causal=False, scale=None, seq=None, return_lse=False, **features):
         """softmax(scale q k^T) v over the whole sequence, of which each tensor is this rank's shard.
@@ -77,7 +86,7 @@ class Attention2D(Spread):
         out = out.transpose(0, 1).contiguous()
         if not return_lse:
             return out
-        return out, join_heads(task.mates, lse.unsqueeze(-1)).squeeze(-1).transpose(0, 1)
+        return out, join_heads(task.mates, [lse])[0].transpose(0, 1)
 
     def _asked(self, q, k, v, causal, scale, seq, return_lse, features):
         """What all ranks are to be asked alike. ValueError: what does not fit."""
@@ -92,23 +101,19 @@ class Attention2D(Spread):
 
 def Ring(group=None, order="zigzag") -> Attention2D:
     """Keys and values go around all ranks, a step ahead of their use (Liu et al., 2023)."""
-    return Attention2D(group, _ranks(group), 1, order=order, overlap=True)
+    return Attention2D(group, size_of(group), 1, order=order, overlap=True)
 
 
 def AllGather(group=None, order="zigzag") -> Attention2D:
     """Every rank fetches all keys and values (as Llama 3 was trained)."""
-    return Attention2D(group, _ranks(group), 1, order=order)
+    return Attention2D(group, size_of(group), 1, order=order)
 
 
 def Ulysses(group=None, order="zigzag") -> Attention2D:
     """Every rank fetches all tokens of its share of the heads (Jacobs et al., 2023)."""
-    return Attention2D(group, 1, 1, _ranks(group), order)
+    return Attention2D(group, 1, 1, size_of(group), order)
 
 
 def USP(group=None, ulysses=2, order="zigzag") -> Attention2D:
     """Neighbours share heads, and keys and values go around (Fang and Zhao, 2024)."""
-    return Attention2D(group, max(1, _ranks(group) // max(1, ulysses)), 1, ulysses, order, overlap=True)
-
-
-def _ranks(group) -> int:
-    return 1 if group is None else group.size()
+    return Attention2D(group, max(1, size_of(group) // max(1, ulysses)), 1, ulysses, order, overlap=True)

@@ -1,11 +1,16 @@
 """A sequence spread over the ranks of a group: what schedules have in common."""
 
+from contextlib import suppress
+
 import torch
 
 from sparsefusion.agreement import agree
 from sparsefusion.collectives import Counter, all_gather
 
 from . import order as orders
+from .grid import size_of
+
+REMEMBERED = 1024  # different calls on CUDA
 
 
 class Spread:
@@ -18,7 +23,7 @@ class Spread:
         if order not in orders.ORDERS:
             raise ValueError(f"order={order!r} is none of {', '.join(orders.ORDERS)}")
         self.group, self.order, self.counter = group, order, Counter()
-        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank, self.ranks = 0 if group is None else group.rank(), size_of(group)
         self._agreed = set()
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -66,11 +71,12 @@ class Spread:
         """
         key = None
         if tensor.is_cuda:
-            try:
+            with suppress(Exception):  # what is wrong is raised below, on every rank
                 key = repr(asked())
-            except Exception:
-                key = None  # what is wrong is raised below, on every rank
             if key in self._agreed:
                 return
         agree(lambda mine: all_gather(mine, self.group), tensor.device, asked, "ranks of the group")
-        self._agreed.add(key)
+        if tensor.is_cuda:
+            if len(self._agreed) >= REMEMBERED:  # on all ranks alike
+                self._agreed.clear()
+            self._agreed.add(key)

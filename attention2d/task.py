@@ -52,24 +52,23 @@ class Task:
 
     def forward(self, q, k, v):
         """(batch, slots, heads, head_dim) -> (q, k, v, out, lse) as backward takes them: sequence first, shared heads."""
-        q, k, v = (share_heads(self.mates, _sequence_first(t)) for t in (q, k, v))
+        q, k, v = share_heads(self.mates, [t.transpose(0, 1) for t in (q, k, v)])
         k, v = self._move([k, v], self.keys_to, self.keys_from)
         out, lse = (self.passes.forward_streamed if self.streamed else self.passes.forward_gathered)(q, k, v)
         return q, k, v, out.to(q.dtype), lse
 
     def backward(self, dout, q, k, v, out, lse):
         """dout, this rank's shard, sequence first -> (dq, dk, dv), the same, at least fp32."""
-        dout = share_heads(self.mates, dout)
+        (dout,) = share_heads(self.mates, [dout])
         backward = self.passes.backward_streamed if self.streamed else self.passes.backward_gathered
         dq, dk, dv = backward(q, k, v, out, lse, dout)
         dk, dv = self._move([dk, dv], self.keys_from, self.keys_to)
-        return [join_heads(self.mates, t) for t in (dq, dk, dv)]
+        return join_heads(self.mates, [dq, dk, dv])
 
     def _move(self, tensors, to, source):
         if to == self.mates.peers[self.mates.own]:
             return tensors
-        received = [(t.new_empty(t.shape), source) for t in tensors]
-        return self.mates.exchange([(t, to) for t in tensors], received).wait()
+        return self.mates.trade(tensors, to, source).wait()
 
 
 class Attend(torch.autograd.Function):
@@ -85,15 +84,11 @@ class Attend(torch.autograd.Function):
         ctx.task = task
         ctx.save_for_backward(*saved, out, lse)
         ctx.mark_non_differentiable(lse)
-        return join_heads(task.mates, out), lse
+        return *join_heads(task.mates, [out]), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _):
         with torch.autocast(dout.device.type, enabled=False):
-            gradients = ctx.task.backward(dout.contiguous(), *ctx.saved_tensors)
+            gradients = ctx.task.backward(dout, *ctx.saved_tensors)
         return *(t.to(dout.dtype).transpose(0, 1) for t in gradients), None
-
-
-def _sequence_first(t):
-    return t.transpose(0, 1).contiguous()

@@ -3,8 +3,9 @@
 import torch
 
 from sparsefusion.collectives import all_gather
+from sparsefusion.quantize import at_least_fp32
 
-from .block import at_least_fp32, attend, merge
+from .block import attend, merge
 from .checks import autocast, check_heads, check_options, check_tensors, refuse
 from .spread import Spread
 from .volume import Volume

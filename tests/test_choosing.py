@@ -38,7 +38,7 @@ def test_the_design_pages_best(shape):
 def test_no_other_grid_sends_less(training):
     for heads, kv_heads, ranks in ((8, 8, 8), (8, 2, 12), (6, 1, 9)):
         found = candidates(ranks, heads, kv_heads, 64, 4096, training)
-        assert len({(each.ulysses, each.rows, each.cols) for each in found}) == len(found)
+        assert len({(each.ulysses, each.rows, each.cols, each.overlap) for each in found}) == len(found)
         assert all(each.ulysses * each.rows * each.cols == ranks for each in found)
         assert found[0].nbytes <= 1.02 * min(each.nbytes for each in found)
 
@@ -76,6 +76,27 @@ def test_every_rank_gets_the_same_with_a_reason(world_size, ranks):
     name, reason, _ = found[0]
     assert name in reason and "MB in" in reason and "forward and backward" in reason
     assert "overlap=True" in name  # one key/value head, few ranks: a ring
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_the_cheapest_that_fits_into_memory(training):
+    """Less and less of it: first the same grid overlapped, at last one line of ranks, then an error."""
+    shape = dict(heads=3, kv_heads=3, head_dim=64, seq=2**16, training=training)
+    found = candidates(64, **shape)
+    assert not found[0].overlap
+    first = candidates(64, **shape, memory=found[0].held - 1)[0]
+    assert first.overlap and (first.rows, first.cols) == (found[0].rows, found[0].cols)
+    for memory in {each.held for each in found}:
+        best = candidates(64, **shape, memory=memory)[0]
+        assert best.held <= memory
+        assert best.nbytes <= 1.02 * min(each.nbytes for each in found if each.held <= memory)
+    least = min(each.held for each in found)
+    last = candidates(64, **shape, memory=least)[0]
+    assert last.overlap and 1 in (last.rows, last.cols)
+    with pytest.raises(ValueError, match=f"memory={least - 1}: no schedule on 64 ranks holds less than {least} bytes"):
+        candidates(64, **shape, memory=least - 1)
+    with pytest.raises(ValueError, match="memory=1000: no schedule on 1 ranks"):
+        choose(**shape, memory=1000)
 
 
 def test_heads_that_do_not_divide():
