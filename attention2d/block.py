@@ -15,8 +15,8 @@ import torch
 from sparsefusion.quantize import at_least_fp32
 
 aten = torch.ops.aten
-# Numbers of a tile's queries, on the CPU and on CUDA; scores of one in plain mathematics.
-NUMBERS, CUDA_NUMBERS, SCORES = 2**20, 2**26, 2**22
+# Numbers of a tile's queries, on the CPU and on CUDA, and how many queries it has at least; scores in plain mathematics.
+NUMBERS, CUDA_NUMBERS, LEAST, SCORES = 2**20, 2**26, 128, 2**22
 
 
 def tile_length(q) -> int:
@@ -24,7 +24,12 @@ def tile_length(q) -> int:
     seq, batch, heads, head_dim = q.shape
     if q.is_cuda and not _flash_takes(q):
         return max(1, math.isqrt(SCORES // (batch * heads)))
-    return max(1, (CUDA_NUMBERS if q.is_cuda else NUMBERS) // (batch * heads * head_dim))
+    return most_slots(batch * heads * head_dim, q.is_cuda)
+
+
+def most_slots(row: int, on_cuda: bool) -> int:
+    """The same of queries with `row` numbers each, by one of torch's kernels."""
+    return max(LEAST, (CUDA_NUMBERS if on_cuda else NUMBERS) // row)
 
 
 def attend(q, k, v, causal: bool, scale: float):
@@ -56,9 +61,11 @@ def attend_backward(dout, delta, q, k, v, lse, causal: bool, scale: float):
 
 def stand_in(dout, delta):
     """A tensor whose product with `dout`, summed over head_dim, is `delta`; no longer than the output was."""
-    square = dout.to(delta.dtype).square().sum(-1)
-    factor = torch.where(square > 0, delta / square, 0)
-    return (dout * factor.unsqueeze(-1)).to(dout.dtype)
+    wide = dout.to(delta.dtype)
+    largest = wide.abs().amax(-1)
+    ones = wide / largest.where(largest > 0, 1).unsqueeze(-1)  # the largest is 1: its square is neither 0 nor inf
+    factor = torch.where(largest > 0, delta / largest / ones.square().sum(-1), 0)
+    return ones.mul_(factor.unsqueeze(-1)).to(dout.dtype)
 
 
 def merge(out, lse, more, more_lse) -> None:

@@ -41,25 +41,38 @@ class Candidate:
 
 def choose(
     group=None, *, heads: int, kv_heads: int, head_dim: int, seq: int, training=True, fabric: Fabric | None = None,
-    batch: int = 1, itemsize: int = 2, memory: int | None = None,
+    batch: int = 1, itemsize: int = 2, memory: int | None = None, on_cuda=False,
 ) -> Attention2D:  # fmt: skip
     """The cheapest of all grids, for such tensors; its `.reason` says why.
 
     heads, kv_heads: of one rank, before any are shared. training: counts backward too. fabric: measured (its p2p, or else
     its all_gather curve); None counts bytes. memory: bytes that a rank may hold beside its q, k, v and the gradient of out
-    (`Attention2D.memory`); None: any number. Ranks that ask alike get the same schedule; nothing is sent. One column
-    overlaps: a ring, which holds two chunks of keys, instead of all; other grids, which send the same in more and smaller
-    calls then, where they would not fit. ValueError: head counts that do not divide; no schedule holds so little.
+    (`Attention2D.memory`, also on_cuda); None: any number. Ranks that ask alike get the same schedule; nothing is sent. Of a
+    ring and an all-gather, which send the same, it takes the ring, which holds two chunks of keys instead of all; other
+    grids are overlapped, which takes more and smaller calls, only where they would not fit. ValueError: head counts that
+    do not divide; no schedule holds so little.
     """
     ranks = size_of(group)
-    best, *others = candidates(ranks, heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize, memory=memory)
+    best, *others = candidates(
+        ranks, heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize, memory, on_cuda
+    )
     schedule = Attention2D(group, best.rows, best.cols, best.ulysses, overlap=best.overlap)
     schedule.reason = _reason(best, others, training, fabric, schedule)
     return schedule
 
 
 def candidates(
-    ranks, heads, kv_heads, head_dim, seq, training=True, fabric=None, batch=1, itemsize=2, memory=None
+    ranks,
+    heads,
+    kv_heads,
+    head_dim,
+    seq,
+    training=True,
+    fabric=None,
+    batch=1,
+    itemsize=2,
+    memory=None,
+    on_cuda=False,
 ) -> list[Candidate]:
     """All grids of so many ranks on which the heads divide, the cheapest first; arguments and errors as `choose`'s."""
     check_heads(heads, kv_heads)
@@ -73,8 +86,8 @@ def candidates(
             sent = [*sent.forward, *(sent.backward if training else ())]
             seconds = None if fabric is None else sum(_seconds(fabric, ranks, *message) for message in sent)
             total, steps = sum(count * nbytes for count, nbytes in sent), sum(count for count, _ in sent)
-            for overlap in (False, True) if grid.cols > 1 else (rows > 1,):
-                taken = memory_of(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize)
+            for overlap in (False, True) if grid.cells > 1 else (False,):
+                taken = memory_of(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda=on_cuda)
                 held = max(taken.forward, taken.backward) if training else taken.forward
                 found.append(Candidate(ulysses, rows, grid.cols, overlap, total, steps, seconds, held))
     least = min(each.held for each in found)
@@ -84,8 +97,11 @@ def candidates(
 
 
 def _best_first(found) -> list[Candidate]:
-    """The cheapest first; of those that send next to nothing more than the least, the one with the fewest steps."""
-    found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap))
+    """The cheapest first; of those that send next to nothing more than the least, the one with the fewest steps.
+
+    Of twins, that send the same in as many steps, rings come before all-gathers, and other grids before overlapped ones.
+    """
+    found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap != (each.cols == 1)))
     near = [each for each in found if each.seconds is None and each.nbytes <= NEXT_TO_NOTHING * found[0].nbytes]
     best = min(near or found[:1], key=lambda each: each.steps)
     return [best, *(each for each in found if each is not best)]
@@ -109,4 +125,5 @@ def _reason(best, others, training, fabric, schedule) -> str:
     what = "forward and backward" if training else "forward"
     by = "by the bytes that a rank sends" if fabric is None else "by the fabric"
     lines = [f"{schedule}: cheapest {by}, {what}.", str(best)]
-    return "\n".join([*lines, *(f"beside {other}" for other in others[:SHOWN])])
+    plain = [other for other in others if other.overlap == (other.cols == 1 < other.rows)]
+    return "\n".join([*lines, *(f"beside {other}" for other in plain[:SHOWN])])

@@ -19,8 +19,9 @@ class CoreAttention(nn.Module):
 
     All of them this rank's shards; without parameters. config: Megatron's TransformerConfig. cp_comm_type: p2p (`Ring`;
     also None), all_gather, a2a (`Ulysses`), a2a+p2p (`USP`, with the first of config.hierarchical_context_parallel_sizes
-    ranks that share heads, or 2) or 2d (`Attention2D`, with rows, cols, ulysses and overlap; without any of them what
-    `choose` chooses). pg_collection: its `cp` is the group. ValueError: sizes that do not fit; what it does not compute.
+    ranks that share heads, or 2) or 2d (`Attention2D`, with rows or cols, or both, and ulysses and overlap; without any of
+    them what `choose` chooses). pg_collection: its `cp` is the group. ValueError: sizes that do not fit; what it does not
+    compute.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class CoreAttention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         kind = getattr(config, "softmax_type", "vanilla")
-        window = None if config.window_size == (-1, -1) else config.window_size
+        window = None if config.window_size is None or tuple(config.window_size) == (-1, -1) else config.window_size
         refuse(
             window_size=window, qk_clip=getattr(config, "qk_clip", None), softmax_type=None if kind == "vanilla" else kind,
             attention_type=None if attention_type == "self" else attention_type, **others,
@@ -93,6 +94,8 @@ def _schedule(kind, group, heads, kv_heads, config, point):
 
 def _grid(ranks, rows=None, cols=None, ulysses=1, overlap=False) -> dict:
     """With the rows or columns that are not given; `Attention2D` says if they do not divide."""
+    if not (rows or cols):
+        raise ValueError("cp_comm_type='2d' with ulysses or overlap needs rows or cols as well")
     rows = rows or max(1, ranks // (ulysses * (cols or 1)))
     cols = cols or max(1, ranks // (ulysses * rows))
     return dict(rows=rows, cols=cols, ulysses=ulysses, overlap=overlap)

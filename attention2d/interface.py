@@ -22,5 +22,5 @@ def attention(
     by name, with a ValueError on every rank.
     """
     features |= dict(attn_mask=attn_mask, dropout_p=dropout_p)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v))  # others are refused, on every rank
     return schedule(q, k, v, causal=is_causal, scale=scale, seq=seq, **features).transpose(1, 2)

@@ -44,12 +44,13 @@ class _Sizes:
         return self.sum_q > self.q
 
 
-def memory(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, moved=False) -> Memory:
-    """Of a `Grid` whose ranks hold `slots` tokens each, on the CPU (CUDA's kernels take less beside their results).
+def memory(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, moved=False, on_cuda=False) -> Memory:
+    """Of a `Grid` whose ranks hold `slots` tokens each.
 
-    moved: keys and values are moved before.
+    moved: keys and values are moved before. on_cuda: with the larger tiles of flash attention there, as if these took what
+    the CPU's do (not measured).
     """
-    sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize)
+    sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda)
     cells, copied = (sizes, grid.rows, grid.cols), grid.ulysses > 1 or batch > 1  # sequence first, and back
 
     def travelling(nbytes):  # when heads are shared or joined
@@ -74,12 +75,12 @@ def memory(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, mov
     return Memory(saved, forward, backward)
 
 
-def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize) -> _Sizes:
+def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda) -> _Sizes:
     wide, row = max(4, itemsize), batch * heads * head_dim
     numbers = slots * row, 2 * slots * row * kv_heads // heads
     row //= grid.ulysses
     queries, keys = (slots * grid.ulysses * (1 if overlap else count) for count in (grid.cols, grid.rows))
-    most = max(1, block.NUMBERS // row)
+    most = block.most_slots(row, on_cuda)
     q, kv = min(most, queries) * row * wide, 2 * min(most, keys) * (row * kv_heads // heads) * wide
     widened = itemsize < wide
     return _Sizes(
@@ -101,11 +102,9 @@ def _forward_gathered(sizes, rows, cols) -> int:
 def _backward_gathered(sizes, rows, cols) -> int:
     keys, found = (rows > 1) * rows * sizes.kv, cols * sizes.sum_q + rows * sizes.sum_kv
     queries = cols * (2 * sizes.q + 2 * sizes.stats) if cols > 1 else sizes.stats
-    mine = (cols > 1) * sizes.sum_q + (rows > 1) * sizes.sum_kv
     return max(
         keys + (1 + sizes.widened) * sizes.sum_q,  # for delta
         keys + queries + found + sizes.tile_backward,
-        found + mine + (cols > 1) * sizes.sum_q,
         sizes.sum_q + (rows + 2) * sizes.sum_kv if rows > 1 else 0,
     )
 

@@ -26,19 +26,24 @@ class Segment:
     stride: int = 1
 
 
+def blocks(order: str, ranks: int) -> int:
+    """Equally long ones of which each rank's slots consist."""
+    return 2 if order == "zigzag" and ranks > 1 else 1
+
+
 def local_length(order: str, seq: int, ranks: int) -> int:
     """Slots of each rank for a sequence of `seq` tokens."""
-    blocks = 2 if order == "zigzag" else 1
-    return -(-seq // (blocks * ranks)) * blocks
+    count = blocks(order, ranks)
+    return -(-seq // (count * ranks)) * count
 
 
 def segments(order: str, rank: int, ranks: int, local: int, seq: int) -> tuple[Segment, ...]:
     """What rank `rank` of `ranks` holds in its `local` slots, in their order, which is that of positions."""
     length, stride = local, 1
-    if order == "zigzag":
+    if blocks(order, ranks) == 2:
         length = local // 2
         starts = [rank * length, (2 * ranks - 1 - rank) * length]
-    elif order == "contiguous":
+    elif order != "cyclic":
         starts = [rank * local]
     else:
         starts, stride = [rank], ranks

@@ -52,9 +52,15 @@ class Attention2D(Spread):
         """
         return messages(self.grid, *self._tensors(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
 
-    def memory(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Memory:
-        """Bytes that a rank holds beside q, k and v, at most: in `.forward`, `.saved` for backward, in `.backward`."""
-        return memory(self.grid, self.overlap, *self._tensors(batch, seq, heads, kv_heads, head_dim, itemsize))
+    def memory(
+        self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, on_cuda=False
+    ) -> Memory:
+        """Bytes that a rank holds beside q, k and v, at most: in `.forward`, `.saved` for backward, in `.backward`.
+
+        on_cuda: as flash attention there is expected to take them; not measured.
+        """
+        shape = self._tensors(batch, seq, heads, kv_heads, head_dim, itemsize)
+        return memory(self.grid, self.overlap, *shape, on_cuda)
 
     def _tensors(self, batch, seq, heads, kv_heads, head_dim, itemsize):
         """As `messages` and `memory` take them."""

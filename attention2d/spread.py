@@ -51,7 +51,7 @@ class Spread:
 
     def _length(self, local: int, seq: int | None) -> int:
         """That of a sequence of which each rank has `local` slots. ValueError if `seq` is another's."""
-        if self.order == "zigzag" and local % 2:
+        if local % orders.blocks(self.order, self.ranks):
             raise ValueError(f"zigzag order has two equal blocks on each rank, and {local} local tokens are odd")
         if seq is None:
             return local * self.ranks

@@ -5,7 +5,7 @@ import torch
 from sparsefusion.collectives import all_gather
 from sparsefusion.quantize import at_least_fp32
 
-from .block import attend, merge
+from .block import attend, merge, tile_length
 from .checks import autocast, check_heads, check_options, check_tensors, refuse
 from .spread import Spread
 from .volume import Volume
@@ -43,18 +43,17 @@ class Tree(Spread):
         """
         q, k, v = autocast(q, k, v)
         self._agree(q, lambda: self._asked(q, k, v, causal, scale, seq, features))
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             out, lse = self._attend(q, k, v, scale, seq)
         return (out, lse) if return_lse else out
 
     def _attend(self, q, k, v, scale, seq):
         k, v = (t[:, : self._keys(k.shape[1], seq)].transpose(0, 1) for t in (k, v))
-        q = q.transpose(0, 1)
-        if len(k):
-            out, lse = attend(q, k, v, False, q.shape[-1] ** -0.5 if scale is None else scale)
-        else:
-            out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
-            lse = out.new_full(q.shape[:-1], -torch.inf)
+        q, scale = q.transpose(0, 1), q.shape[-1] ** -0.5 if scale is None else scale
+        out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
+        lse = out.new_full(q.shape[:-1], -torch.inf)
+        for keys, values in zip(*(t.split(tile_length(t)) for t in (k, v)), strict=True) if len(k) else ():
+            merge(out, lse, *attend(q, keys, values, False, scale))
         parts = all_gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1), self.group, self.counter)
         out, lse = parts[0, ..., :-1].contiguous(), parts[0, ..., -1].contiguous()
         for part in parts[1:]:

@@ -13,7 +13,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Messages:
-    """What each rank sends, one after the other: (steps, bytes in each), of `steps` + 1 ranks that all get it."""
+    """What each rank sends, one after the other: (steps, bytes in each)."""
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
@@ -39,7 +39,7 @@ def messages(grid, slots, batch, heads, kv_heads, head_dim, itemsize, moved=Fals
     s = batch * slots * heads
     w, kw = s * head_dim, batch * slots * kv_heads * head_dim
     q, kv = w // grid.ulysses, kw // grid.ulysses
-    shared = (U, q * e), (U, kv * e), (U, kv * e), (int(moved), 2 * kw * e)
+    shared = (U, (q + 2 * kv) * e), (int(moved), 2 * kw * e)
     forward = *shared, (R, 2 * kw * e), (C, w * e), (C, w * e + s * a), (U, q * e)
     backward = (U, q * e), (R, 2 * kw * e), (C, 2 * w * e + 2 * s * a), (C, w * a), (R, 2 * kw * a)
-    return Messages(forward, (*backward, (int(moved), 2 * kw * a), (U, q * a), (U, kv * a), (U, kv * a)))
+    return Messages(forward, (*backward, (int(moved), 2 * kw * a), (U, (q + 2 * kv) * a)))

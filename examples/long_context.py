@@ -29,7 +29,7 @@ def spread(schedule, length):
     """transformers' attention function, by `schedule`, of sequences of `length` tokens."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_ids=None, **features):
-        del features["use_cache"]  # what is left is refused if it has a value
+        features.pop("use_cache", None)  # what is left is refused if it has a value
         out = attention2d.attention(
             query, key, value, schedule, attention_mask, dropout, module.is_causal, scaling, seq=length, **features
         )
@@ -77,7 +77,8 @@ def main():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     model = (AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else small_llama()).to(device)
     heads, length, config = model.config.num_attention_heads, arguments.seq_length, model.config
-    kv_heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", heads), getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // heads
     if arguments.rows or arguments.cols or arguments.ulysses:
         point = (max(1, size) for size in (arguments.rows, arguments.cols, arguments.ulysses))
         schedule = attention2d.Attention2D(group, *point)

@@ -1,6 +1,7 @@
 """One thread, no network, no third-party chatter; the `ranks` fixture; `full` tests only with --full."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch and numpy load their libraries
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +15,10 @@ import torch
 from ranks import run_ranks
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as of a shell's background job: programs inherit that, and the tests'
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # would not end with Ctrl-C either
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ POINTS = {
     "one row, overlapped": lambda group: Attention2D(group, 1, group.size(), overlap=True),
     "grid": lambda group: Attention2D(group, 2, group.size() // 2),
     "grid, overlapped": lambda group: Attention2D(group, 2, group.size() // 2, overlap=True),
+    "tall grid": lambda group: Attention2D(group, group.size() // 2, 2),
+    "tall grid, overlapped": lambda group: Attention2D(group, group.size() // 2, 2, overlap=True),
     "USP": lambda group: USP(group, 2),
     "3-D": lambda group: Attention2D(group, 1, group.size() // 2, ulysses=2),
     "transposed": lambda group: Attention2D(group, 2, group.size() // 2, order="cyclic", transpose=True),
@@ -30,7 +32,7 @@ OF_ANY = [POINTS[name] for name in ("ring", "all-gather", "one row", "one row, o
 
 def of_all(cases):
     """[(measured, formula)] of each case."""
-    block.NUMBERS = 2**12
+    block.NUMBERS, block.LEAST = 2**12, 1
     found = []
     for name, batch, causal, dtype in cases:
         schedule = POINTS[name](dist.group.WORLD)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, block
 from attention2d.order import ORDERS
-from spreading import Problem, sub_group
+from spreading import Problem, exact, sub_group
 
 FORWARD, GRADIENTS = 1e-13, 1e-12
 
@@ -58,12 +58,14 @@ def solve_all(rank, work):
     return worst
 
 
-def work_of(ranks, chosen, each):
-    """[(point, problem)], `each` problems a point: all lengths, masks and head counts in turn."""
+def work_of(ranks, chosen, each, first=0):
+    """[(point, problem)], `each` problems a point: all lengths, masks and head counts in turn, from the `first` on."""
     kinds = itertools.cycle(
         (length, causal, index) for length, causal, index in itertools.product(lengths(ranks), (True, False), range(3))
     )
     work = []
+    for _ in range(first):
+        next(kinds)
     for point, _ in itertools.product(chosen, range(each)):
         length, causal, index = next(kinds)
         heads, kv_heads = head_counts(point.get("ulysses", 1))[index]
@@ -99,8 +101,16 @@ def test_some_points_of_more(world_size, least, ranks):
         for options in OPTIONS
         if ulysses == 1 and min(rows, cols) >= least
     ]
-    shared = [dict(rows=rows, cols=cols, ulysses=2) for ulysses, rows, cols in grids(world_size) if ulysses == 2]
-    check(ranks(solve_all, world_size, work_of(world_size, chosen, 1) + work_of(world_size, shared, 1)))
+    shared = [
+        dict(rows=rows, cols=cols, ulysses=2, overlap=overlap)
+        for ulysses, rows, cols in grids(world_size)
+        for overlap in (False, True)
+        if ulysses == 2
+    ]
+    work = work_of(world_size, chosen, 1, first=13) + work_of(
+        world_size, shared, 1, first=16
+    )  # shorter than ranks are many
+    check(ranks(solve_all, world_size, work))
 
 
 @pytest.mark.full
@@ -320,9 +330,32 @@ def test_the_output_may_be_added_to(world_size, ranks):
     ranks(run, world_size)
 
 
+@pytest.mark.parametrize("world_size, point", ((4, dict(rows=2, cols=2)), (2, dict(rows=1, cols=1, ulysses=2))))
+@pytest.mark.parametrize("overlap", (False, True))
+def test_gradients_that_are_one_number(world_size, point, overlap, ranks):
+    """As `sum()` gives them: expanded, without numbers of their own; and tiny ones."""
+    problem = Problem.of(4 * world_size, 4, 2, True)
+    leaves = [t.clone().requires_grad_() for t in problem.given[:3]]
+    expected = torch.autograd.grad(exact(*leaves, True)[0].sum(), leaves)
+
+    def run(rank):
+        schedule = Attention2D(dist.group.WORLD, **point, overlap=overlap)
+        q, k, v = (schedule.shard(t).requires_grad_() for t in problem.given[:3])
+        out = schedule(q, k, v, causal=True)
+        for factor in (1, 1e-30):
+            found = torch.autograd.grad(out.sum() * factor, (q, k, v), retain_graph=True)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert (ours / factor - schedule.shard(theirs)).abs().max() <= GRADIENTS
+
+    ranks(run, world_size)
+
+
 def test_one_rank_needs_no_group():
-    """Zigzag has two blocks there too."""
+    """Of any length."""
     problem = Problem.of(7, 4, 2, True)
+    q, k, v = problem.given[:3]
+    for schedule in (Ring(), Attention2D(None, 1, 1, order="cyclic")):
+        assert (schedule(q, k, v, causal=True) - problem.answers[0]).abs().max() <= FORWARD
     for schedule in (
         Attention2D(None, 1, 1),
         Ring(),
@@ -414,7 +447,7 @@ def test_volume_is_what_is_sent(world_size, dtype, ranks):
     """By the busiest rank: of all, where nothing is moved. Every grid, and of a few ranks every point."""
     work = []
     for index, point in enumerate(points(world_size)):
-        if world_size > 4 and (point["order"] == "contiguous" or index % 2):
+        if world_size > 4 and (point["order"] == "contiguous" or index // 2 % 2):
             continue
         heads, kv_heads = head_counts(point.get("ulysses", 1))[index % 3]
         work.append((point, Problem.of(4 * world_size + index % 3, heads, kv_heads, True, dtype=dtype)))
