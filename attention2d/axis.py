@@ -105,12 +105,12 @@ class Axis:
             self.exchange(sends, receives).wait()
         return buffers
 
-    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], take, dtypes=None) -> None:
+    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], dtypes, take) -> None:
         """For each other rank, in the order of the steps, take(its parts of this rank's chunk, one of each buffer).
 
-        dtypes: what they travel in (None: their own). Sends (size - 1) chunks of each.
+        dtypes: what they travel in. Sends (size - 1) chunks of each.
         """
-        pairs = list(zip(buffers, dtypes or [buffer.dtype for buffer in buffers], strict=True))
+        pairs = list(zip(buffers, dtypes, strict=True))
         for step in range(1, self.size):
             take(self._send_home(layout, pairs, step))
 

@@ -68,6 +68,12 @@ def stand_in(dout, delta):
     return ones.mul_(factor.unsqueeze(-1)).to(dout.dtype)
 
 
+def of_no_keys(q):
+    """(out, lse) to merge others into."""
+    out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
+    return out, out.new_full(q.shape[:-1], -torch.inf)
+
+
 def merge(out, lse, more, more_lse) -> None:
     """Add to (out, lse) of some keys, in place, the (more, more_lse) of others; -inf: of none yet."""
     total = torch.logaddexp(lse, more_lse)

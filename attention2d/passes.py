@@ -8,12 +8,10 @@ result is rounded once, and results are merged in the order of the steps, whatev
 
 from dataclasses import dataclass
 
-import torch
-
 from sparsefusion.quantize import at_least_fp32
 
 from .axis import Axis, Chunks, add
-from .block import attend, attend_backward, merge, tile_length
+from .block import attend, attend_backward, merge, of_no_keys, tile_length
 from .order import calls, cut
 
 
@@ -37,7 +35,7 @@ class Passes:
         outs, lses = self._attend(calls(rows.segments, cols.segments, self.causal), queries, keys, values)
         del queries, keys, values
         mine = rows.take(self.row.own, outs), rows.take(self.row.own, lses)
-        self.row.scatter(rows, [outs, lses], lambda more: merge(*mine, *more), [q.dtype, lses.dtype])
+        self.row.scatter(rows, [outs, lses], [q.dtype, lses.dtype], lambda more: merge(*mine, *more))
         return mine
 
     def backward_gathered(self, q, k, v, out, lse, dout):
@@ -107,10 +105,7 @@ class Passes:
         if found is None and _is_whole(tiles, queries):
             (call,) = tiles
             return attend(queries, keys[call.kv], values[call.kv], call.causal, self.scale)
-        if found is None:
-            dtype = at_least_fp32(queries.dtype)
-            found = _zeros(queries), queries.new_full(queries.shape[:-1], -torch.inf, dtype=dtype)
-        out, lse = found
+        out, lse = found = found or of_no_keys(queries)
         for call in cut(tiles, tile_length(queries)):
             merge(
                 out[call.q],
@@ -165,5 +160,5 @@ def _delta(dout, out):
 
 
 def _zeros(like):
-    """A gradient of it, or an output of its shape: none yet."""
+    """A gradient of it: none yet."""
     return like.new_zeros(like.shape, dtype=at_least_fp32(like.dtype))

@@ -3,9 +3,8 @@
 import torch
 
 from sparsefusion.collectives import all_gather
-from sparsefusion.quantize import at_least_fp32
 
-from .block import attend, merge, tile_length
+from .block import attend, merge, of_no_keys, tile_length
 from .checks import autocast, check_heads, check_options, check_tensors, refuse
 from .spread import Spread
 from .volume import Volume
@@ -50,8 +49,7 @@ class Tree(Spread):
     def _attend(self, q, k, v, scale, seq):
         k, v = (t[:, : self._keys(k.shape[1], seq)].transpose(0, 1) for t in (k, v))
         q, scale = q.transpose(0, 1), q.shape[-1] ** -0.5 if scale is None else scale
-        out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
-        lse = out.new_full(q.shape[:-1], -torch.inf)
+        out, lse = of_no_keys(q)
         for keys, values in zip(*(t.split(tile_length(t)) for t in (k, v)), strict=True) if len(k) else ():
             merge(out, lse, *attend(q, keys, values, False, scale))
         parts = all_gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1), self.group, self.counter)
