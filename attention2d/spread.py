@@ -5,7 +5,7 @@ from contextlib import suppress
 import torch
 
 from sparsefusion.agreement import agree
-from sparsefusion.collectives import Counter, all_gather
+from sparsefusion.collectives import Counter, all_gather, all_gather_small
 
 from . import order as orders
 from .grid import size_of
@@ -75,7 +75,7 @@ class Spread:
                 key = repr(asked())
             if key in self._agreed:
                 return
-        agree(lambda mine: all_gather(mine, self.group), tensor.device, asked, "ranks of the group")
+        agree(lambda mine: all_gather_small(mine, self.group), tensor.device, asked, "ranks of the group")
         if tensor.is_cuda:
             if len(self._agreed) >= REMEMBERED:  # on all ranks alike
                 self._agreed.clear()

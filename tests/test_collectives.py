@@ -110,6 +110,17 @@ def test_long_messages(ranks, world):
 
 
 @worlds
+def test_few_bytes_gathered_in_rounds(ranks, world):
+    def run(rank):
+        given = [torch.arange(number, number + 6).view(3, 2).to(torch.int64) for number in range(world)]
+        for mine in (given[rank], given[rank].mT.contiguous().mT, given[rank][:0]):
+            got = collectives.all_gather_small(mine, dist.group.WORLD)
+            assert torch.equal(got, torch.stack(given)[:, : len(mine)])
+
+    ranks(run, world)
+
+
+@worlds
 def test_reduce_scatter_adds_in_rank_order(ranks, world):
     """So a sum has the same bits whoever makes it, and as `in_rank_order` gives it."""
     given = [tensor.float() for tensor in held("reduce_scatter", (1000,), world)]
