@@ -79,7 +79,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.16"],
         "hf": ["transformers"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.16"],
         "lint": ["ruff"],
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],

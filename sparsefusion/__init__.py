@@ -11,6 +11,7 @@ FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
 _HOME = {
     "all_reduce": "reduction",
     "Fabric": "fabric",
+    "SparseFusion": "sparse_fusion",
 }
 
 __all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS")

@@ -62,27 +62,38 @@ def all_reduce(tensor, group=None, counter=None, op=dist.ReduceOp.SUM) -> torch.
     if group is None:
         return tensor.detach()
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return begin_all_reduce(total, group, counter, op).wait()[0]
+
+
+def begin_all_reduce(total, group, counter=None, op=dist.ReduceOp.SUM) -> "Exchange":
+    """Start an `all_reduce` in place, of a contiguous tensor; `wait()` returns it in a list. All ranks start their
+    collectives in the same order."""
     _count(counter, "all_reduce", total, 2 * (group.size() - 1), group.size())
-    dist.all_reduce(total, op=op, group=group)
-    return total
+    return Exchange([dist.all_reduce(total, op=op, group=group, async_op=True)], (), [total])
 
 
 def all_gather(tensor, group=None, counter=None) -> torch.Tensor:
     """Every rank's `tensor`, in rank order, on every rank: shape (P, *tensor.shape)."""
     if group is None:
         return tensor.detach().unsqueeze(0)
+    return begin_all_gather(tensor, group, counter).wait()[0]
+
+
+def begin_all_gather(tensor, group, counter=None) -> "Exchange":
+    """Start an `all_gather`, as `begin_all_reduce` does; `wait()` returns its result in a list."""
     tensor = tensor.detach().contiguous()
     _count(counter, "all_gather", tensor, group.size() - 1, 1)
     parts = tensor.new_empty(group.size(), *tensor.shape)
     if tensor.is_cuda:
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
-        gather(parts, tensor, group=group)
+        work = gather(parts, tensor, group=group, async_op=True)
     elif group.size() == 2 and _step_by_step(tensor):
         parts[group.rank()] = tensor
-        _swap(tensor, parts[1 - group.rank()], 1, group)
+        other = 1 - group.rank()
+        return Exchange(exchange([(tensor, other)], [(parts[other], other)], group).work, tensor, [parts])
     else:
-        dist.all_gather(list(parts.unbind()), tensor, group=group)
-    return parts
+        work = dist.all_gather(list(parts.unbind()), tensor, group=group, async_op=True)
+    return Exchange([work], tensor, [parts])
 
 
 def all_gather_small(tensor, group=None) -> torch.Tensor:
@@ -168,16 +179,16 @@ def _rows_for_ranks(tensor, group) -> torch.Tensor:
 
 
 class Exchange:
-    """Messages between pairs of ranks under way; `wait()` returns the received tensors."""
+    """Messages under way; `wait()` returns the received tensors."""
 
     def __init__(self, work, sent, received):
-        self._work, self._sent, self.received = work, sent, received  # what is sent must live until it has left
+        self.work, self._sent, self.received = work, sent, received  # what is sent must live until it has left
 
     def wait(self) -> list[torch.Tensor]:
         """Block until everything has left and arrived; the received tensors, in the order they were asked for."""
-        for work in self._work:
+        for work in self.work:
             work.wait()
-        self._work = self._sent = ()
+        self.work = self._sent = ()
         return self.received
 
 

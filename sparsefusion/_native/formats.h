@@ -18,24 +18,6 @@ typedef struct {
   int type, format;
 } Part;
 
-INLINE uint16_t half_of_float(float x) { /* to the nearest, ties to even; a NaN stays one */
-  const uint32_t smallest = 113u << 23, beyond = 143u << 23, magic = 126u << 23; /* 2^-14, 2^16, 0.5 */
-  uint32_t sign = bits_of_float(x) & 0x80000000u, bits = bits_of_float(x) ^ sign;
-  uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
-  uint32_t subnormal = bits_of_float(float_of_bits(bits) + float_of_bits(magic)) - magic;
-  uint32_t special = bits > 0x7f800000u ? 0x7e00 : 0x7c00;
-  uint32_t half = bits >= beyond ? special : bits < smallest ? subnormal : normal;
-  return half | sign >> 16;
-}
-
-INLINE float float_of_half(uint16_t half) {
-  uint32_t bits = (uint32_t)(half & 0x7fff) << 13, exponent = bits & 0x0f800000u;
-  uint32_t normal = bits + (112u << 23), special = bits + (224u << 23);
-  uint32_t subnormal = bits_of_float(float_of_bits(bits + (113u << 23)) - float_of_bits(113u << 23));
-  uint32_t magnitude = exponent == 0x0f800000u ? special : exponent ? normal : subnormal;
-  return float_of_bits(magnitude | (uint32_t)(half & 0x8000) << 16);
-}
-
 INLINE float widened(uint16_t number, int type) {
   return type == FLOAT16 ? float_of_half(number) : float_of_bits((uint32_t)number << 16);
 }

@@ -1,0 +1,93 @@
+"""DeepSpeed's engine, ZeRO 0 and 1: buckets are reduced by a session, one after the other, as DeepSpeed waits for each.
+
+Needs no import of DeepSpeed.
+"""
+
+from types import MethodType
+
+
+class DeepSpeedEngine:
+    """The door of one engine."""
+
+    holds, reduce_scatters = False, False
+
+    def __init__(self, engine):
+        self._engine, self.module, self._session = engine, engine.module, None
+        self._stage = int(engine.zero_optimization_stage())
+        if self._stage > 1:
+            raise ValueError(
+                f"ZeRO stage {self._stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1"
+            )
+        for wrong, why in (
+            (engine.pipeline_parallelism, "pipeline parallelism"),
+            (engine.has_moe_layers, "mixtures of experts"),
+        ):
+            if wrong:
+                raise ValueError(f"SparseFusion does not work with DeepSpeed's {why}")
+        self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
+        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
+        optimizer = engine.optimizer
+        self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
+
+    def open(self, session) -> None:
+        """Gradients go to `session` from now on."""
+        self._session = session
+        if self._stage:
+            self._engine.optimizer.average_tensor = MethodType(self._average_tensor, self._engine.optimizer)
+        else:
+            self._engine.allreduce_bucket = MethodType(self._allreduce_bucket, self._engine)
+        self._engine.allreduce_gradients = MethodType(self._allreduce_gradients, self._engine)
+
+    def close(self) -> None:
+        """DeepSpeed's own methods again."""
+        if self._stage:
+            del self._engine.optimizer.average_tensor
+        else:
+            del self._engine.allreduce_bucket
+        del self._engine.allreduce_gradients
+        self._session = None
+
+    def _average_tensor(self, optimizer, tensor, communication_data_type):
+        """In the place of ZeRO 1's: `tensor` holds the gradients of the bucket's parameters, one after the other."""
+        parameters = [
+            optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
+        ]
+        gradients, first = {}, 0
+        for parameter in parameters:
+            gradients[self._names[id(parameter)]] = tensor[first : first + parameter.numel()]
+            first += parameter.numel()
+
+        def whole():
+            type(optimizer).average_tensor(optimizer, tensor, communication_data_type)
+
+        self._session.reduce(gradients, [tensor], whole, [self._factor]).wait()
+
+    def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
+        """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
+        flat = engine.flatten(bucket)
+        names, gradients, first = self._names_by_address(), {}, 0
+        for gradient in bucket:
+            gradients[names[gradient.data_ptr()]] = flat[first : first + gradient.numel()]
+            first += gradient.numel()
+
+        def whole():
+            flat.copy_(type(engine).allreduce_bucket(engine, bucket, dp_group, dp_world_size))
+
+        self._session.reduce(gradients, [flat], whole, [self._factor]).wait()
+        return flat
+
+    def _names_by_address(self) -> dict[int, str]:
+        """Of gradients: the parameters' own, and those that the BF16 optimizer adds up in float32."""
+        found = {p.grad.data_ptr(): name for name, p in self.parameters.items() if p.grad is not None}
+        optimizer = self._engine.optimizer
+        if hasattr(optimizer, "fp32_groups_gradients"):
+            pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            found |= {g.data_ptr(): self._names[id(p)] for ps, gs in pairs for p, g in zip(ps, gs, strict=True)}
+        return found
+
+    def _allreduce_gradients(self, engine, *arguments, **named):
+        type(engine).allreduce_gradients(engine, *arguments, **named)
+        if engine.is_gradient_accumulation_boundary():
+            self._session.end_step()

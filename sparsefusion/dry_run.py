@@ -1,0 +1,34 @@
+"""What would it bring? Said before anything is switched on."""
+
+from .plan import AS_THEY_COME
+
+
+def dry_run(plans, seconds, wish, timeline) -> str:
+    """A table of the modes that are considered, with the predicted step and the bytes that a rank gives to collectives."""
+    ranks = next(iter(plans.values())).ranks
+    lines = [
+        f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} numbers in "
+        f"{len(timeline.atoms)} buckets; a step that sends all takes {1e3 * timeline.step:.0f} ms. Predicted:"
+    ]
+    for mode, plan in plans.items():
+        nbytes = _bytes(plan, wish, timeline)
+        lines.append(f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB in {_messages(plan, timeline)}")
+    return "\n".join(lines)
+
+
+def verdict(mode, measured) -> str:
+    """Of a trial."""
+    tried = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
+    return f"sparsefusion: {mode}, for steps took: {tried}"
+
+
+def _bytes(plan, wish, timeline) -> int:
+    if plan.mode in AS_THEY_COME:
+        return timeline.numel * (2 if plan.mode == "fp16" else timeline.itemsize)
+    dense, sparse, _ = plan.sent_numbers
+    return dense * timeline.itemsize + wish.sent_bytes(sparse)
+
+
+def _messages(plan, timeline) -> str:
+    count = len(plan.buffers) or len(timeline.atoms)
+    return f"{count} buffer{'s' if count > 1 else ''}"

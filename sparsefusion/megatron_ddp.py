@@ -1,0 +1,74 @@
+"""Megatron-Core's DistributedDataParallel: its bucket groups start and finish their reduction through a session.
+
+Needs no import of Megatron. Expert parameters, whose group is another, stay with Megatron.
+"""
+
+from types import MethodType
+
+from torch.distributed import get_world_size
+
+
+class MegatronDDP:
+    """The door of one Megatron DDP module, with or without overlap and distributed optimizer."""
+
+    def __init__(self, ddp):
+        self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
+        if getattr(self._config, "num_distributed_optimizer_instances", 1) > 1:
+            raise ValueError(
+                "num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one"
+            )
+        if not ddp.bucket_groups:
+            raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+        first = ddp.bucket_groups[0]
+        self.reduce_scatters = self._config.use_distributed_optimizer
+        self.group = (
+            first.intra_distributed_optimizer_instance_group if self.reduce_scatters else first.data_parallel_group
+        )
+        self.holds = self._config.overlap_grad_reduce
+        names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self._buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
+        self.parameters = {names[id(p)]: p for bucket in self._buckets for p in bucket.params_list}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+
+    def open(self, session) -> None:
+        """Gradients go to `session` from now on."""
+        self._session = session
+        for group in self._ddp.bucket_groups:
+            group.start_grad_sync = MethodType(self._start, group)
+        self._ddp.finish_grad_sync = self._finish
+
+    def close(self) -> None:
+        """Megatron's own methods again."""
+        for group in self._ddp.bucket_groups:
+            del group.start_grad_sync
+        del self._ddp.finish_grad_sync
+        self._session = None
+
+    def _start(self, group, force_all_reduce=False):
+        """In the place of a bucket group's start_grad_sync."""
+        if group.is_first_batch and group.grad_reduce_handle is not None:
+            return
+        flats = [bucket.grad_data for bucket in group.buckets]
+        parameters = [p for bucket in group.buckets for p in bucket.params_list]
+        gradients = {self._names[id(p)]: p.main_grad.view(-1) for p in parameters}
+
+        def whole():
+            type(group).start_grad_sync(group, force_all_reduce)
+            handle, group.grad_reduce_handle = group.grad_reduce_handle, None
+            return handle
+
+        handle = self._session.reduce(gradients, flats, whole, [self._factor(bucket) for bucket in group.buckets])
+        if self.holds:
+            group.grad_reduce_handle = handle
+        else:
+            handle.wait()
+
+    def _factor(self, bucket) -> float:
+        """What a mean is to be multiplied by: Megatron may want a sum, scaled."""
+        ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
+        return bucket.gradient_scaling_factor * ranks
+
+    def _finish(self, *arguments, **named):
+        """In the place of the module's finish_grad_sync."""
+        type(self._ddp).finish_grad_sync(self._ddp, *arguments, **named)
+        self._session.end_step()

@@ -1,0 +1,164 @@
+"""Dense steps watched until it is known when gradients are ready; then what messages and selecting cost is measured.
+
+Seconds are means over the ranks, so that all of them plan alike.
+"""
+
+import time
+from statistics import median
+
+import numpy as np
+import torch
+
+from .collectives import all_reduce
+from .curve import Curve
+from .fabric import Fabric
+from .selection import add_at, take
+from .sweep import collective_calls, repetitions, share, timed
+from .timeline import Costs, Tensor, Timeline
+
+WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
+SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2}  # bytes of messages: times that they are sent
+LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
+
+
+class Clock:
+    """Marks in time, of the host or of the CUDA stream, and the seconds between them."""
+
+    def __init__(self, device):
+        self._cuda = torch.device(device).type == "cuda"
+
+    def mark(self):
+        """Now, or when the stream gets here."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start, end) -> float:
+        """Between two marks; waits for the stream."""
+        if not self._cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Observation:
+    """Watches a session's steps; calls `done` with the timeline after 1 + WATCHED of them.
+
+    parameters: {name: parameter} of all gradients.
+    """
+
+    def __init__(self, parameters, group, done):
+        self._parameters, self._group, self._done = parameters, group, done
+        self._clock = Clock(next(iter(parameters.values())).device)
+        self._marks, self._atoms, self._steps, self._ended = {}, [], [], None
+        self._hooks = [p.register_post_accumulate_grad_hook(self._noting(name)) for name, p in parameters.items()]
+
+    def _noting(self, name):
+        def note(_):
+            self._marks[name] = self._clock.mark()
+
+        return note
+
+    def step_began(self, session) -> None:
+        """Nothing to do: a step began when the last one ended."""
+
+    def arrived(self, names) -> None:
+        """An atom came; of parameters that were not used it is the first that is known."""
+        self._atoms.append(names)
+        mark = self._clock.mark()
+        for name in names:
+            self._marks.setdefault(name, mark)
+
+    def step_ended(self, session) -> None:
+        """Keep what this step showed."""
+        ended = self._clock.mark()
+        if self._ended is not None:
+            ready = {name: self._clock.seconds(self._ended, mark) for name, mark in self._marks.items()}
+            self._steps.append((ready, self._clock.seconds(self._ended, ended), self._atoms))
+        self._ended, self._marks, self._atoms = self._clock.mark(), {}, []
+        if len(self._steps) >= WATCHED:
+            self.stop(session)
+            self._done(self._timeline())
+
+    def stop(self, session) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        session.watchers.remove(self)
+
+    def _timeline(self) -> Timeline:
+        """Medians of the steps, means over the ranks; atoms as in the last step, what never came with the last of them."""
+        names, atoms = list(self._parameters), [list(atom) for atom in self._steps[-1][2]]
+        atoms[-1] += [name for name in names if not any(name in atom for atom in atoms)]
+        local = [median(ready.get(name, step) for ready, step, _ in self._steps) for name in names]
+        local.append(median(step for _, step, _ in self._steps))
+        *ready, step = mean_over_ranks(local, self._group, next(iter(self._parameters.values())).device)
+        parameters = [self._parameters[name] for name in names]
+        tensors = [Tensor(n, p.numel(), p.dim(), at) for n, p, at in zip(names, parameters, ready, strict=True)]
+        order = sorted(tensors, key=lambda tensor: tensor.ready)
+        itemsize = max(p.element_size() for p in parameters)
+        return Timeline(tuple(order), tuple(map(tuple, atoms)), itemsize, step)
+
+
+def mean_over_ranks(numbers, group, device) -> list[float]:
+    """Of each number, the same bits on every rank."""
+    total = all_reduce(torch.tensor(numbers, dtype=torch.float64, device=device), group)
+    return (total / group.size()).tolist()
+
+
+def measured_costs(group, device, numel: int, density: float, sparsifier: str, fabric=None) -> Costs:
+    """What messages cost on the links of `group`, and selecting on its ranks; all of them call this together.
+
+    numel: of the largest gradient. fabric: what messages cost, if that is known.
+    """
+    fabric = fabric or measured_fabric(group, device)
+    sizes = np.unique(np.geomspace(LEAST, max(2 * LEAST, min(numel, MOST)), 4).astype(int))
+    selecting = [_selecting(size, density, sparsifier, device) for size in sizes.tolist()]
+    k = max(64, int(density * sizes[-1]))
+    adding, copying = _adding(int(sizes[-1]), k, device) / k, _copying(int(sizes[-1]), device) / (4 * sizes[-1])
+    *selecting, adding, copying = mean_over_ranks([*selecting, adding, copying], group, device)
+
+    def select(count):
+        if count > sizes[-1]:
+            return selecting[-1] * count / sizes[-1]
+        return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
+
+    return Costs(fabric, group.size(), select, lambda count: count * adding, lambda nbytes: nbytes * copying)
+
+
+def measured_fabric(group, device) -> Fabric:
+    """All-reduce and all-gather at a few sizes, less than a second on links of 100 mbit and more."""
+    calls, points = collective_calls(group, ("all_reduce", "all_gather"), device), {"all_reduce": [], "all_gather": []}
+    for nbytes, count in SIZES.items():
+        seconds = repetitions([timed(call(nbytes), device) for call in calls.values()], group, device, count)
+        for name, column in zip(calls, seconds.unbind(1), strict=True):
+            points[name].append((nbytes, column.median().item(), column.max().item()))
+    curves = [Curve.fit(name, group.size(), measured) for name, measured in points.items()]
+    return share(curves, group, device)
+
+
+def _selecting(numel, density, sparsifier, device) -> float:
+    gradient = torch.randn(numel, device=device)
+    residual = torch.randn(numel, device=device)
+    name = "dgc" if sparsifier == "randomk" else sparsifier
+    return _median(lambda: take(name, [gradient], [residual], max(1, int(density * numel))), device)
+
+
+def _adding(numel, k, device) -> float:
+    places = (torch.arange(k, device=device) * (numel // k)).int()
+    values, target = torch.randn(k, device=device), torch.zeros(numel, device=device)
+    return _median(lambda: add_at([target], values, places), device)
+
+
+def _copying(numel, device) -> float:
+    source, target = torch.zeros(2, numel, device=device).unbind()
+    return _median(lambda: target.copy_(source), device)
+
+
+def _median(function, device) -> float:
+    """Of three times, after one more."""
+    run = timed(function, device)
+    run()
+    return median(run() for _ in range(3))

@@ -1,0 +1,240 @@
+"""Which gradients to send whole, which sparsely, how densely, and in which buffers (SSFusion, resolved in gradcomm.md A).
+
+`plan_of` makes the plan of one mode from a timeline and costs; `predict` says how long a step with it would take. Both are
+functions of their arguments alone: ranks that are given the same numbers get the same plan.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from .fusion_cuts import find_opt_fusion
+from .plan import AS_THEY_COME, Buffer, Plan, Unit, value_bytes
+from .timeline import Costs, Load, Timeline, seconds
+
+DENSE_NUMEL, DENSE_DIMS = 2048, 2  # smaller gradients, or of fewer dimensions, go whole in plans that may choose
+LARGEST_DENSE = 0.05  # of all numbers: a larger gradient is never sent whole to save its selection
+SLACK = 1.01  # a step may become this much longer while Eq. 2 sends more of a buffer whole
+LEAST_COMPENSATION = 0.5  # of the density that was asked for
+PAPER_FLOOR = 0.001
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for. budget: "bytes", or "elements", the paper's, for the compensation of the density."""
+
+    density: float
+    sparsifier: str = "dgc"
+    wire: str = "fp32"
+    budget: str = "bytes"
+
+    def sent_bytes(self, k: int) -> int:
+        """Of k selected numbers: values and places, or with randomk values alone."""
+        if self.sparsifier == "randomk":
+            return 4 * k
+        return value_bytes(self.wire, k) + 4 * k
+
+
+def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
+    """Whether sparse messages are smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
+
+    itemsize: bytes of a number in the cheapest dense message allowed. reduce_scatters: the framework sends half as much.
+    """
+    if ranks == 1:
+        return False
+    if wish.sparsifier == "randomk":
+        return wish.density * 4 < itemsize
+    each = value_bytes(wish.wire, 1 << 20) / (1 << 20) + 4
+    return wish.density * each * ranks < (1 if reduce_scatters else 2) * itemsize
+
+
+def plan_of(mode: str, wish: Wish, timeline: Timeline, costs: Costs) -> Plan:
+    """The plan of a mode (of plan.MODES, but auto)."""
+    empty = Plan(mode, wish.sparsifier, wish.density, wish.wire, costs.ranks)
+    if mode in AS_THEY_COME:
+        return empty
+    buffers = _fused(wish, timeline, costs)
+    if mode == "bucket":
+        buffers = [Buffer((_joined(buffer, wish),)) for buffer in buffers]
+    elif mode != "layerwise":
+        buffers = _selective(buffers, wish, timeline, costs, mode == "interleaved")
+    plan = replace(empty, buffers=tuple(buffers))
+    return _offloaded(plan, wish, timeline, costs) if mode == "offload" else plan
+
+
+def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
+    """Seconds of a step."""
+    if plan.mode in AS_THEY_COME:
+        share = 0.5 if plan.mode == "fp16" and timeline.itemsize > 2 else 1
+        return seconds(_whole_loads(timeline, costs, share), False)
+    return _seconds(plan.buffers, wish, timeline, costs, plan.mode == "interleaved")
+
+
+def _whole_loads(timeline, costs, share) -> list[Load]:
+    """Of the framework's own buckets, of which a share of the bytes is sent."""
+    tensors, loads = timeline.by_name(), []
+    for atom in timeline.atoms:
+        nbytes = sum(tensors[name].numel for name in atom) * timeline.itemsize
+        cast = costs.copy(nbytes) if share < 1 else 0.0
+        ready = max(tensors[name].ready for name in atom)
+        loads.append(Load(ready, cast, costs.all_reduce(int(share * nbytes)), 0.0, costs.copy(nbytes)))
+    return loads
+
+
+def _seconds(buffers, wish, timeline, costs, interleaved) -> float:
+    tensors = timeline.by_name()
+    return seconds([_load(buffer, wish, tensors, timeline.itemsize, costs) for buffer in buffers], interleaved)
+
+
+def _load(buffer, wish, tensors, itemsize, costs) -> Load:
+    """A buffer's seconds."""
+    dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
+    sparse = [unit for unit in buffer.units if unit.k]
+    sent = sum(unit.k for unit in sparse)
+    gathered = costs.all_reduce if wish.sparsifier == "randomk" else costs.all_gather
+    cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
+    return Load(
+        ready=max(tensors[name].ready for name in buffer.names),
+        select=sum(costs.select(unit.numel) for unit in sparse if not unit.offload) + costs.copy(dense),
+        reduce=costs.all_reduce(dense),
+        gather=gathered(wish.sent_bytes(sent)) if sent else 0.0,
+        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
+    )
+
+
+def _fused(wish, timeline, costs) -> list[Buffer]:
+    """Buffers of whole atoms, all of whose gradients are sent sparsely, each with its own k."""
+    tensors = timeline.by_name()
+    units = [[_unit(tensors[name], wish.density) for name in atom] for atom in timeline.atoms]
+    ready = [max(tensors[name].ready for name in atom) for atom in timeline.atoms]
+    selecting = _sums([sum(costs.select(unit.numel) for unit in atom) for atom in units])
+    sent = _sums([sum(unit.k for unit in atom) for atom in units])
+
+    def compute(i, j):
+        return max(0.0, ready[j - 1] - (ready[i - 1] if i else 0.0)) + selecting[j] - selecting[i]
+
+    def send(i, j):
+        return costs.all_gather(wish.sent_bytes(sent[j] - sent[i]))
+
+    ends = find_opt_fusion(len(units), compute, send, [sum(unit.numel for unit in atom) for atom in units])
+    return [Buffer(tuple(unit for atom in units[i:j] for unit in atom)) for i, j in zip((0, *ends), ends, strict=False)]
+
+
+def _unit(tensor, density) -> Unit:
+    return Unit((tensor.name,), tensor.numel, max(1, math.floor(density * tensor.numel)))
+
+
+def _joined(buffer, wish) -> Unit:
+    """One unit of all: one k over the whole buffer."""
+    numel = sum(unit.numel for unit in buffer.units)
+    return Unit(buffer.names, numel, max(1, math.floor(wish.density * numel)))
+
+
+def _sums(numbers) -> list:
+    """Sums of the first 0, 1, ... of them."""
+    found = [0]
+    for number in numbers:
+        found.append(found[-1] + number)
+    return found
+
+
+def _selective(buffers, wish, timeline, costs, interleaved) -> list[Buffer]:
+    """What costs more to select than it saves, and by Eq. 2 more of each buffer, is sent whole; the rest less densely."""
+    tensors = timeline.by_name()
+    dense = {
+        t.name for t in timeline.tensors if t.numel < DENSE_NUMEL or t.dims < DENSE_DIMS or wish.density * t.numel < 1
+    }
+    most = LARGEST_DENSE * timeline.numel
+    whole = sum(tensors[name].numel for name in dense)
+    for tensor in sorted(timeline.tensors, key=lambda t: t.numel):
+        if tensor.name not in dense and tensor.numel <= most and _cheaper_whole(tensor, whole, wish, timeline, costs):
+            dense.add(tensor.name)
+            whole += tensor.numel
+    buffers = [_without(buffer, dense) for buffer in buffers]
+    allowed = SLACK * _seconds(buffers, wish, timeline, costs, interleaved)
+    for number in range(1, len(buffers)):
+        sending = _load(buffers[number - 1], wish, tensors, timeline.itemsize, costs)
+        left = [unit for unit in buffers[number].units if unit.k]
+        before = max(tensors[name].ready for name in buffers[number - 1].names)
+        backward = max(tensors[name].ready for name in buffers[number].names) - before
+        for unit in sorted(left, key=lambda unit: unit.numel)[: _excluded(left, backward, sending, costs)]:
+            tried = [*buffers]
+            tried[number] = _without(buffers[number], unit.names)
+            if unit.numel > most or _seconds(tried, wish, timeline, costs, interleaved) > allowed:
+                break
+            buffers = tried
+    return _compensated(buffers, wish, costs.ranks, timeline.itemsize)
+
+
+def _cheaper_whole(tensor, whole, wish, timeline, costs) -> bool:
+    """Whether selecting takes as long as is saved by sending less, where `whole` numbers are sent whole anyway."""
+    dense = costs.all_reduce((whole + tensor.numel) * timeline.itemsize) - costs.all_reduce(whole * timeline.itemsize)
+    k = max(1, math.floor(wish.density * tensor.numel))
+    sparse = costs.all_gather(wish.sent_bytes(100 * k)) / 100  # as a part of a longer message
+    return costs.select(tensor.numel) >= dense - sparse
+
+
+def _without(buffer, names) -> Buffer:
+    """With those parameters sent whole."""
+    return Buffer(tuple(replace(unit, k=0) if unit.names[0] in names else unit for unit in buffer.units))
+
+
+def _excluded(units, backward, sending: Load, costs) -> int:
+    """How many of the smallest sparse units of a buffer Eq. 2 sends whole: `sending` is the buffer before."""
+    return excluded(
+        [unit.numel for unit in units],
+        backward,
+        [costs.select(unit.numel) for unit in units],
+        sending.reduce + sending.gather,
+    )
+
+
+def excluded(sizes, backward: float, selecting, sending: float) -> int:
+    """Eq. 2: how many of the smallest gradients to exclude until sending (of the buffer before) >= backward + selecting.
+
+    sizes: of a buffer's gradients; backward: their seconds, all together; selecting: seconds of each.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    left, count = backward + sum(selecting), 0
+    while count < len(order) and sending < left:
+        left -= selecting[order[count]]
+        count += 1
+    return count
+
+
+def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
+    """The density of what is sent sparsely, lowered by what is sent whole."""
+    numbers = [unit.numel for buffer in buffers for unit in buffer.units if not unit.k]
+    sparse = sum(unit.numel for buffer in buffers for unit in buffer.units if unit.k)
+    if not sparse:
+        return buffers
+    density = compensated(wish.density, sum(numbers), sparse, ranks, wish.budget)
+
+    def changed(unit):
+        return replace(unit, k=max(1, math.floor(density * unit.numel))) if unit.k else unit
+
+    return [Buffer(tuple(changed(unit) for unit in buffer.units)) for buffer in buffers]
+
+
+def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str = "bytes") -> float:
+    """The density of `sparse` numbers for which as much is sent as of all, if `dense` numbers are sent whole.
+
+    budget: bytes: (density N - dense/ranks) / sparse, at least half the density; elements: the paper's, with dense for
+    dense/ranks, and at least 0.001.
+    """
+    if budget == "elements":
+        return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
+    return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - dense / ranks) / sparse))
+
+
+def _offloaded(plan, wish, timeline, costs) -> Plan:
+    """Sparse units that another processor can select from before their buffer's last gradient is there (SSFusion-O)."""
+    tensors, buffers = timeline.by_name(), []
+    for buffer in plan.buffers:
+        end, done, units = max(tensors[name].ready for name in buffer.names), 0.0, []
+        for unit in buffer.units:
+            finished = max(done, tensors[unit.names[0]].ready) + costs.select(unit.numel)
+            fits = unit.k and unit is not buffer.units[-1] and finished <= end
+            done = finished if fits else done
+            units.append(replace(unit, offload=bool(fits)))
+        buffers.append(Buffer(tuple(units)))
+    return replace(plan, buffers=tuple(buffers))

@@ -1,0 +1,249 @@
+"""Means of gradients over ranks: some whole, of others what was selected; what is not sent waits for the next step.
+
+Error feedback (gradcomm.md A.5): v = gradient + residual; what leaves v is what is applied, bit for bit, whatever the
+format on the wire; the rest is the residual. So applied means times ranks, and residuals, add up to all gradients.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from .collectives import Counter, begin_all_gather, begin_all_reduce
+from .plan import Unit
+from .quantize import at_least_fp32, padded, wire_format
+from .selection import add_at, residual_like, take
+from .sparsify import random_places
+
+PEEK = 64  # numbers of a gradient, one of which is hardly ever 0 in all
+
+
+@dataclass
+class Selected:
+    """What a rank takes out of a unit: values (k,), at least fp32, and places (k,), int32, ascending."""
+
+    unit: Unit
+    values: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass
+class Reducer:
+    """Reduces gradients over `group` and keeps residuals, by the parameters' names: flat, at least fp32, of this rank.
+
+    sparsifier, wire: how numbers are selected, and the format their values are sent in. keeps: residuals can go back to
+    where they were before a step.
+    """
+
+    group: object
+    sparsifier: str = "dgc"
+    wire: str = "fp32"
+    keeps: bool = False
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    counter: Counter = field(default_factory=Counter)
+    step: int = 0
+    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def start(
+        self, units, gradients: Mapping[str, torch.Tensor], scale: float = 1.0, interleaved: bool = False
+    ) -> "Reduction":
+        """Start the messages of `units`; `wait()` writes the means over all ranks into `gradients`, flat and contiguous.
+
+        scale: gradients / scale are added to residuals (a loss scale). interleaved: what is sent whole leaves before
+        anything is selected. All ranks call this in the same order with units
+        of the same names and k. Sends an all-reduce of dense units, and an all-gather of k values and places of others.
+        """
+        dense, sparse = [u for u in units if not u.k], [u for u in units if u.k]
+        whole, selected = None, None
+        if not interleaved:
+            selected = self._select_all(sparse, gradients, scale)
+        if dense:
+            parts = {name: gradients[name] for unit in dense for name in unit.names}
+            self.flush(parts, scale)
+            whole = begin_all_reduce(torch.cat(list(parts.values())), self.group, self.counter)
+        if interleaved:
+            selected = self._select_all(sparse, gradients, scale)
+        return Reduction(self, dense, whole, selected, self._send(selected), gradients, scale)
+
+    def _send(self, selected):
+        if not selected:
+            return None
+        if self.sparsifier == "randomk":
+            return begin_all_reduce(torch.cat([s.values for s in selected]), self.group, self.counter)
+        return begin_all_gather(self._message(selected), self.group, self.counter)
+
+    def flush(self, gradients: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
+        """Residuals of these parameters into their gradients, which are then sent whole."""
+        for name, gradient in gradients.items():
+            residual = self.residuals.get(name)
+            if residual is not None:
+                self._keep(name, residual)
+                gradient.add_(residual.to(gradient.dtype), alpha=scale)
+                del self.residuals[name]
+
+    def start_fp16(self, gradients, flats) -> "HalfReduction":
+        """Start averaging `flats`, tensors that the gradients are parts of, in float16; all of it, without residuals."""
+        ranks = self.group.size()
+        halves = [flat.to(torch.float16).div_(ranks) for flat in flats]
+        under_way = [begin_all_reduce(half, self.group, self.counter) for half in halves]
+        return HalfReduction(gradients, flats, under_way)
+
+    def begin_step(self, step: int, roll_back: bool) -> None:
+        """Forget what residuals were before the last step, or, if it was skipped, go back to it."""
+        self.step = step
+        if roll_back:
+            self.residuals.update(self._before)
+        self._before = {}
+
+    def _keep(self, name, residual) -> None:
+        if self.keeps and name not in self._before:
+            self._before[name] = residual.clone()
+
+    def _select_all(self, units, gradients, scale) -> list[Selected]:
+        later = [self._worker.submit(self._select, u, gradients, scale) if u.offload else None for u in units]
+        now = [None if future else self._select(u, gradients, scale) for u, future in zip(units, later, strict=True)]
+        return [future.result() if future else found for found, future in zip(now, later, strict=True)]
+
+    @cached_property
+    def _worker(self):
+        return ThreadPoolExecutor(1, "sparsefusion-offload")
+
+    def _select(self, unit, gradients, scale) -> Selected:
+        """What is sent of a unit; the rest stays in the residuals of its parameters."""
+        given = [gradients[name] for name in unit.names]
+        for name, gradient in zip(unit.names, given, strict=True):
+            if name not in self.residuals:
+                self.residuals[name] = residual_like(gradient)
+            self._keep(name, self.residuals[name])
+        residuals = [self.residuals[name] for name in unit.names]
+        if self.sparsifier == "randomk":
+            return self._select_random(unit, given, residuals, scale)
+        values, places = take(self.sparsifier, given, residuals, unit.k, 1 / scale)
+        unused = torch.tensor([_is_zero(gradient) for gradient in given])
+        if unused.any():  # its mean is not applied by all frameworks, so none of its residual leaves
+            ends = torch.tensor([len(gradient) for gradient in given]).cumsum(0)
+            stays = unused[torch.bucketize(places.cpu(), ends, right=True)].to(values.device)
+            add_at(residuals, values.where(stays, 0), places)
+            values = values.masked_fill(stays, 0)
+        return Selected(unit, values, places)
+
+    def _select_random(self, unit, given, residuals, scale) -> Selected:
+        """Places that all ranks know, so only values are sent, and added up on the way."""
+        for gradient, residual in zip(given, residuals, strict=True):
+            residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
+        x = torch.cat(residuals)
+        places = random_places(unit.numel, unit.k, unit.names[0], self.step, x.device)
+        values = x[places]
+        if not x.isfinite().all():
+            values = torch.full_like(values, torch.nan)  # who sends them sees it, and all others
+            for residual in residuals:
+                residual.masked_fill_(~residual.isfinite(), 0)
+        add_at(residuals, -values.nan_to_num(0), places.int())
+        return Selected(unit, values, places.int())
+
+    def _message(self, selected) -> torch.Tensor:
+        """uint8: all values in the format of the wire, then all places. What rounding takes from values stays."""
+        format = wire_format(self.wire, selected[0].values.dtype)
+        values = torch.cat([s.values for s in selected])
+        row = values.new_zeros(1, padded(len(values), format.block))
+        row[0, : len(values)] = _within(values, format, self.group.size())
+        encoded = format.encode(row, self.group.size())
+        if self.wire != "fp32":
+            lost = values - self._decoded(encoded, values.dtype)[0, : len(values)]
+            lost = lost.where(lost.isfinite(), 0)
+            for s, part in zip(selected, lost.split([len(s.values) for s in selected]), strict=True):
+                add_at([self.residuals[name] for name in s.unit.names], part, s.places)
+        places = torch.cat([s.places for s in selected])
+        return torch.cat([encoded[0], places.view(torch.uint8)])
+
+    def _decoded(self, encoded, dtype):
+        """(rows, numbers) of rows of encoded values."""
+        ranks, format = self.group.size(), wire_format(self.wire, dtype)
+        return format.restore(format.decode(encoded, dtype), ranks)
+
+
+class Reduction:
+    """Gradients under way; `wait()` writes their means and may be called again, for nothing."""
+
+    def __init__(self, reducer, dense, whole, selected, sent, gradients, scale):
+        self._reducer, self._dense, self._whole, self._selected, self._sent = reducer, dense, whole, selected, sent
+        self.gradients, self._scale, self.written = gradients, scale, False
+        self.checked = []  # once written: numbers that are finite if the means are
+
+    def wait(self) -> None:
+        """Block until all messages are here, and write the means into the gradients."""
+        if self.written:
+            return
+        self.written, ranks = True, self._reducer.group.size()
+        if self._whole:
+            mean = self._whole.wait()[0].div_(ranks)
+            self.checked.append(mean)
+            self._write_dense(mean)
+        if self._sent:
+            (received,) = self._sent.wait()
+            random = self._reducer.sparsifier == "randomk"
+            parts = self._added_up(received) if random else self._of_all_ranks(received)
+            for s, part in zip(self._selected, parts, strict=True):
+                self._write(s.unit, part, self._scale / ranks)
+
+    def _write_dense(self, mean) -> None:
+        gradients = [self.gradients[name] for unit in self._dense for name in unit.names]
+        for gradient, part in zip(gradients, mean.split([len(g) for g in gradients]), strict=True):
+            gradient.copy_(part)
+
+    def _added_up(self, total):
+        """Of each unit, [(values, places)]: one part, already the sum."""
+        parts = total.split([len(s.values) for s in self._selected])
+        return [[(part, s.places)] for part, s in zip(parts, self._selected, strict=True)]
+
+    def _of_all_ranks(self, messages):
+        """Of each unit, [(values, places)] of every rank."""
+        counts, dtype = [len(s.values) for s in self._selected], self._selected[0].values.dtype
+        bytes_of_values = messages.shape[1] - 4 * sum(counts)
+        values = self._reducer._decoded(messages[:, :bytes_of_values], dtype)[:, : sum(counts)]
+        places = messages[:, bytes_of_values:].clone(memory_format=torch.contiguous_format).view(torch.int32)
+        pairs = zip(values.split(counts, 1), places.split(counts, 1), strict=True)
+        return [list(zip(v, p, strict=True)) for v, p in pairs]
+
+    def _write(self, unit, parts, scale) -> None:
+        """Gradients of a unit from values and places, added up in the order of the ranks, in at least fp32."""
+        gradients = [self.gradients[name] for name in unit.names]
+        exact = gradients[0].dtype == at_least_fp32(gradients[0].dtype)
+        sums = [g.zero_() for g in gradients] if exact else [residual_like(g) for g in gradients]
+        for values, places in parts:
+            add_at(sums, values, places, scale)
+        if exact:
+            self.checked += [values for values, _ in parts]
+            return
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total)
+        self.checked += gradients  # a sum may be out of their range
+
+
+class HalfReduction:
+    """Flat tensors under way in float16."""
+
+    def __init__(self, gradients, flats, under_way):
+        self.gradients, self.checked, self._under_way = gradients, list(flats), under_way
+
+    def wait(self) -> None:
+        """Block until the means are there."""
+        under_way, self._under_way = self._under_way, []
+        for flat, messages in zip(self.checked, under_way, strict=False):  # none, the second time
+            flat.copy_(messages.wait()[0])
+
+
+def _is_zero(gradient) -> bool:
+    """Whether no number of it is anything else: the parameter was not used."""
+    return not (gradient[:PEEK].any() or gradient.any())
+
+
+def _within(values, format, ranks):
+    """Finite values that the format has no number for become its largest; the rest of them stays behind."""
+    dtype = getattr(format, "dtype", None)
+    if dtype is None or dtype.itemsize >= values.dtype.itemsize:
+        return values
+    limit = torch.finfo(dtype).max * (ranks if format.scaled else 1)
+    return values.where(~values.isfinite(), values.clamp(-limit, limit))

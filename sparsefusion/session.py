@@ -1,0 +1,169 @@
+"""One target's steps: what arrives from its framework, which plan is in force, what becomes of a step that must be skipped.
+
+An adapter hands over gradients in atoms (`reduce`), as its framework has them ready, waits for the handles, and says when a
+step is over (`end_step`). Atoms come in the same order on all ranks.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .plan import Plan
+from .quantize import at_least_fp32
+from .reducer import Reducer
+
+
+class Session:
+    """reducer: what reduces, and holds residuals. sizes: {name: numel} of all gradients. plan: in force.
+
+    holds: atoms may wait for others of their buffer; else each is sent when it comes. loss_scale: a function that returns
+    the scale of the gradients, or None: then a step that is not finite is a FloatingPointError, else it is skipped.
+    """
+
+    plan: Plan
+
+    def __init__(self, reducer: Reducer, sizes: Mapping[str, int], device, holds: bool, loss_scale=None):
+        self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
+        self.holds, self.loss_scale = holds, loss_scale
+        reducer.keeps = loss_scale is not None
+        self.density_ratio, self.whole = 1.0, False  # of this step: of its k; whether all is sent whole
+        self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
+        self.watchers = []  # told of steps that begin and end, and of atoms that arrive
+        self._clear()
+
+    def _clear(self):
+        self._arrived, self._launched, self._next = {}, {}, 0
+        self._reductions = []
+
+    def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factors=()) -> "Handle":
+        """Start reducing an atom's gradients, flat and contiguous, to their means over all ranks, in place.
+
+        flats: the tensors they are parts of, of which they are all. whole: starts the framework's own reduction of it and
+        returns what to wait for, or None. factors: of each flat, what the framework wants its mean to be multiplied by.
+        """
+        self._begin()
+        for watcher in self.watchers:
+            watcher.arrived(tuple(gradients))
+        if unknown := [name for name in gradients if name not in self.sizes]:
+            raise ValueError(f"a gradient of {unknown[0]!r}, which was no parameter when SparseFusion was attached")
+        sparse = self.plan.buffers and not self.whole
+        half = self.plan.mode == "fp16" and not self.whole
+        for flat, factor in zip(flats, factors, strict=False) if sparse or half else ():
+            if factor != 1:
+                flat.mul_(factor)
+        if sparse:
+            self._arrived.update(gradients)
+            self._launch(complete=self.holds)
+            return Handle(self, tuple(gradients))
+        self.reducer.flush(gradients, self._scale)
+        if half:
+            reduction = self.reducer.start_fp16(gradients, flats)
+        else:
+            reduction = WholeReduction(whole(), gradients, flats)
+        self._reductions.append(reduction)
+        return reduction
+
+    def _begin(self):
+        if self._begun:
+            return
+        self._begun = True
+        self.reducer.begin_step(self.step, self._skipped)
+        self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
+        for watcher in [*self.watchers]:
+            watcher.step_began(self)
+
+    def _launch(self, complete: bool) -> None:
+        """Send what has arrived, in the order of the plan; complete: until the first buffer that lacks something."""
+        buffers, interleaved = self.plan.buffers, self.plan.mode == "interleaved"
+        while self._next < len(buffers):
+            buffer = buffers[self._next]
+            here = {name: self.sizes[name] for name in buffer.names if name in self._arrived}
+            missing = any(name not in here and name not in self._launched for name in buffer.names)
+            if missing and complete:
+                return
+            if here:
+                units = [unit.at(self.density_ratio) for unit in buffer.of(here).units]
+                reduction = self.reducer.start(
+                    units, {name: self._arrived[name] for name in here}, self._scale, interleaved
+                )
+                self._launched |= dict.fromkeys(here, reduction)
+                self._reductions.append(reduction)
+                self._arrived = {name: g for name, g in self._arrived.items() if name not in here}
+            if missing and not self._arrived:
+                return
+            self._next += 1
+
+    def settle(self) -> None:
+        """Between steps: if the last one was skipped, residuals go back now."""
+        self.reducer.begin_step(self.step, self._skipped)
+        self._skipped = False
+
+    def restore(self, step: int, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the step of that number."""
+        self.step, self._skipped = step, False
+        self.reducer.begin_step(step, False)
+        self.reducer.residuals = dict(residuals)
+
+    def wait(self, names) -> None:
+        """Block until the means of these are in their gradients."""
+        if any(name in self._arrived for name in names):
+            self._next = 0
+            self._launch(complete=False)
+        for reduction in dict.fromkeys(self._launched[name] for name in names):
+            reduction.wait()
+
+    def end_step(self) -> None:
+        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and there is no loss scale."""
+        for reduction in self._reductions:
+            reduction.wait()
+        wrong = first_not_finite(self._reductions)
+        self._clear()
+        self._begun, self._skipped = False, wrong is not None
+        for watcher in [*self.watchers]:
+            watcher.step_ended(self)
+        self.step += 1
+        if wrong and not self.loss_scale:
+            raise FloatingPointError(
+                f"step {self.step - 1}: the gradient of {wrong} is not finite on some rank. With a loss scale, give "
+                "SparseFusion(loss_scale=...) the function that returns it: such steps are then skipped"
+            )
+
+
+class WholeReduction:
+    """A framework's own reduction under way. work: what to wait for, or None."""
+
+    def __init__(self, work, gradients, flats):
+        self._work, self.gradients, self.checked = work, gradients, list(flats)
+
+    def wait(self) -> None:
+        """Block until the means are there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class Handle:
+    """An atom under way, sent with its buffers."""
+
+    def __init__(self, session: Session, names):
+        self._session, self._names = session, names
+
+    def wait(self) -> None:
+        """Block until its means are in its gradients."""
+        self._session.wait(self._names)
+
+
+def first_not_finite(reductions) -> str | None:
+    """The name of the first gradient that is not finite, as all ranks see it.
+
+    reductions: with `checked`, tensors whose numbers make the means, and `gradients`, the means by name.
+    """
+    checked = [(tensor, reduction) for reduction in reductions for tensor in reduction.checked]
+    if not checked:
+        return None
+    sums = torch.stack([tensor.sum(dtype=at_least_fp32(tensor.dtype)).double() for tensor, _ in checked])
+    for at in (~sums.isfinite()).nonzero().flatten().tolist():
+        tensor, reduction = checked[at]
+        if not tensor.isfinite().all():  # but their sum may have overflowed
+            return next((name for name, g in reduction.gradients.items() if not g.isfinite().all()), "a parameter")
+    return None

@@ -1,0 +1,98 @@
+"""When gradients are ready in a step, what sending and selecting them costs, and when the step would end.
+
+Seconds of a step count from the end of the last one; so they include what an optimizer and a forward pass take.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .fabric import Fabric
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter's gradient: dims are its dimensions, ready the second at which it is there."""
+
+    name: str
+    numel: int
+    dims: int
+    ready: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """tensors: in the order in which they are ready. atoms: of which the framework hands over several at once, in its order.
+
+    itemsize: bytes of a number. step: measured seconds of a step whose gradients are sent whole.
+    """
+
+    tensors: tuple[Tensor, ...]
+    atoms: tuple[tuple[str, ...], ...]
+    itemsize: int
+    step: float
+
+    @property
+    def numel(self) -> int:
+        """Of all gradients."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """{name: tensor}."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, among `ranks` ranks.
+
+    select(numel): of selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying.
+    """
+
+    fabric: Fabric
+    ranks: int
+    select: Callable[[int], float]
+    add: Callable[[int], float]
+    copy: Callable[[int], float]
+
+    def all_reduce(self, nbytes: int) -> float:
+        """Of a sum of so many bytes; none, nothing."""
+        return self.fabric.time("all_reduce", nbytes, self.ranks) if nbytes else 0.0
+
+    def all_gather(self, nbytes: int) -> float:
+        """Of so many bytes of each rank; none, nothing."""
+        return self.fabric.time("all_gather", nbytes, self.ranks) if nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is done for a buffer. ready: the second at which its gradients are there; select: seconds of it.
+
+    reduce, gather: of its two messages; write: seconds of writing what they brought into gradients.
+    """
+
+    ready: float
+    select: float
+    reduce: float
+    gather: float
+    write: float
+
+
+def seconds(loads, interleaved: bool) -> float:
+    """Of a step with these buffers: one thread computes, selects and writes, one link sends, in this order.
+
+    interleaved: a buffer's all-reduce leaves before anything is selected.
+    """
+    delay, link, arrived = 0.0, 0.0, []
+    for load in loads:
+        ready = load.ready + delay
+        delay += load.select
+        if interleaved:
+            link = max(link, ready) + load.reduce
+            link = max(link, ready + load.select) + load.gather
+        else:
+            link = max(link, ready + load.select) + load.reduce + load.gather
+        arrived.append(link)
+    done = loads[-1].ready + delay
+    for load, at in zip(loads, arrived, strict=True):
+        done = max(done, at) + load.write
+    return done

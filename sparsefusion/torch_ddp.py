@@ -1,0 +1,85 @@
+"""torch's DistributedDataParallel: a communication hook, in which everything is launched, and, in the last one, ended."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+HOOKED = "_sparsefusion_door"  # DDP takes one hook for ever: the door stays, with or without a session behind it
+
+
+class TorchDDP:
+    """The door of one DDP module."""
+
+    holds = True
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
+        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self.parameters = {self._names[id(p)]: p for p in ddp.module.parameters() if p.requires_grad}
+
+    def open(self, session) -> None:
+        """Gradients go to `session` from now on."""
+        hooked = getattr(self._ddp, HOOKED, None)
+        if hooked is None:
+            if self._ddp._comm_hooks:
+                raise ValueError(
+                    f"this DDP has the communication hook {self._ddp._comm_hooks[0][0].__name__}; it takes one only"
+                )
+            hooked = {"door": None, "whole": _Whole(self._ddp)}
+            self._ddp.register_comm_hook(hooked, _hook)
+            setattr(self._ddp, HOOKED, hooked)
+        hooked["door"], self._session, self._futures = self, session, []
+
+    def close(self) -> None:
+        """DDP reduces as it would without a hook."""
+        getattr(self._ddp, HOOKED)["door"] = self._session = None
+
+    def hook(self, bucket):
+        """What DDP calls with each bucket, in its order."""
+        flat, future, hooked = bucket.buffer(), torch.futures.Future(), getattr(self._ddp, HOOKED)
+        gradients = {
+            self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        self._session.reduce(gradients, [flat], lambda: hooked["whole"].start(bucket))
+        self._futures.append((future, flat))
+        if bucket.is_last():
+            ended, self._futures = self._futures, []
+            self._session.end_step()
+            for each, mean in ended:
+                each.set_result(mean)
+        return future
+
+
+def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if hooked["door"] is not None:
+        return hooked["door"].hook(bucket)
+    return hooked["whole"].start(bucket).get_future().then(lambda done: done.value()[0])
+
+
+class _Whole:
+    """DDP's own reduction of a bucket: the same operations, so the same bits.
+
+    It multiplies gradients by 1/ranks when it copies them into a bucket, and divides those that were added up there by
+    ranks. That makes a difference unless ranks is a power of two.
+    """
+
+    def __init__(self, ddp):
+        self._group, self._ranks, self._added_to = ddp.process_group, ddp.process_group.size(), {}
+        if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1):
+            for parameter in ddp.module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient, p=parameter: self._note(p))
+
+    def _note(self, parameter):
+        """Where its gradient is going to be added to what is there."""
+        self._added_to[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
+
+    def start(self, bucket):
+        """Start it."""
+        flat = bucket.buffer()
+        if self._added_to:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                there = self._added_to.get(id(parameter)) == gradient.data_ptr()
+                gradient.div_(self._ranks) if there else gradient.mul_(1 / self._ranks)
+        else:
+            flat.mul_(1 / self._ranks)
+        return torch.distributed.all_reduce(flat, group=self._group, async_op=True)

@@ -1,0 +1,232 @@
+"""Sparse gradients in Megatron-Core and DeepSpeed, on CPU; oracles: their own reductions, and plain sums of gradients.
+
+Megatron's DDP asks CUDA for a device: here it is told the CPU.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fused import Net, batch, force, pending, same_on_all_ranks, summed
+from sparsefusion import SparseFusion
+
+MICRO = 2  # batches that are added up in a step
+ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
+
+
+def quiet(**options):
+    """A SparseFusion that reports nothing."""
+    return SparseFusion(report=lambda text: None, **options)
+
+
+def reference(rank, steps):
+    """{name: sum of this rank's gradients} over steps of MICRO batches."""
+    net, total = Net(), {}
+    for step in range(steps):
+        net.zero_grad()
+        for micro in range(MICRO):
+            net(batch(MICRO * step + micro, rank), True).square().mean().backward()
+        for name, p in net.named_parameters():
+            total[name] = total.get(name, 0) + p.grad.double()
+    return total
+
+
+# Megatron
+
+
+def megatron(monkeypatch, average=False, **options):
+    """A Megatron DDP module around Net; `options`: its config's."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=not average,
+    )
+    net = Net()
+    net.config = config
+    ddp = DistributedDataParallelConfig(bucket_size=15_000, grad_reduce_in_fp32=True, **options)
+    return DistributedDataParallel(config, ddp, net)
+
+
+def megatron_step(ddp, step, rank):
+    """Gradients of MICRO batches."""
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        ddp(batch(MICRO * step, rank), True).square().mean().backward()
+    ddp(batch(MICRO * step + 1, rank), True).square().mean().backward()
+    ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_megatron(ranks, world, overlap, distributed, monkeypatch):
+    """Dense: its own bits. Sparse: nothing lost, and of its mean or, per token, its sum. Detached: its own bits again."""
+
+    def run(rank):
+        options = dict(overlap_grad_reduce=overlap, use_distributed_optimizer=distributed)
+        for average in (True, False):
+            plain, ours = (megatron(monkeypatch, average, **options) for _ in range(2))
+            fusion = quiet(mode="dense").attach(ours)
+            for step in range(4):
+                if step == 3:
+                    fusion.detach()
+                megatron_step(plain, step, rank), megatron_step(ours, step, rank)
+                for p, q in zip(plain.module.parameters(), ours.module.parameters(), strict=True):
+                    assert torch.equal(p.main_grad, q.main_grad)
+            ours = megatron(monkeypatch, average, **options)
+            fusion = force(quiet().attach(ours), mode="bucket" if average else "interleaved")
+            applied = dict.fromkeys(dict(ours.module.named_parameters()), 0)
+            for step in range(4):
+                megatron_step(ours, step, rank)
+                assert same_on_all_ranks([p.main_grad for p in ours.module.parameters()])
+                for name, p in ours.module.named_parameters():
+                    applied[name] = applied[name] + p.main_grad.double() * (world if average else 1)
+            for name, total in reference(rank, 4).items():
+                left = pending(fusion, name, total) * (1 if average else 1 / world)
+                error = applied[name] + summed(left) - summed(total)
+                assert error.norm() <= 1e-6 * summed(total).norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_megatron_plans_from_what_it_hands_over(ranks, world, monkeypatch):
+    def run(rank):
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
+        fusion = quiet(mode="layerwise", density=0.05).attach(ddp)
+        for step in range(7):
+            megatron_step(ddp, step, rank)
+        names = [name for buffer in fusion.plan.buffers for name in buffer.names]
+        assert fusion.plan.mode == "layerwise" and sorted(names) == sorted(dict(ddp.module.named_parameters()))
+        assert same_on_all_ranks([p.main_grad for p in ddp.module.parameters()])
+
+    ranks(run, world)
+
+
+# DeepSpeed
+
+
+@pytest.fixture(scope="module")
+def deepspeed():
+    """The package, which compiles nothing."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    package = pytest.importorskip("deepspeed")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    package.utils.logger.setLevel("ERROR")
+    return package
+
+
+def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
+    """An engine around Net, with SGD."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    dtype = {kind: {"enabled": True}} if kind != "fp32" else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": MICRO, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 20_000},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, **dtype, **more,
+    }  # fmt: skip
+    net = Net()
+    made, *_ = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())
+    return made
+
+
+def engine_step(made, step, rank, kind="fp32"):
+    """One update, of MICRO batches."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    for micro in range(MICRO):
+        made.backward(made(batch(MICRO * step + micro, rank, dtype), True).float().square().mean())
+        made.step()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage, kind, overlap", ZERO)
+def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
+    """Dense: its own bits, with accumulation and clipping. Sparse: alike on all ranks. Detached: its own bits again."""
+
+    def run(rank):
+        plain, ours = (engine(deepspeed, stage, kind, overlap) for _ in range(2))
+        fusion = quiet(mode="dense").attach(ours)
+        for step in range(4):
+            if step == 3:
+                fusion.detach()
+            engine_step(plain, step, rank, kind), engine_step(ours, step, rank, kind)
+            assert all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
+        fusion = force(quiet().attach(ours), mode="bucket")
+        before = [p.detach().clone() for p in ours.module.parameters()]
+        for step in range(4):
+            engine_step(ours, step, rank, kind)
+        assert same_on_all_ranks(ours.module.parameters()) and fusion.state_dict()["step"] == 4
+        assert fusion.state_dict()["residuals"]
+        return any(not torch.equal(p, q) for p, q in zip(ours.module.parameters(), before, strict=True))
+
+    assert all(ranks(run, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage):
+    """Without clipping SGD's updates are the applied means."""
+
+    def run(rank):
+        made = engine(deepspeed, stage, gradient_clipping=0.0)
+        fusion = force(quiet().attach(made))
+        start = {name: p.detach().double().clone() for name, p in made.module.named_parameters()}
+        given = {}
+        for step in range(3):  # gradients depend on the parameters, so they are taken on a copy of these
+            net = Net()
+            net.load_state_dict(made.module.state_dict())
+            for micro in range(MICRO):
+                (net(batch(MICRO * step + micro, rank), True).square().mean() / MICRO).backward()
+            given = {n: given.get(n, 0) + p.grad.double() for n, p in net.named_parameters()}
+            engine_step(made, step, rank)
+        for name, p in made.module.named_parameters():
+            applied = (start[name] - p.detach().double()) / 0.01 * world
+            total = summed(given[name])
+            assert (applied + summed(pending(fusion, name, total)) - total).norm() <= 1e-4 * total.norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monkeypatch):
+    """fp16: its loss scale begins too high, and residuals do not notice. (DeepSpeed thinks that no CPU has fp16.)"""
+    accelerator = deepspeed.accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: True)
+    dtypes = [*accelerator.supported_dtypes(), torch.float16]
+    monkeypatch.setattr(accelerator, "supported_dtypes", lambda: dtypes)
+
+    def run(rank):
+        options = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
+        plain, made = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(2))
+        fusion = force(quiet().attach(made))
+        for step in range(16):
+            engine_step(plain, step, rank, "fp16"), engine_step(made, step, rank, "fp16")
+        assert made.skipped_steps < 16 and (stage == 0 or plain.skipped_steps and made.skipped_steps)
+        residuals = fusion.state_dict()["residuals"]
+        assert residuals and all(r.isfinite().all() and r.abs().max() < 100 for r in residuals.values())
+        assert same_on_all_ranks(made.module.parameters())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stages_that_divide_gradients_are_refused(ranks, world, deepspeed):
+    def run(rank):
+        with pytest.raises(ValueError, match="ZeRO stage 2 divides gradients over the ranks"):
+            quiet().attach(engine(deepspeed, 2))
+
+    ranks(run, world)

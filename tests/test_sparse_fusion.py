@@ -1,0 +1,492 @@
+"""Sparse gradients through torch's DDP; oracles: DDP itself, and the plain sums of every rank's gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks, summed
+from sparsefusion import SparseFusion
+from sparsefusion.plan import WIRES
+from sparsefusion.sparsify import SPARSIFIERS
+
+SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
+
+
+def quiet(**options):
+    """A SparseFusion that reports nothing."""
+    return SparseFusion(report=lambda text: None, **options)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("view", [False, True])
+def test_dense_is_ddps_own(ranks, world, view):
+    """Bit for bit: new gradients, accumulated ones (which DDP scales otherwise), unused ones, bfloat16; and detached."""
+
+    def run(rank):
+        for dtype, none in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+            plain, ours = (
+                DDP(Net(dtype), bucket_cap_mb=0.1, gradient_as_bucket_view=view, find_unused_parameters=True)
+                for _ in range(2)
+            )
+            fusion = quiet(mode="dense").attach(ours)
+            for step in range(6):
+                for model in (plain, ours):
+                    model.zero_grad(set_to_none=none)
+                    with model.no_sync():
+                        model(batch(step, rank, dtype)).square().mean().backward()
+                    model(batch(step + 100, rank, dtype), step % 2 == 0).square().mean().backward()
+                for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+                    assert torch.equal(p.grad, q.grad) if p.grad is not None else q.grad is None, (dtype, none, step)
+                if step == 3:
+                    fusion.detach()
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp16_is_torchs_hook(ranks, world):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    def run(rank):
+        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
+        plain.register_comm_hook(None, fp16_compress_hook)
+        quiet(mode="fp16").attach(ours)
+        for step in range(3):
+            backward(plain, step, rank), backward(ours, step, rank)
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))
+
+    ranks(run, world)
+
+
+def conserved(rank, world, steps=5, dtype=torch.float32, changes=None, **options):
+    """The largest relative error, over parameters, of applied + pending against the sum of all gradients."""
+    ours, reference = DDP(Net(dtype), bucket_cap_mb=0.1), Net(dtype)
+    fusion = force(quiet().attach(ours), **options)
+    given, applied = {}, {}
+    for step in range(steps):
+        if changes and step in changes:
+            force(fusion, **options | changes[step])
+        backward(reference, step, rank, dtype=dtype), backward(ours, step, rank, dtype=dtype)
+        assert same_on_all_ranks([p.grad for p in ours.parameters()])
+        for (name, p), (_, q) in zip(reference.named_parameters(), ours.module.named_parameters(), strict=True):
+            given[name] = given.get(name, 0) + p.grad.double()
+            applied[name] = applied.get(name, 0) + q.grad.double()
+    worst = 0.0
+    for name, total in given.items():
+        expected = summed(total)
+        error = world * applied[name] + summed(pending(fusion, name, total)) - expected
+        worst = max(worst, (error.norm() / expected.norm()).item())
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
+    def run(rank):
+        for mode in SPARSE:
+            for wire in WIRES:
+                assert conserved(rank, world, mode=mode, wire=wire) < 1e-6, (mode, wire)
+        for sparsifier in SPARSIFIERS:
+            assert conserved(rank, world, sparsifier=sparsifier) < 1e-6, sparsifier
+        assert conserved(rank, world, dtype=torch.float64) < 1e-13
+
+    ranks(run, world)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+@pytest.mark.parametrize("world", [2, 3])
+def test_nothing_is_lost_whatever_plan_follows(ranks, world, data):
+    """Property: plans, formats and densities change between steps; what becomes dense is flushed."""
+    plans = st.fixed_dictionaries({
+        "mode": st.sampled_from(SPARSE), "density": st.sampled_from([0.01, 0.1, 0.3]), "wire": st.sampled_from(WIRES),
+        "sparsifier": st.sampled_from(SPARSIFIERS),
+    })  # fmt: skip
+    changes = data.draw(st.dictionaries(st.integers(0, 7), plans, max_size=4))
+
+    def run(rank):
+        return conserved(rank, world, steps=8, changes=changes)
+
+    assert max(ranks(run, world)) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_pending_gradients_leave_when_all_is_sent_again(ranks, world):
+    def run(rank):
+        ours, reference = DDP(Net(), bucket_cap_mb=0.1), Net()
+        fusion, total = force(quiet().attach(ours)), 0
+        for step in range(4):
+            if step == 3:
+                fusion._session.plan = plan(fusion._session.sizes, world, density=0)  # all of it whole
+            backward(reference, step, rank), backward(ours, step, rank)
+            total = (
+                total + reference.second.weight.grad.double() * world - ours.module.second.weight.grad.double() * world
+            )
+        assert not fusion.state_dict()["residuals"]
+        return summed(total).norm() / summed(reference.second.weight.grad).norm()
+
+    assert max(ranks(run, world)) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_offloaded_and_interleaved_are_bitwise_the_same(ranks, world):
+    def run(rank):
+        models = [DDP(Net(), bucket_cap_mb=0.1) for _ in range(3)]
+        for model, mode in zip(models, ("selective", "offload", "interleaved"), strict=True):
+            force(quiet().attach(model), mode=mode)
+        for step in range(4):
+            for model in models:
+                backward(model, step, rank)
+            for others in zip(*(model.parameters() for model in models), strict=True):
+                assert all(torch.equal(others[0].grad, p.grad) for p in others)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
+    """50 steps of parameters that stay bit-identical; parameter groups, AdamW, autocast, clipping of the mean."""
+
+    def run(rank):
+        for mode, wire in (("layerwise", "fp32"), ("bucket", "int8"), ("interleaved", "bf16")):
+            model = DDP(Net(), bucket_cap_mb=0.1)
+            force(quiet().attach(model), mode=mode, wire=wire)
+            groups = [{"params": [p], "lr": 1e-3 * (1 + i % 2)} for i, p in enumerate(model.parameters())]
+            optimizer = torch.optim.AdamW(groups)
+            for step in range(50):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    model(batch(step, rank)).square().mean().backward()
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(batch(step + 100, rank), spare=True).float().square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            assert same_on_all_ranks(model.parameters()) and all(p.isfinite().all() for p in model.parameters())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_unused_parameters_keep_what_is_pending(ranks, world):
+    """DDP does not apply the mean of a parameter that no rank used, so nothing of it may leave."""
+
+    def run(rank):
+        for mode in ("layerwise", "bucket"):
+            model = DDP(Net(), bucket_cap_mb=0.1, find_unused_parameters=True)
+            fusion = force(quiet().attach(model), mode=mode)
+            backward(model, 0, rank)
+            before = pending(fusion, "spare.weight", model.module.spare.weight)
+            backward(model, 1, rank, spare=False)
+            assert model.module.spare.weight.grad is None
+            assert before.any() and torch.equal(before, pending(fusion, "spare.weight", model.module.spare.weight))
+            backward(model, 2, rank, spare=rank == 0)  # used by one rank: its mean is applied on all
+            assert model.module.spare.weight.grad.any() and same_on_all_ranks([model.module.spare.weight.grad])
+
+    ranks(run, world)
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
+    def run(rank):
+        for options in [{"mode": mode} for mode in SPARSE] + [{"sparsifier": name} for name in SPARSIFIERS]:
+            model = DDP(Net(), bucket_cap_mb=0.1)
+            fusion = force(quiet().attach(model), **options)
+            backward(model, 0, rank)
+            if rank == world - 1:
+                model.module.second.weight.register_hook(lambda g: g.index_fill(0, torch.tensor(7), bad))
+            with pytest.raises(FloatingPointError, match=r"step 1: the gradient of \S+ is not finite"):
+                backward(model, 1, rank)
+            assert all(residual.isfinite().all() for residual in fusion.state_dict()["residuals"].values())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dense_and_fp16_report_what_is_not_finite_too(ranks, world):
+    def run(rank):
+        for mode in ("dense", "fp16"):
+            model = DDP(Net())
+            quiet(mode=mode).attach(model)
+            if rank == 0:
+                model.module.first.bias.register_hook(lambda g: g * math.inf)
+            with pytest.raises(FloatingPointError, match="step 0: the gradient of first.bias"):
+                backward(model, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_skipped_steps_leave_no_trace(ranks, world):
+    """With a GradScaler: a run with two overflows has the residuals and parameters of one without these batches."""
+
+    def run(rank):
+        models = [DDP(Net(), bucket_cap_mb=0.1) for _ in range(2)]
+        found = []
+        for model, overflows in zip(models, ((2, 4), ()), strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+            fusion = force(quiet(loss_scale=scaler.get_scale).attach(model))
+            optimizer, batches = torch.optim.SGD(model.parameters(), 0.1), iter(range(100))
+            for step in range(7 if overflows else 5):
+                optimizer.zero_grad()
+                wrong = step in overflows
+                loss = model(batch(99 if wrong else next(batches), rank), True).square().mean()
+                scaler.scale(loss * math.inf if wrong and rank == 0 else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            found.append((list(model.parameters()), fusion.state_dict()["residuals"]))
+        (parameters, residuals), (expected, others) = found
+        assert all(map(torch.equal, parameters, expected))
+        assert residuals.keys() == others.keys() and all(torch.equal(residuals[n], others[n]) for n in others)
+
+    ranks(run, world)
+
+
+# Checkpoints
+
+
+def trained(model, fusion, rank, steps):
+    """Steps of SGD with momentum; its optimizer is kept beside the model."""
+    if not hasattr(model, "optimizer"):
+        model.optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    for step in steps:
+        backward(model, step, rank)
+        model.optimizer.step()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
+    """Bitwise, with a frozen plan, also on a model built afresh, whose DDP first has one bucket with all parameters."""
+
+    def run(rank):
+        for options in ({"mode": "bucket"}, {"sparsifier": "randomk"}, {"mode": "interleaved", "wire": "bf16"}):
+            straight, first, second = (DDP(Net(), bucket_cap_mb=0.05) for _ in range(3))
+            trained(straight, force(quiet().attach(straight), **options), rank, range(12))
+            fusion = force(quiet().attach(first), **options)
+            trained(first, fusion, rank, range(7))
+            path = tmp_path / f"{rank}.pt"
+            torch.save([first.state_dict(), first.optimizer.state_dict(), fusion.state_dict()], path)
+            model, optimizer, state = torch.load(path, weights_only=True)
+            resumed = quiet(sparsifier=options.get("sparsifier", "dgc"), wire=options.get("wire", "fp32")).attach(
+                second
+            )
+            second.load_state_dict(model)
+            second.optimizer = torch.optim.SGD(second.parameters(), 1e-3, momentum=0.9)
+            second.optimizer.load_state_dict(optimizer)
+            resumed.load_state_dict(state)
+            assert resumed.plan.hash == fusion.plan.hash
+            trained(second, resumed, rank, range(7, 12))
+            assert all(map(torch.equal, straight.parameters(), second.parameters())), options
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path):
+    def save(rank):
+        model = DDP(Net())
+        fusion = force(quiet().attach(model))
+        for step in range(3):
+            backward(model, step, rank)
+        torch.save(fusion.state_dict(), tmp_path / f"{rank}.pt")
+        return pending(fusion, "first.weight", model.module.first.weight)
+
+    mean = sum(ranks(save, 4)) / 4
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
+
+    def load(rank):
+        model = DDP(Net())
+        fusion = quiet(mode="layerwise").attach(model)
+        with pytest.raises(ValueError, match=f"one of 4 ranks, and here are {world}: give load_state_dict the list"):
+            fusion.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=r"3 states of ranks \[0, 1, 2\], and there were 4 ranks"):
+            fusion.load_state_dict(states[:3])
+        fusion.load_state_dict(states)
+        assert fusion.plan.ranks == world and fusion.plan.mode == "layerwise"
+        return summed(pending(fusion, "first.weight", model.module.first.weight)) / world
+
+    for found in ranks(load, world):
+        assert (found - mean).norm() <= 1e-6 * mean.norm()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_of_something_else_are_refused(ranks, world):
+    def run(rank):
+        model = DDP(Net())
+        fusion = force(quiet().attach(model))
+        backward(model, 0, rank)
+        state = fusion.state_dict()
+        wrong = {**state, "residuals": {"first.weight": torch.zeros(3)}}
+        for bad, why in (
+            ({}, "not a state of SparseFusion"),
+            ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
+            (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
+            ({**state, "plan": "{}"}, "not a plan of sparsefusion"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                fusion.load_state_dict(bad)
+
+    ranks(run, world)
+
+
+# Attaching
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_does_not_fit_is_refused_by_name(ranks, world):
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+    def run(rank):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        hooked, ours = DDP(Net()), DDP(Net())
+        hooked.register_comm_hook(None, allreduce_hook)
+        fusion = quiet().attach(ours)
+        for target, why in (
+            (hooked, "has the communication hook allreduce_hook"),
+            (ours, "another SparseFusion is attached"),
+            (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
+            (DDP(Embedded()), "words has sparse=True"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                quiet().attach(target)
+        with pytest.raises(ValueError, match="attached already"):
+            fusion.attach(DDP(Net()))
+        fusion.detach()
+        with pytest.raises(ValueError, match="not attached"):
+            fusion.plan.hash  # noqa: B018
+        fusion.attach(ours)
+        backward(ours, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"density": 0}, "density=0 must be above 0"),
+        ({"density": 1.5}, "at most 1"),
+        ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
+        ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
+        ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
+        ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
+    ],
+)
+def test_wrong_options(options, why):
+    with pytest.raises(ValueError, match=why):
+        SparseFusion(**options)
+
+
+# Planning while it runs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_modes_watch_five_steps_then_send_what_they_say(ranks, world):
+    def run(rank):
+        said = []
+        for mode in ("layerwise", "bucket", "selective", "interleaved"):
+            model = DDP(Net(), bucket_cap_mb=0.05)
+            fusion = SparseFusion(0.02, mode=mode, report=said.append).attach(model)
+            for step in range(5):
+                assert fusion.plan.mode == "dense"
+                backward(model, step, rank)
+            assert fusion.plan.mode == mode and fusion.plan.sent_numbers[2] == sum(
+                p.numel() for p in model.parameters()
+            )
+            assert len(set(ranks_hashes(fusion.plan.hash))) == 1
+            counter = fusion._session.reducer.counter
+            counter.reset()
+            backward(model, 5, rank)
+            dense, sparse, _ = fusion.plan.sent_numbers
+            assert counter.nbytes == 4 * dense + 8 * sparse
+        return said
+
+    found = ranks(run, world)
+    assert [len(said) for said in found] == [4] + [0] * (world - 1)
+    assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 numbers")
+
+
+def ranks_hashes(mine):
+    """Every rank's."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_decides_the_same_everywhere(ranks, world):
+    def run(rank):
+        model, said = DDP(Net()), []
+        fusion = SparseFusion(0.02, report=said.append).attach(model)
+        for step in range(60):
+            backward(model, step, rank)
+        assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+        return fusion.plan.mode, set(fusion.plan.predicted)
+
+    modes, predicted = zip(*ranks(run, world), strict=True)
+    assert len(set(modes)) == 1
+    assert all(each == {"dense", "fp16", "layerwise", "bucket", "selective", "interleaved"} for each in predicted)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_density_that_cannot_help_stays_dense(ranks, world):
+    def run(rank):
+        said = []
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(DDP(Net()))
+        return fusion.plan.mode, fusion._decided, said
+
+    found = ranks(run, world)
+    assert all(mode == "dense" and decided for mode, decided, _ in found)
+    assert "would send more than dense" in found[0][2][0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_density_falls_to_its_own(ranks, world):
+    def run(rank):
+        model, sent = DDP(Net()), []
+        fusion = SparseFusion(0.01, mode="layerwise", density_warmup=10, report=lambda text: None).attach(model)
+        for step in range(20):
+            fusion._session.reducer.counter.reset()
+            backward(model, step, rank)
+            sent.append(fusion._session.reducer.counter.nbytes)
+        return sent, sum(p.numel() for p in model.parameters())
+
+    for sent, total in ranks(run, world):
+        own = sent[-1]
+        assert own == sent[15] < 8 * (0.01 * total + 8)
+        first = next(step for step in range(5, 20) if sent[step])
+        assert all(a > b for a, b in zip(sent[first:10], sent[first + 1 : 11], strict=True))
+        if world == 2:  # a quarter is less than half
+            assert first == 5 and abs(sent[5] / (8 * 0.25 * total) - 1) < 0.01
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_subgroups(ranks, world):
+    """Data parallelism over a part of the world."""
+
+    def run(rank):
+        groups = [dist.new_group(list(range(world))), dist.new_group(list(range(world, 2 * world)))]
+        group, mine = groups[rank // world], rank % world
+        model = DDP(Net(), process_group=group)
+        force(quiet().attach(model))
+        for step in range(2):
+            backward(model, step, rank)
+        gradient = model.module.second.weight.grad
+        first = gradient.clone()
+        dist.broadcast(first, rank - mine, group=group)
+        assert torch.equal(first, gradient)
+        return gradient
+
+    found = ranks(run, 2 * world)
+    assert not torch.equal(found[0], found[-1])
