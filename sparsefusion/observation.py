@@ -4,20 +4,20 @@ Seconds are means over the ranks, so that all of them plan alike.
 """
 
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 
 from .collectives import all_reduce
-from .curve import Curve
-from .fabric import Fabric
 from .selection import add_at, take
-from .sweep import collective_calls, repetitions, share, timed
+from .sweep import collective_calls, repetitions, timed
 from .timeline import Costs, Tensor, Timeline
 
 WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
-SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2}  # bytes of messages: times that they are sent
+SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2, 1 << 21: 2}  # bytes of messages: times that they are sent
+SLOW_S = 0.1  # larger ones are not sent after this
 LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
 
 
@@ -128,15 +128,36 @@ def measured_costs(group, device, numel: int, density: float, sparsifier: str, f
     return Costs(fabric, group.size(), select, lambda count: count * adding, lambda nbytes: nbytes * copying)
 
 
-def measured_fabric(group, device) -> Fabric:
-    """All-reduce and all-gather at a few sizes, less than a second on links of 100 mbit and more."""
+def measured_fabric(group, device) -> "Sampled":
+    """All-reduce and all-gather at a few sizes, up to 2 MB or what takes SLOW_S; about a second on links of 100 mbit."""
     calls, points = collective_calls(group, ("all_reduce", "all_gather"), device), {"all_reduce": [], "all_gather": []}
     for nbytes, count in SIZES.items():
-        seconds = repetitions([timed(call(nbytes), device) for call in calls.values()], group, device, count)
-        for name, column in zip(calls, seconds.unbind(1), strict=True):
-            points[name].append((nbytes, column.median().item(), column.max().item()))
-    curves = [Curve.fit(name, group.size(), measured) for name, measured in points.items()]
-    return share(curves, group, device)
+        running = [name for name in calls if not points[name] or points[name][-1][1] < SLOW_S]
+        if running:
+            functions = [timed(calls[name](nbytes), device) for name in running]
+            medians = repetitions(functions, group, device, count).median(0).values.tolist()
+            for name, seconds in zip(running, medians, strict=True):
+                points[name].append((nbytes, seconds))
+    return Sampled(points)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Times of messages, straight lines between the measured sizes and beyond: what `Costs` needs of a `Fabric`.
+
+    points: {operation: [(bytes, seconds)]}, ascending. Links that let bursts through make larger messages dearer per byte,
+    so what is beyond goes on as between the last two.
+    """
+
+    points: dict[str, list[tuple[int, float]]]
+
+    def time(self, operation: str, nbytes: int, ranks: int) -> float:
+        """Seconds."""
+        sizes, seconds = zip(*self.points[operation], strict=True)
+        if nbytes <= sizes[-1]:
+            return float(np.interp(nbytes, sizes, seconds))
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+        return seconds[-1] + slope * (nbytes - sizes[-1])
 
 
 def _selecting(numel, density, sparsifier, device) -> float:

@@ -61,6 +61,12 @@ def plan_of(mode: str, wish: Wish, timeline: Timeline, costs: Costs) -> Plan:
     return _offloaded(plan, wish, timeline, costs) if mode == "offload" else plan
 
 
+def corrected(costs: Costs, wish: Wish, timeline: Timeline) -> Costs:
+    """Costs by which the dense step takes what it was measured to take."""
+    dense = Plan("dense", wish.sparsifier, wish.density, wish.wire, costs.ranks)
+    return costs.corrected(timeline.step, predict(dense, wish, timeline, costs), timeline.tensors[-1].ready)
+
+
 def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
     """Seconds of a step."""
     if plan.mode in AS_THEY_COME:

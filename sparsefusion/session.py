@@ -59,7 +59,7 @@ class Session:
         if half:
             reduction = self.reducer.start_fp16(gradients, flats)
         else:
-            reduction = WholeReduction(whole(), gradients, flats)
+            reduction = WholeReduction(whole(), gradients)
         self._reductions.append(reduction)
         return reduction
 
@@ -132,8 +132,10 @@ class Session:
 class WholeReduction:
     """A framework's own reduction under way. work: what to wait for, or None."""
 
-    def __init__(self, work, gradients, flats):
-        self._work, self.gradients, self.checked = work, gradients, list(flats)
+    checked = ()  # a framework's own affair
+
+    def __init__(self, work, gradients):
+        self._work, self.gradients = work, gradients
 
     def wait(self) -> None:
         """Block until the means are there."""

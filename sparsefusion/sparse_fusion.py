@@ -11,7 +11,7 @@ from .dry_run import dry_run, verdict
 from .megatron_ddp import MegatronDDP
 from .observation import Observation, measured_costs
 from .plan import AS_THEY_COME, MODES, WIRES, Plan
-from .planner import Wish, helps, plan_of, predict
+from .planner import Wish, corrected, helps, plan_of, predict
 from .reducer import Reducer
 from .session import Session
 from .sparsify import SPARSIFIERS
@@ -134,6 +134,7 @@ class SparseFusion:
         session, wish = self._session, self.wish
         group, largest = session.reducer.group, max(tensor.numel for tensor in timeline.tensors)
         costs = measured_costs(group, session.device, largest, wish.density, wish.sparsifier, self.fabric)
+        costs = corrected(costs, wish, timeline)
         plans = None
         if group.rank() == 0:
             plans = {mode: plan_of(mode, wish, timeline, costs) for mode in self._considered()}

@@ -51,7 +51,7 @@ def measure(group, calls: dict, sizes, device="cpu", mode="eager", race=False) -
     curves = None
     if group.rank() == 0:
         curves = [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
-    return share(curves, group, device)
+    return _broadcast(curves, group, device)
 
 
 def repetitions(functions, group, device="cpu", count=None) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _synchronize(device) -> None:
         torch.cuda.synchronize(device)
 
 
-def share(curves, group, device) -> Fabric:
+def _broadcast(curves, group, device) -> Fabric:
     """Rank 0's curves as a fabric on every rank of the group."""
     box = [curves]
     dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device(device))

@@ -4,9 +4,11 @@ Seconds of a step count from the end of the last one; so they include what an op
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .fabric import Fabric
+
+MOST_CORRECTED = 3.0  # times, either way
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Timeline:
 class Costs:
     """Seconds, among `ranks` ranks.
 
-    select(numel): of selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying.
+    fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
+    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying.
     """
 
     fabric: Fabric
@@ -53,14 +56,25 @@ class Costs:
     select: Callable[[int], float]
     add: Callable[[int], float]
     copy: Callable[[int], float]
+    factor: float = 1.0
 
     def all_reduce(self, nbytes: int) -> float:
         """Of a sum of so many bytes; none, nothing."""
-        return self.fabric.time("all_reduce", nbytes, self.ranks) if nbytes else 0.0
+        return self.factor * self.fabric.time("all_reduce", nbytes, self.ranks) if nbytes else 0.0
 
     def all_gather(self, nbytes: int) -> float:
         """Of so many bytes of each rank; none, nothing."""
-        return self.fabric.time("all_gather", nbytes, self.ranks) if nbytes else 0.0
+        return self.factor * self.fabric.time("all_gather", nbytes, self.ranks) if nbytes else 0.0
+
+    def corrected(self, measured: float, predicted: float, computed: float) -> "Costs":
+        """With the factor with which a step would be predicted to take what it took.
+
+        computed: its seconds without messages. Where these are nearly all of it, nothing can be said.
+        """
+        waited, expected = measured - computed, predicted - computed
+        if waited < 0.1 * measured or expected <= 0:
+            return self
+        return replace(self, factor=min(MOST_CORRECTED, max(1 / MOST_CORRECTED, waited / expected)))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
-ROUNDS, STEPS = 2, 6  # of each plan; the first step after a change does not count
-SURE = 0.98  # of the dense step's time: what does not reach it is not worth its losses
+ROUNDS, STEPS = 3, 6  # of each plan; the first step after a change does not count
+SURE = 0.95  # of the dense step's time: what does not reach it is not worth its losses
 
 
 class Trial:

@@ -210,15 +210,18 @@ def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_dense_and_fp16_report_what_is_not_finite_too(ranks, world):
+def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):
             model = DDP(Net())
             quiet(mode=mode).attach(model)
             if rank == 0:
-                model.module.first.bias.register_hook(lambda g: g * math.inf)
-            with pytest.raises(FloatingPointError, match="step 0: the gradient of first.bias"):
+                model.module.first.bias.register_hook(lambda g: g * 1e30)
+            if mode == "dense":
                 backward(model, 0, rank)
+            else:
+                with pytest.raises(FloatingPointError, match="step 0: the gradient of first.bias"):
+                    backward(model, 0, rank)
 
     ranks(run, world)
 
@@ -428,7 +431,7 @@ def test_auto_decides_the_same_everywhere(ranks, world):
     def run(rank):
         model, said = DDP(Net()), []
         fusion = SparseFusion(0.02, report=said.append).attach(model)
-        for step in range(60):
+        for step in range(5 + 4 * 18):
             backward(model, step, rank)
         assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
         assert same_on_all_ranks([p.grad for p in model.parameters()])
