@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from sparsefusion import FORMATS
+from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.arguments import Parser, did_you_mean
 
 from .config_fields import FAMILIES
@@ -63,6 +63,10 @@ class Options:
     bf16: bool = _option(False, "bf16 autocast of the matrix products; parameters stay fp32")
     params_dtype: str = _option("float32", "of parameters", choices=("float32", "float64"))
     reduce: str = _option("fp32", "format of the block outputs' all-reduce in forward", choices=FORMATS)
+    gradient_mode: str = _option("dense", "how replicas' gradients are averaged: whole, or sparsely", choices=MODES)
+    gradient_density: float = _option(0.01, "share of a gradient's numbers that is sent at once, in sparse modes")
+    gradient_sparsifier: str = _option("dgc", "how these are selected", choices=SPARSIFIERS)
+    gradient_density_warmup: int = _option(0, "steps in which the density falls from a quarter to its own")
     seed: int = _option(1234, "of initialization and data order")
 
     save_interval: int = _option(500, "steps between checkpoints; there is one at the end as well (0: only that)")
@@ -81,6 +85,8 @@ class Options:
                 f"--model-type {self.model_type} needs the shared block in at least {least} blocks; --num-layers "
                 f"{self.num_layers} with --hybrid-interval {self.hybrid_interval} has it in {uses}"
             )
+        if not 0 < self.gradient_density <= 1:
+            raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         if self.context_parallel_size != 1:
             raise ValueError(f"--context-parallel-size {self.context_parallel_size} is not implemented (only 1)")
 
@@ -147,7 +153,8 @@ _LEAST = {
                      "mamba_num_groups", "hybrid_interval", "shared_blocks", "adapter_rank",
                      "num_attention_heads"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
-                     "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size"), 0),
+                     "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
+                     "gradient_density_warmup"), 0),
 }  # fmt: skip
 
 

@@ -28,6 +28,16 @@ class Groups:
     ranks: int = 1
 
     @property
+    def tensor_rank(self) -> int:
+        """Which part of its replica this rank holds."""
+        return 0 if self.tensor is None else dist.get_rank(self.tensor)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many parts there are."""
+        return 1 if self.tensor is None else self.tensor.size()
+
+    @property
     def data_rank(self) -> int:
         """Which replica this rank belongs to."""
         return 0 if self.data is None else dist.get_rank(self.data)

@@ -23,12 +23,14 @@ from .doctor import kernels_line
 from .initialization import initialize as initialize_parameters
 from .options import Options
 from .parallel import check_world, device_of_rank, initialize, launched_ranks, shut_down
+from .pending_gradients import has_pending, read_pending, write_pending
 from .text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
 from .training import Clock, Trainer, evaluate
 from .training_checkpoint import (
     find_checkpoints,
     load_training,
     newest_checkpoint,
+    on_every_rank,
     save_training,
     saved_decay_steps,
     set_aside,
@@ -55,14 +57,15 @@ def pretrain(options: Options) -> None:
         groups = initialize(options.tensor_model_parallel_size, device)
         torch.manual_seed(options.seed)
         model = _model(options, config, groups, device_of_rank(device))
-        trainer = Trainer(model, groups, options)
         report = Report(options, groups, found[1] if found else 0)
+        trainer = Trainer(model, groups, options, report.say)
         report.say(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         report.say(f"pretrain: {options.describe()}")
         report.say(_summary(model, groups, text, out, found))
         if found:
             report.say_decay(saved_decay_steps(found[0]))
             load_training(*found, model, trainer.optimizer)
+            _load_pending(found[0], trainer.fusion, groups, report)
         else:
             set_aside(out / "checkpoints")
         done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
@@ -86,12 +89,27 @@ def _train(trainer, batches, text, agreement, out, report, start) -> int:
         report.log()
         if last or leave or _due(step, options.save_interval):
             directory, decay = out / "checkpoints", options.decay_steps
-            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay)
+            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay, _pending_of(trainer))
         if leave and not last:
             report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
             break
     report.close()
     return step
+
+
+def _pending_of(trainer):
+    """What writes the gradients that have not been sent, for `save_training`; None if there are none."""
+    return trainer.fusion and (lambda folder: write_pending(folder, trainer.fusion, trainer.groups))
+
+
+def _load_pending(path, fusion, groups, report) -> None:
+    """Gradients that the saved run had not sent; told where nobody is left to be sent them."""
+    if not has_pending(path):
+        return
+    if fusion:
+        on_every_rank(lambda: read_pending(path, fusion, groups), f"cannot resume from {path}", ValueError)
+    else:
+        report.say("gradients that the saved run had selected from, and not sent yet, are dropped: this one sends all")
 
 
 def _due(step, interval) -> bool:

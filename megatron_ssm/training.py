@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsefusion import SparseFusion
 from sparsefusion.arguments import Failure
 from sparsefusion.quantize import at_least_fp32
 
@@ -89,15 +90,24 @@ class Step:
 
 
 class Trainer:
-    """A model being trained: one replica's ranks hold its parts, `groups.data` its other replicas."""
+    """A model being trained: one replica's ranks hold its parts, `groups.data` its other replicas.
 
-    def __init__(self, model: Model, groups: Groups, options: Options):
+    fusion: what averages gradients sparsely, or None; it tells `say` what it does, on rank 0.
+    """
+
+    def __init__(self, model: Model, groups: Groups, options: Options, say=print):
         self.model, self.groups, self.options = model, groups, options
         self.accumulation = options.accumulation(groups.data_ranks)
         self.optimizer = adamw(model, options)
         self.loss = _Loss(model)
         if groups.data is not None:
             self.loss = DistributedDataParallel(self.loss, process_group=groups.data, gradient_as_bucket_view=True)
+        self.fusion = None
+        if groups.data is not None and options.gradient_mode != "dense":
+            self.fusion = SparseFusion(
+                options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
+                density_warmup=options.gradient_density_warmup, report=lambda text: say(text) if groups.rank == 0 else None,
+            ).attach(self.loss)  # fmt: skip
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on the step-th global batch. Failure, on every rank, if loss or gradient is not finite."""
@@ -125,7 +135,10 @@ class Trainer:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
             # The loss is a mean over all replicas' tokens, so their gradients add up; DDP averages them.
-            (loss * self.groups.data_ranks).backward()
+            try:
+                (loss * self.groups.data_ranks).backward()
+            except FloatingPointError as error:  # a sparsely averaged gradient's, on all replicas
+                raise Failure(f"{error}, so training stops") from None
         return loss.detach().to(at_least_fp32(model.dtype))
 
 

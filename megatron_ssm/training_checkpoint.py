@@ -29,11 +29,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2  # the newest checkpoints stay
 
 
-def save_training(directory, step: int, model, optimizer, agreement: dict, decay_steps: int = 0) -> None:
+def save_training(directory, step: int, model, optimizer, agreement: dict, decay_steps: int = 0, more=None) -> None:
     """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `KEPT`.
 
     agreement: what a run that resumes from here must have in common with this one (JSON values). decay_steps: see
-    `Options.decay_steps`. Failure, on every rank, if any of them cannot write.
+    `Options.decay_steps`. more: writes into the folder it is given what else belongs to this rank. Failure, on every
+    rank, if any of them cannot write.
 
     Each rank writes its own `__RANK_0.distcp`: its rows of what is split, and its share of what several ranks hold.
     Rank 0 also writes `.metadata` (which file has which rows) and `training.json`, makes, renames and removes folders.
@@ -57,6 +58,8 @@ def save_training(directory, step: int, model, optimizer, agreement: dict, decay
             shutil.rmtree(old)
 
     _on_rank_0(begin, f"cannot write {final}")
+    if more:
+        on_every_rank(lambda: more(hidden), f"cannot write {final}")
     try:
         dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # DCP raises it on every rank
@@ -203,6 +206,21 @@ def _on_rank_0(action, failed: str) -> None:
         dist.broadcast_object_list(error, src=0)
     if error[0]:
         raise Failure(error[0])
+
+
+def on_every_rank(action, failed: str, kind=Failure) -> None:
+    """Run `action` on all ranks; the first one's OSError or ValueError is `kind` on every rank."""
+    error = None
+    try:
+        action()
+    except (OSError, ValueError) as reason:
+        error = f"{failed}: {_one_line(reason)}"
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    if found := next(filter(None, errors), None):
+        raise kind(found)
 
 
 def _one_line(error) -> str:

@@ -7,6 +7,9 @@ from .lazy import exporting
 
 # What `all_reduce` takes for its format.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
+# What `SparseFusion` takes for its mode and its sparsifier.
+MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
+SPARSIFIERS = ("topk", "dgc", "gaussiank", "redsync", "sidco", "randomk")
 
 _HOME = {
     "all_reduce": "reduction",
@@ -14,4 +17,4 @@ _HOME = {
     "SparseFusion": "sparse_fusion",
 }
 
-__all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS")
+__all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS", "MODES", "SPARSIFIERS")

@@ -29,18 +29,23 @@ class MegatronDDP:
         self._buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
         self.parameters = {names[id(p)]: p for bucket in self._buckets for p in bucket.params_list}
         self._names = {id(p): name for name, p in self.parameters.items()}
+        self.early = self.holds and all(self._factor(bucket) == 1 for bucket in self._buckets)
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
         self._session = session
         for group in self._ddp.bucket_groups:
             group.start_grad_sync = MethodType(self._start, group)
+            if self.early:
+                group.register_grad_ready = MethodType(self._ready, group)
         self._ddp.finish_grad_sync = self._finish
 
     def close(self) -> None:
         """Megatron's own methods again."""
         for group in self._ddp.bucket_groups:
             del group.start_grad_sync
+            if self.early:
+                del group.register_grad_ready
         del self._ddp.finish_grad_sync
         self._session = None
 
@@ -62,6 +67,12 @@ class MegatronDDP:
             group.grad_reduce_handle = handle
         else:
             handle.wait()
+
+    def _ready(self, group, parameter, *arguments, **named):
+        """In the place of a bucket group's register_grad_ready: a gradient of the last micro-batch is there."""
+        if group.is_last_microbatch and group.golden_per_param_grad_ready_counts.get(parameter) == 1:
+            self._session.ready(self._names[id(parameter)], parameter.main_grad.view(-1))
+        type(group).register_grad_ready(group, parameter, *arguments, **named)
 
     def _factor(self, bucket) -> float:
         """What a mean is to be multiplied by: Megatron may want a sum, scaled."""

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from . import FORMATS, MODES, SPARSIFIERS
 from .quantize import padded, wire_format
-from .sparsify import SPARSIFIERS
 
-MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
 AS_THEY_COME = ("dense", "fp16")  # modes that reduce the framework's own buckets
-WIRES = ("fp32", "fp16", "bf16", "int8")
+WIRES = tuple(format for format in FORMATS if format != "auto")
 VERSION = 1
 
 
@@ -21,13 +20,15 @@ VERSION = 1
 class Unit:
     """Parameters of which k numbers are selected together and sent; k = 0: all of them are, by all-reduce.
 
-    numel: their numbers, all together. offload: they are selected from on the CPU, by another thread.
+    numel: their numbers, all together. offload: they are selected from on the CPU, by another thread. early: they are sent
+    whole as soon as all such units of their buffer are there, before the rest of it.
     """
 
     names: tuple[str, ...]
     numel: int
     k: int = 0
     offload: bool = False
+    early: bool = False
 
     def at(self, density_ratio: float) -> "Unit":
         """The same with as many times the k."""

@@ -14,6 +14,7 @@ from .timeline import Costs, Load, Timeline, seconds
 DENSE_NUMEL, DENSE_DIMS = 2048, 2  # smaller gradients, or of fewer dimensions, go whole in plans that may choose
 LARGEST_DENSE = 0.05  # of all numbers: a larger gradient is never sent whole to save its selection
 SLACK = 1.01  # a step may become this much longer while Eq. 2 sends more of a buffer whole
+MOST_PLACES = 2**31 - 1  # that have an index of 32 bits
 LEAST_COMPENSATION = 0.5  # of the density that was asked for
 PAPER_FLOOR = 0.001
 
@@ -47,16 +48,18 @@ def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
     return wish.density * each * ranks < (1 if reduce_scatters else 2) * itemsize
 
 
-def plan_of(mode: str, wish: Wish, timeline: Timeline, costs: Costs) -> Plan:
-    """The plan of a mode (of plan.MODES, but auto)."""
+def plan_of(mode: str, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> Plan:
+    """The plan of a mode (of MODES, but auto). early: gradients may be sent before their atom is complete."""
     empty = Plan(mode, wish.sparsifier, wish.density, wish.wire, costs.ranks)
     if mode in AS_THEY_COME:
         return empty
     buffers = _fused(wish, timeline, costs)
     if mode == "bucket":
-        buffers = [Buffer((_joined(buffer, wish),)) for buffer in buffers]
+        buffers = [_joined(buffer, wish) for buffer in buffers]
     elif mode != "layerwise":
         buffers = _selective(buffers, wish, timeline, costs, mode == "interleaved")
+    if mode == "interleaved" and early:
+        buffers = _early(buffers, wish, timeline, costs)
     plan = replace(empty, buffers=tuple(buffers))
     return _offloaded(plan, wish, timeline, costs) if mode == "offload" else plan
 
@@ -93,6 +96,8 @@ def _seconds(buffers, wish, timeline, costs, interleaved) -> float:
 
 def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     """A buffer's seconds."""
+    early = [unit for unit in buffer.units if unit.early]
+    sent_early = sum(unit.numel for unit in early) * itemsize
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
     sparse = [unit for unit in buffer.units if unit.k]
     sent = sum(unit.k for unit in sparse)
@@ -101,9 +106,11 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
         select=sum(costs.select(unit.numel) for unit in sparse if not unit.offload) + costs.copy(dense),
-        reduce=costs.all_reduce(dense),
+        reduce=costs.all_reduce(dense - sent_early),
         gather=gathered(wish.sent_bytes(sent)) if sent else 0.0,
         write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
+        early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
+        early_reduce=costs.all_reduce(sent_early),
     )
 
 
@@ -126,13 +133,16 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
 
 
 def _unit(tensor, density) -> Unit:
-    return Unit((tensor.name,), tensor.numel, max(1, math.floor(density * tensor.numel)))
+    k = 0 if tensor.numel > MOST_PLACES else max(1, math.floor(density * tensor.numel))
+    return Unit((tensor.name,), tensor.numel, k)
 
 
-def _joined(buffer, wish) -> Unit:
+def _joined(buffer, wish) -> Buffer:
     """One unit of all: one k over the whole buffer."""
     numel = sum(unit.numel for unit in buffer.units)
-    return Unit(buffer.names, numel, max(1, math.floor(wish.density * numel)))
+    if numel > MOST_PLACES:
+        return buffer
+    return Buffer((Unit(buffer.names, numel, max(1, math.floor(wish.density * numel))),))
 
 
 def _sums(numbers) -> list:
@@ -230,6 +240,23 @@ def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str
     if budget == "elements":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
     return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - dense / ranks) / sparse))
+
+
+def _early(buffers, wish, timeline, costs) -> list[Buffer]:
+    """Of each buffer the first dense units, as many as make the step shortest, leave early (SSFusion-I's l')."""
+    tensors = timeline.by_name()
+
+    def tried(number, count):
+        units = buffers[number].units
+        dense = sorted((unit for unit in units if not unit.k), key=lambda unit: tensors[unit.names[0]].ready)
+        chosen = {unit.names for unit in dense[:count]}
+        made = Buffer(tuple(replace(unit, early=unit.names in chosen) for unit in units))
+        return [*buffers[:number], made, *buffers[number + 1 :]]
+
+    for number, buffer in enumerate(buffers):
+        counts = range(1 + sum(not unit.k for unit in buffer.units))
+        buffers = min((tried(number, n) for n in counts), key=lambda b: _seconds(b, wish, timeline, costs, True))
+    return buffers
 
 
 def _offloaded(plan, wish, timeline, costs) -> Plan:

@@ -52,8 +52,8 @@ class Reducer:
         """Start the messages of `units`; `wait()` writes the means over all ranks into `gradients`, flat and contiguous.
 
         scale: gradients / scale are added to residuals (a loss scale). interleaved: what is sent whole leaves before
-        anything is selected. All ranks call this in the same order with units
-        of the same names and k. Sends an all-reduce of dense units, and an all-gather of k values and places of others.
+        anything is selected. All ranks call this in the same order with units of the same names and k. Sends an all-reduce
+        of dense units, and an all-gather of k values and places of others.
         """
         dense, sparse = [u for u in units if not u.k], [u for u in units if u.k]
         whole, selected = None, None
@@ -217,8 +217,11 @@ class Reduction:
         if exact:
             self.checked += [values for values, _ in parts]
             return
-        for gradient, total in zip(gradients, sums, strict=True):
+        for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
             gradient.copy_(total)
+            rounded = total.sub_(gradient)  # on every rank, so that this much of the mean is still to be applied
+            rounded = rounded.where(rounded.isfinite(), 0)
+            self._reducer.residuals[name].add_(rounded, alpha=1 / self._scale)
         self.checked += gradients  # a sum may be out of their range
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .plan import Plan
+from .plan import Buffer, Plan
 from .quantize import at_least_fp32
 from .reducer import Reducer
 
@@ -32,7 +32,7 @@ class Session:
         self._clear()
 
     def _clear(self):
-        self._arrived, self._launched, self._next = {}, {}, 0
+        self._arrived, self._early, self._launched, self._next = {}, {}, {}, 0
         self._reductions = []
 
     def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factors=()) -> "Handle":
@@ -52,8 +52,9 @@ class Session:
             if factor != 1:
                 flat.mul_(factor)
         if sparse:
-            self._arrived.update(gradients)
+            self._arrived.update((name, g) for name, g in gradients.items() if name not in self._launched)
             self._launch(complete=self.holds)
+            self._launch_early()
             return Handle(self, tuple(gradients))
         self.reducer.flush(gradients, self._scale)
         if half:
@@ -62,6 +63,13 @@ class Session:
             reduction = WholeReduction(whole(), gradients)
         self._reductions.append(reduction)
         return reduction
+
+    def ready(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient is there whose atom is not: what the plan sends early may leave."""
+        self._begin()
+        if self.plan.mode == "interleaved" and not self.whole:
+            self._early[name] = gradient
+            self._launch_early()
 
     def _begin(self):
         if self._begun:
@@ -74,24 +82,38 @@ class Session:
 
     def _launch(self, complete: bool) -> None:
         """Send what has arrived, in the order of the plan; complete: until the first buffer that lacks something."""
-        buffers, interleaved = self.plan.buffers, self.plan.mode == "interleaved"
-        while self._next < len(buffers):
-            buffer = buffers[self._next]
-            here = {name: self.sizes[name] for name in buffer.names if name in self._arrived}
-            missing = any(name not in here and name not in self._launched for name in buffer.names)
+        while self._next < len(self.plan.buffers):
+            buffer = self.plan.buffers[self._next]
+            missing = any(name not in self._arrived and name not in self._launched for name in buffer.names)
             if missing and complete:
                 return
-            if here:
-                units = [unit.at(self.density_ratio) for unit in buffer.of(here).units]
-                reduction = self.reducer.start(
-                    units, {name: self._arrived[name] for name in here}, self._scale, interleaved
-                )
-                self._launched |= dict.fromkeys(here, reduction)
-                self._reductions.append(reduction)
-                self._arrived = {name: g for name, g in self._arrived.items() if name not in here}
+            self._start(unit for unit in buffer.units if unit.early)  # unless it has left: always a message of its own
+            self._start(unit for unit in buffer.units if not unit.early)
             if missing and not self._arrived:
                 return
             self._next += 1
+
+    def _launch_early(self) -> None:
+        """What the buffer that is next sends early, if all of it is there."""
+        if self._next == len(self.plan.buffers):
+            return
+        units = [unit for unit in self.plan.buffers[self._next].units if unit.early]
+        names = [name for unit in units for name in unit.names]
+        if names and all(name in self._early and name not in self._launched for name in names):
+            self._arrived |= {name: self._early[name] for name in names}
+            self._start(units)
+
+    def _start(self, units) -> None:
+        """Send what has arrived of these."""
+        units = tuple(units)
+        sizes = {name: self.sizes[name] for unit in units for name in unit.names if name in self._arrived}
+        if not sizes:
+            return
+        units = [unit.at(self.density_ratio) for unit in Buffer(units).of(sizes).units]
+        gradients = {name: self._arrived.pop(name) for name in sizes}
+        reduction = self.reducer.start(units, gradients, self._scale, self.plan.mode == "interleaved")
+        self._launched |= dict.fromkeys(sizes, reduction)
+        self._reductions.append(reduction)
 
     def settle(self) -> None:
         """Between steps: if the last one was skipped, residuals go back now."""

@@ -6,15 +6,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import MODES, SPARSIFIERS
 from .deepspeed_engine import DeepSpeedEngine
 from .dry_run import dry_run, verdict
 from .megatron_ddp import MegatronDDP
 from .observation import Observation, measured_costs
-from .plan import AS_THEY_COME, MODES, WIRES, Plan
+from .plan import AS_THEY_COME, WIRES, Plan
 from .planner import Wish, corrected, helps, plan_of, predict
 from .reducer import Reducer
 from .session import Session
-from .sparsify import SPARSIFIERS
 from .torch_ddp import TorchDDP
 from .trial import Trial
 from .warmup import DensityWarmup
@@ -137,7 +137,8 @@ class SparseFusion:
         costs = corrected(costs, wish, timeline)
         plans = None
         if group.rank() == 0:
-            plans = {mode: plan_of(mode, wish, timeline, costs) for mode in self._considered()}
+            early = getattr(self._door, "early", False)
+            plans = {mode: plan_of(mode, wish, timeline, costs, early) for mode in self._considered()}
             seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
             self._say(dry_run(plans, seconds, wish, timeline))
             plans = {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}
@@ -199,9 +200,10 @@ class SparseFusion:
     def load_state_dict(self, state) -> None:
         """Go on from `state_dict`: this rank's, or, after a run on another number of ranks, a list of all of its ranks'.
 
-        From a list every rank takes the mean of all residuals, so that what is pending is applied all the same; a plan that
-        was made for another number of ranks is kept, unless the mode is auto, which plans anew. ValueError: a state of
-        something else, of other parameters, of another number of ranks or another rank, or a list that lacks one.
+        From a list every rank takes the mean of all residuals, so that what is pending is applied all the same. The saved
+        plan is kept, unless other options are asked for now, or the mode is auto on another number of ranks: then there
+        will be a new one. ValueError: a state of something else, of other parameters, of another number of ranks or another
+        rank, or a list that lacks one.
         """
         session = self._attached
         ranks, rank = session.reducer.group.size(), session.reducer.group.rank()
@@ -224,12 +226,18 @@ class SparseFusion:
         self._stop_watching()
         session.restore(one["step"], mean_residuals(states, session.device))
         self._sparse_since = one["sparse_since"]
-        if one["plan"] is None or (count != ranks and self.mode == "auto"):
+        plan = one["plan"] and Plan.from_json(one["plan"])
+        if not plan or not self._wants(plan) or (count != ranks and self.mode == "auto"):
             self.replan()
             return
-        session.plan, self._decided = Plan.from_json(one["plan"]).among(ranks), True
+        session.plan, self._decided = plan.among(ranks), True
         if self.density_warmup and session.plan.buffers:
             self._warm_up()
+
+    def _wants(self, plan) -> bool:
+        """Whether a saved plan is what is asked for now."""
+        wish = Wish(plan.density, plan.sparsifier, plan.wire, self.wish.budget)
+        return wish == self.wish and self.mode in ("auto", plan.mode)
 
     def _check(self, state) -> None:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:

@@ -98,7 +98,6 @@ THRESHOLDS = {
     "redsync": redsync_threshold,
     "sidco": sidco_threshold,
 }
-SPARSIFIERS = (*THRESHOLDS, "randomk")
 
 
 def select(sparsifier: str, x, k: int) -> torch.Tensor:

@@ -81,7 +81,8 @@ class Costs:
 class Load:
     """What is done for a buffer. ready: the second at which its gradients are there; select: seconds of it.
 
-    reduce, gather: of its two messages; write: seconds of writing what they brought into gradients.
+    reduce, gather: of its two messages; write: seconds of writing what they brought into gradients. early: when what leaves
+    before the rest is there; early_reduce: seconds of its message.
     """
 
     ready: float
@@ -89,6 +90,8 @@ class Load:
     reduce: float
     gather: float
     write: float
+    early: float = 0.0
+    early_reduce: float = 0.0
 
 
 def seconds(loads, interleaved: bool) -> float:
@@ -99,6 +102,8 @@ def seconds(loads, interleaved: bool) -> float:
     delay, link, arrived = 0.0, 0.0, []
     for load in loads:
         ready = load.ready + delay
+        if load.early_reduce:
+            link = max(link, load.early + delay) + load.early_reduce
         delay += load.select
         if interleaved:
             link = max(link, ready) + load.reduce

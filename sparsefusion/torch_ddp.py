@@ -35,7 +35,8 @@ class TorchDDP:
 
     def hook(self, bucket):
         """What DDP calls with each bucket, in its order."""
-        flat, future, hooked = bucket.buffer(), torch.futures.Future(), getattr(self._ddp, HOOKED)
+        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
+        future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         gradients = {
             self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }

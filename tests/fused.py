@@ -35,13 +35,13 @@ def backward(model, step, rank, spare=True, dtype=torch.float32):
     model(batch(step, rank, dtype), spare).square().mean().backward()
 
 
-def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32"):
+def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False):
     """Two buffers, in backward's order: vectors whole, matrices sparsely, alone or (bucket) together."""
     names = list(sizes)[::-1]
     halves = names[: len(names) // 2], names[len(names) // 2 :]
 
     def units(names):
-        dense = [Unit((name,), sizes[name]) for name in names if sizes[name] < 1000]
+        dense = [Unit((name,), sizes[name], early=early) for name in names if sizes[name] < 1000]
         rest = [name for name in names if sizes[name] >= 1000]
         if mode == "bucket":
             numel = sum(sizes[name] for name in rest)

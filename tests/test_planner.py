@@ -141,6 +141,17 @@ def test_a_step_played_out():
     assert seconds(loads, interleaved=True) == 30
 
 
+def test_what_leaves_early():
+    """A sum of 4 s that leaves at 6 is done before the rest is there at 10."""
+    assert seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
+    assert seconds([Load(10, 1, 1, 3, 1, early=6, early_reduce=4), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
+    assert seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 1, 3, 1, early=15, early_reduce=4)], interleaved=True) == 27
+    given = timeline([2000, 300, 40_000_000, 300], 1, backward=0.5)
+    plan = plan_of("interleaved", Wish(0.01), given, costs(bytes_per_s=1e6, select=1e-12), early=True)
+    assert [unit.early for unit in plan.buffers[0].units] == [True, True, False, False]
+    assert not any(unit.early for unit in plan_of("interleaved", Wish(0.01), given, costs()).buffers[0].units)
+
+
 def test_prediction_follows_the_links():
     given = timeline([1_000_000] * 4, 2)
     slow, fast = costs(bytes_per_s=1e6), costs(bytes_per_s=1e12, alpha=0)

@@ -86,7 +86,8 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
                 for p, q in zip(plain.module.parameters(), ours.module.parameters(), strict=True):
                     assert torch.equal(p.main_grad, q.main_grad)
             ours = megatron(monkeypatch, average, **options)
-            fusion = force(quiet().attach(ours), mode="bucket" if average else "interleaved")
+            mode = {"mode": "interleaved", "early": True} if average else {"mode": "bucket"}
+            fusion = force(quiet().attach(ours), **mode)
             applied = dict.fromkeys(dict(ours.module.named_parameters()), 0)
             for step in range(4):
                 megatron_step(ours, step, rank)

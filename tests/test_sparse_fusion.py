@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks, summed
-from sparsefusion import SparseFusion
+from sparsefusion import SPARSIFIERS, SparseFusion
 from sparsefusion.plan import WIRES
-from sparsefusion.sparsify import SPARSIFIERS
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
@@ -77,6 +76,8 @@ def conserved(rank, world, steps=5, dtype=torch.float32, changes=None, **options
             given[name] = given.get(name, 0) + p.grad.double()
             applied[name] = applied.get(name, 0) + q.grad.double()
     worst = 0.0
+    if dtype == torch.bfloat16:  # means of what is sent whole are rounded, as the framework's are
+        given = {name: total for name, total in given.items() if total.numel() >= 1000}
     for name, total in given.items():
         expected = summed(total)
         error = world * applied[name] + summed(pending(fusion, name, total)) - expected
@@ -93,6 +94,7 @@ def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
         for sparsifier in SPARSIFIERS:
             assert conserved(rank, world, sparsifier=sparsifier) < 1e-6, sparsifier
         assert conserved(rank, world, dtype=torch.float64) < 1e-13
+        assert conserved(rank, world, dtype=torch.bfloat16) < 1e-6  # what is rounded off a mean is pending, too
 
     ranks(run, world)
 
@@ -277,9 +279,7 @@ def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
             path = tmp_path / f"{rank}.pt"
             torch.save([first.state_dict(), first.optimizer.state_dict(), fusion.state_dict()], path)
             model, optimizer, state = torch.load(path, weights_only=True)
-            resumed = quiet(sparsifier=options.get("sparsifier", "dgc"), wire=options.get("wire", "fp32")).attach(
-                second
-            )
+            resumed = quiet(density=0.05, **options).attach(second)
             second.load_state_dict(model)
             second.optimizer = torch.optim.SGD(second.parameters(), 1e-3, momentum=0.9)
             second.optimizer.load_state_dict(optimizer)
@@ -306,7 +306,7 @@ def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path)
 
     def load(rank):
         model = DDP(Net())
-        fusion = quiet(mode="layerwise").attach(model)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
         with pytest.raises(ValueError, match=f"one of 4 ranks, and here are {world}: give load_state_dict the list"):
             fusion.load_state_dict(states[0])
         with pytest.raises(ValueError, match=r"3 states of ranks \[0, 1, 2\], and there were 4 ranks"):

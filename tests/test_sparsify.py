@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsefusion import selection
+from sparsefusion import SPARSIFIERS, selection
 from sparsefusion.selection import add_at, add_at_ref, take, take_ref
-from sparsefusion.sparsify import SPARSIFIERS, THRESHOLDS, fit_k, random_places, select
+from sparsefusion.sparsify import THRESHOLDS, fit_k, random_places, select
 
 needs_c = pytest.mark.skipif(not selection.kernels(), reason="no C kernels")
 BIASED = [name for name in SPARSIFIERS if name != "randomk"]

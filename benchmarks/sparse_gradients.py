@@ -1,0 +1,172 @@
+"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 20 min; root).
+
+The claims, of a Mamba-2 of 4 M parameters in torch's DDP at density 0.01: `auto` makes a step at least 4 times as fast as
+dense at 200 mbit on 2 ranks, 3 times on 4, 1.15 times at 1 gbit, and takes at most 1/0.95 of the best mode's time
+everywhere. Every contestant trains a copy of the model, and they take turns, step by step, in the same processes; medians.
+Dense runs twice: the difference is the spread.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from _cells import cell_arguments, measure_cell, write_result
+from _tables import markdown, publish
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_ssm.checkpoint import build
+from megatron_ssm.config import Config
+from megatron_ssm.initialization import initialize
+from megatron_ssm.options import Options
+from sparsefusion import SparseFusion
+from sparsefusion.sweep import repetitions, timed
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+PLOT = Path(__file__).resolve().parent / "plots" / "sparse_gradients.png"
+REPETITIONS, DENSITY, VOCAB = 20, 0.01, 256
+SETTLE = 5 + 4 * 18 + 2  # steps until auto has decided
+OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "auto")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Ranks behind links, and the model's width; 256 tokens on each rank."""
+
+    ranks: int
+    rate: str
+    hidden: int = 384
+
+    def __str__(self):
+        return f"{self.ranks}, {self.rate}"
+
+
+SMALL = [
+    (2, "100mbit"),
+    (2, "200mbit"),
+    (2, "500mbit"),
+    (2, "1gbit"),
+    (2, "none"),
+    (4, "200mbit"),
+    (4, "1gbit"),
+    (4, "none"),
+]
+CELLS = [*(Cell(*small) for small in SMALL), Cell(2, "500mbit", 896), Cell(2, "1gbit", 896)]
+SHOWN = ["torch fp16", "PowerSGD", *OURS]
+
+
+class Loss(torch.nn.Module):
+    """The model's loss as a forward pass, for DDP to wrap."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        options = Options(num_layers=4, hidden_size=hidden, mamba_head_dim=64, mamba_state_dim=16, seq_length=128)
+        self.model = initialize(build(Config.from_dict(options.model_config(VOCAB, 0))), 1)
+
+    def forward(self, ids):
+        """ids (batch, 129)."""
+        return self.model.loss(ids[:, :-1], ids[:, 1:])
+
+
+class Contestant:
+    """A copy of the model that is trained in one way."""
+
+    def __init__(self, name, hidden):
+        options = {"bucket_cap_mb": 1000} if name == "PowerSGD" else {}
+        self.fusion, module = None, Loss(hidden)
+        self.loss = module if name == "no messages" else DistributedDataParallel(module, **options)
+        self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=1e-3)
+        if name == "torch fp16":
+            self.loss.register_comm_hook(None, fp16_compress_hook)
+        elif name == "PowerSGD":
+            state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self.loss.register_comm_hook(state, powerSGD_hook)
+        elif name in OURS:
+            self.fusion = SparseFusion(DENSITY, mode=name, report=lambda text: None).attach(self.loss)
+        for _ in range(SETTLE if name == "auto" else 6):
+            self.step()
+
+    def step(self):
+        """One step on this rank's random tokens."""
+        self.optimizer.zero_grad()
+        self.loss(torch.randint(VOCAB, (2, 129))).backward()
+        self.optimizer.step()
+
+
+def measure(out, number) -> None:
+    """One rank's part of a cell."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    hidden, group = CELLS[int(number)].hidden, dist.group.WORLD
+    contestants = {name: Contestant(name, hidden) for name in ("dense", "dense again", "no messages", *SHOWN)}
+    rows = repetitions([timed(c.step) for c in contestants.values()], group, "cpu", REPETITIONS)
+    if dist.get_rank() == 0:
+        auto = contestants["auto"].fusion.plan
+        write_result(out, {
+            "seconds": dict(zip(contestants, rows.median(0).values.tolist(), strict=True)),
+            "predicted": {name: c.fusion.plan.predicted.get(name) for name, c in contestants.items() if c.fusion},
+            "chosen": auto.mode, "numel": sum(p.numel() for p in contestants["auto"].loss.parameters()),
+        } | {"predicted auto": auto.predicted[auto.mode]})  # fmt: skip
+    dist.destroy_process_group()
+
+
+def row(cell: Cell, measured: dict) -> list[str]:
+    """A line of the table."""
+    seconds = measured["seconds"]
+    dense, again = seconds["dense"], seconds["dense again"]
+    best = min(seconds[name] for name in ("dense", *OURS[:-1]))
+    return [
+        f"{measured['numel'] / 1e6:.1f} M, {cell}",
+        f"{1e3 * dense:.0f} ms",
+        f"{dense / seconds['no messages']:.2f}x",
+        *(f"{dense / seconds[name]:.2f}x" for name in SHOWN),
+        f"{measured['chosen']}, {best / seconds['auto']:.2f}",
+        f"{measured['predicted auto'] / seconds['auto']:.2f}",
+        f"{abs(again / dense - 1):.0%}",
+    ]
+
+
+def plot(results: dict) -> None:
+    """Times dense's speed, by cell."""
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    names = ["torch fp16", "PowerSGD", "layerwise", "auto"]
+    for number, name in enumerate(names):
+        heights = [each["seconds"]["dense"] / each["seconds"][name] for each in results.values()]
+        axis.bar([x + 0.2 * number for x in range(len(results))], heights, 0.2, label=name)
+    axis.axhline(1, color="black", linewidth=0.5)
+    labels = [f"{each['numel'] / 1e6:.0f} M\n{cell.ranks} ranks\n{cell.rate}" for cell, each in results.items()]
+    axis.set_xticks([x + 0.3 for x in range(len(results))], labels, fontsize=8)
+    axis.set(yscale="log", ylabel="times dense's speed")
+    axis.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+    axis.minorticks_off()
+    axis.legend(fontsize=8)
+    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
+
+
+def main() -> None:
+    """Measure every cell, or those whose numbers are given; publish the table and the plot of all."""
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(CELLS))
+    results = {
+        CELLS[number]: measure_cell(__file__, CELLS[number].ranks, CELLS[number].rate, number) for number in numbers
+    }
+    header = [
+        "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured", "spread",
+    ]  # fmt: skip
+    table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
+    if sys.argv[1:]:
+        print(table)
+    else:
+        publish("sparse-gradients", table)
+        plot(results)
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else measure(*arguments)

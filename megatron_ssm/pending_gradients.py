@@ -1,0 +1,64 @@
+"""What sparse gradients have not sent yet, in a training checkpoint: a file of each rank, read by any number of replicas."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from .parallel import Groups
+
+
+NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
+
+
+def write_pending(directory: Path, fusion, groups: Groups) -> None:
+    """This rank's file: the state of its `sparsefusion.SparseFusion`. OSError: it cannot be written."""
+    path = _file(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
+    try:
+        torch.save(fusion.state_dict(), path)
+    except RuntimeError as error:  # torch's, of a full disk
+        raise OSError(str(error)) from None
+
+
+def has_pending(directory: Path) -> bool:
+    """Whether a checkpoint has any."""
+    return _layout(directory) is not None
+
+
+def read_pending(directory: Path, fusion, groups: Groups) -> None:
+    """Go on from the files of a run with as many tensor-parallel ranks, and any number of replicas.
+
+    ValueError: there are none; another number of tensor-parallel ranks; a file that is missing, damaged or of another model.
+    """
+    layout = _layout(directory)
+    if layout is None:
+        raise ValueError(f"{directory} has no pending gradients")
+    tensor_ranks, replicas = layout
+    if tensor_ranks != groups.tensor_ranks:
+        raise ValueError(
+            f"{directory} has gradients that {tensor_ranks} tensor-parallel ranks had not sent; {groups.tensor_ranks} cannot "
+            "take them. Resume on as many, or delete its pending-*.pt to drop them"
+        )
+
+    def state(replica):
+        return _read(_file(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
+
+    alike = replicas == groups.data_ranks
+    fusion.load_state_dict(state(groups.data_rank) if alike else [state(replica) for replica in range(replicas)])
+
+
+def _layout(directory) -> tuple[int, int] | None:
+    """Tensor-parallel ranks and replicas of the run that wrote there."""
+    found = (NAME.fullmatch(path.name) for path in sorted(Path(directory).glob("pending-*.pt")))
+    return next((tuple(map(int, match.groups())) for match in found if match), None)
+
+
+def _file(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:
+    return Path(directory) / f"pending-tensor-{tensor_rank}-of-{tensor_ranks}-replica-{replica}-of-{replicas}.pt"
+
+
+def _read(path) -> dict:
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:  # of a damaged file: of any kind
+        raise ValueError(f"{path} is missing or damaged: {str(error).partition(chr(10))[0]}") from None

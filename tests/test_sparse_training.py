@@ -1,0 +1,138 @@
+"""Sparse gradients beside tensor parallelism; oracles: the uninterrupted run, the other replicas, dense training."""
+
+import sys
+
+import pytest
+import torch
+import torch._dynamo  # noqa: F401  (DDP would import it in each forked rank, for seconds)
+import torch.distributed as dist
+
+import tiny
+from megatron_ssm.parallel import initialize
+from megatron_ssm.pending_gradients import has_pending, read_pending, write_pending
+from sparsefusion.arguments import Failure
+
+MODELS = {
+    "mamba": dict(model_type="mamba"),
+    "mamba2 groups": dict(mamba_num_groups=2),
+    "falcon": dict(model_type="falcon_mamba"),
+    "zamba": tiny.ZAMBA,
+    "zamba2 untied": tiny.ZAMBA2_UNTIED,
+}
+
+
+def trainer(tp, said=None, **changes):
+    """On the calling rank: a twentieth of the numbers is sent, of every tensor."""
+    run = tiny.options(**{"gradient_mode": "layerwise", "gradient_density": 0.05, "global_batch_size": 24, **changes})
+    return tiny.trainer_on(tp, run)
+
+
+def alike(model, group):
+    """Whether the replicas have the same parameters, bit for bit."""
+    for parameter in model.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, group=group, group_src=0)
+        if not torch.equal(first, parameter.detach()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), (1, 3)])
+def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp):
+    def run(rank):
+        found = {}
+        for name, changes in MODELS.items():
+            made = trainer(tp, **changes)
+            losses = tiny.curve(made, 20)[0]
+            assert made.fusion.plan.mode == "layerwise" and alike(made.model, made.groups.data), name
+            dense, sparse, total = made.fusion.plan.sent_numbers
+            assert dense == 0 and sparse < 0.2 * total
+            found[name] = losses
+        return found
+
+    dense = {
+        name: tiny.curve(tiny.trainer(tiny.options(**{"global_batch_size": 24, **m})), 20)[0]
+        for name, m in MODELS.items()
+    }
+    for found in ranks(run, tp * dp, timeout=120):
+        for name, losses in found.items():
+            assert torch.allclose(losses[:5], dense[name][:5], rtol=1e-8)  # while steps are watched
+            assert losses[-3:].mean() < losses[:3].mean() - 0.3 * (dense[name][:3].mean() - dense[name][-3:].mean())
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), (1, 3)])
+def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
+    def run(rank):
+        straight = trainer(tp)
+        tiny.curve(straight, 12)
+        write_pending(tmp_path, straight.fusion, straight.groups)
+        torch.save([straight.model.state_dict(), straight.optimizer.state_dict()], tmp_path / f"{rank}.pt")
+        rest = tiny.curve(straight, 18, start=12)
+        resumed = trainer(tp)
+        model, optimizer = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        resumed.model.load_state_dict(model)
+        resumed.optimizer.load_state_dict(optimizer)
+        read_pending(tmp_path, resumed.fusion, resumed.groups)
+        assert torch.equal(tiny.curve(resumed, 18, start=12), rest)
+        assert all(map(torch.equal, straight.model.parameters(), resumed.model.parameters()))
+
+    ranks(run, tp * dp)
+    assert has_pending(tmp_path)
+
+
+@pytest.mark.parametrize("dp", [3, 2])
+def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
+    def save(rank):
+        made = trainer(1)
+        tiny.curve(made, 8)
+        write_pending(tmp_path, made.fusion, made.groups)
+        return made.fusion.state_dict()["residuals"]
+
+    before = ranks(save, 4 if dp == 3 else 3)
+
+    def load(rank):
+        made = trainer(1)
+        read_pending(tmp_path, made.fusion, made.groups)
+        return made.fusion.state_dict()["residuals"]
+
+    for residuals in ranks(load, dp):
+        for name, residual in residuals.items():
+            mean = sum(each[name] for each in before) / len(before)
+            assert torch.allclose(residual, mean, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
+    def run(rank):
+        made = trainer(1)
+        with pytest.raises(ValueError, match="has no pending gradients"):
+            read_pending(tmp_path, made.fusion, made.groups)
+        dist.barrier()
+        write_pending(tmp_path, made.fusion, made.groups)
+        dist.barrier()
+        if world == 4:
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+            divided = trainer(2)
+            with pytest.raises(ValueError, match="1 tensor-parallel ranks had not sent; 2 cannot take them"):
+                read_pending(tmp_path, divided.fusion, divided.groups)
+        dist.barrier()
+        path = tmp_path / f"pending-tensor-0-of-1-replica-{rank}-of-{world}.pt"
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(ValueError, match=f"replica-{rank}-of-{world}.pt is missing or damaged"):
+            read_pending(tmp_path, made.fusion, made.groups)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gradient_that_is_not_finite_ends_training_everywhere(ranks, world):
+    def run(rank):
+        initialize(1)
+        made = trainer(1)
+        tiny.curve(made, 6)
+        if rank == 1:
+            next(made.model.parameters()).register_hook(lambda g: g * float("nan"))
+        with pytest.raises(Failure, match="step 6: the gradient of .* so training stops"):
+            tiny.curve(made, 7, start=6)
+
+    ranks(run, world)
