@@ -7,7 +7,6 @@ import torch
 
 from .parallel import Groups
 
-
 NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
 
@@ -36,8 +35,8 @@ def read_pending(directory: Path, fusion, groups: Groups) -> None:
     tensor_ranks, replicas = layout
     if tensor_ranks != groups.tensor_ranks:
         raise ValueError(
-            f"{directory} has gradients that {tensor_ranks} tensor-parallel ranks had not sent; {groups.tensor_ranks} cannot "
-            "take them. Resume on as many, or delete its pending-*.pt to drop them"
+            f"{directory} has gradients that {tensor_ranks} tensor-parallel ranks had not sent; "
+            f"{groups.tensor_ranks} cannot take them. Resume on as many, or delete its pending-*.pt to drop them"
         )
 
     def state(replica):
