@@ -14,15 +14,12 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from _cells import cell_arguments, measure_cell, write_result
+from _learner import Learner, step
 from _tables import markdown, publish
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ssm.checkpoint import build
-from megatron_ssm.config import Config
-from megatron_ssm.initialization import initialize
-from megatron_ssm.options import Options
 from sparsefusion import SparseFusion
 from sparsefusion.sweep import repetitions, timed
 
@@ -30,8 +27,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 PLOT = Path(__file__).resolve().parent / "plots" / "sparse_gradients.png"
-REPETITIONS, DENSITY, VOCAB = 20, 0.01, 256
-SETTLE = 5 + 4 * 18 + 2  # steps until auto has decided
+REPETITIONS, DENSITY, LAYERS = 20, 0.01, 4
+WATCHED = 5  # dense steps
+SETTLE = WATCHED + 4 * 18 + 2  # steps until auto has decided, at the most
 OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "auto")
 
 
@@ -61,25 +59,12 @@ CELLS = [*(Cell(*small) for small in SMALL), Cell(2, "500mbit", 896), Cell(2, "1
 SHOWN = ["torch fp16", "PowerSGD", *OURS]
 
 
-class Loss(torch.nn.Module):
-    """The model's loss as a forward pass, for DDP to wrap."""
-
-    def __init__(self, hidden):
-        super().__init__()
-        options = Options(num_layers=4, hidden_size=hidden, mamba_head_dim=64, mamba_state_dim=16, seq_length=128)
-        self.model = initialize(build(Config.from_dict(options.model_config(VOCAB, 0))), 1)
-
-    def forward(self, ids):
-        """ids (batch, 129)."""
-        return self.model.loss(ids[:, :-1], ids[:, 1:])
-
-
 class Contestant:
     """A copy of the model that is trained in one way."""
 
     def __init__(self, name, hidden):
         options = {"bucket_cap_mb": 1000} if name == "PowerSGD" else {}
-        self.fusion, module = None, Loss(hidden)
+        self.fusion, module = None, Learner(LAYERS, hidden)
         self.loss = module if name == "no messages" else DistributedDataParallel(module, **options)
         self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=1e-3)
         if name == "torch fp16":
@@ -89,14 +74,12 @@ class Contestant:
             self.loss.register_comm_hook(state, powerSGD_hook)
         elif name in OURS:
             self.fusion = SparseFusion(DENSITY, mode=name, report=lambda text: None).attach(self.loss)
-        for _ in range(SETTLE if name == "auto" else 6):
-            self.step()
+        settle = [timed(self.step)() for _ in range(SETTLE if name == "auto" else 6)]
+        self.settling = sum(settle)  # seconds
 
     def step(self):
         """One step on this rank's random tokens."""
-        self.optimizer.zero_grad()
-        self.loss(torch.randint(VOCAB, (2, 129))).backward()
-        self.optimizer.step()
+        step(self.loss, self.optimizer)
 
 
 def measure(out, number) -> None:
@@ -108,12 +91,12 @@ def measure(out, number) -> None:
     contestants = {name: Contestant(name, hidden) for name in ("dense", "dense again", "no messages", *SHOWN)}
     rows = repetitions([timed(c.step) for c in contestants.values()], group, "cpu", REPETITIONS)
     if dist.get_rank() == 0:
-        auto = contestants["auto"].fusion.plan
+        auto, settling = contestants["auto"].fusion.plan, contestants["auto"].settling
         write_result(out, {
             "seconds": dict(zip(contestants, rows.median(0).values.tolist(), strict=True)),
             "predicted": {name: c.fusion.plan.predicted.get(name) for name, c in contestants.items() if c.fusion},
             "chosen": auto.mode, "numel": sum(p.numel() for p in contestants["auto"].loss.parameters()),
-        } | {"predicted auto": auto.predicted[auto.mode]})  # fmt: skip
+        } | {"predicted auto": auto.predicted[auto.mode], "settling": settling})  # fmt: skip
     dist.destroy_process_group()
 
 
@@ -129,6 +112,7 @@ def row(cell: Cell, measured: dict) -> list[str]:
         *(f"{dense / seconds[name]:.2f}x" for name in SHOWN),
         f"{measured['chosen']}, {best / seconds['auto']:.2f}",
         f"{measured['predicted auto'] / seconds['auto']:.2f}",
+        f"{((measured['settling'] - WATCHED * dense) / seconds['auto'] - SETTLE + WATCHED) / 1000:.1%}",
         f"{abs(again / dense - 1):.0%}",
     ]
 
@@ -157,7 +141,8 @@ def main() -> None:
         CELLS[number]: measure_cell(__file__, CELLS[number].ranks, CELLS[number].rate, number) for number in numbers
     }
     header = [
-        "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured", "spread",
+        "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured",
+        "finding out", "spread",
     ]  # fmt: skip
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
     if sys.argv[1:]:

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import torch
 
-from .parallel import Groups
+from sparsefusion.sparse_fusion import mean_residuals
 
 NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
 
-def write_pending(directory: Path, fusion, groups: Groups) -> None:
-    """This rank's file: the state of its `sparsefusion.SparseFusion`. OSError: it cannot be written."""
+def write_pending(directory: Path, trainer) -> None:
+    """This rank's file, if its `training.Trainer` sends gradients sparsely. OSError: it cannot be written."""
+    groups = trainer.groups
     path = _file(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
+    if trainer.fusion is None:
+        return
     try:
-        torch.save(fusion.state_dict(), path)
+        torch.save(trainer.fusion.state_dict(), path)
     except RuntimeError as error:  # torch's, of a full disk
         raise OSError(str(error)) from None
 
@@ -24,12 +27,14 @@ def has_pending(directory: Path) -> bool:
     return _layout(directory) is not None
 
 
-def read_pending(directory: Path, fusion, groups: Groups) -> None:
+def read_pending(directory: Path, trainer) -> None:
     """Go on from the files of a run with as many tensor-parallel ranks, and any number of replicas.
 
-    ValueError: there are none; another number of tensor-parallel ranks; a file that is missing, damaged or of another model.
+    A `training.Trainer` that sends sparsely goes on as they did, or from their mean; another adds the mean to its next
+    gradients. ValueError: there are none; another number of tensor-parallel ranks; a file that is missing, damaged or of
+    another model.
     """
-    layout = _layout(directory)
+    layout, groups = _layout(directory), trainer.groups
     if layout is None:
         raise ValueError(f"{directory} has no pending gradients")
     tensor_ranks, replicas = layout
@@ -42,8 +47,12 @@ def read_pending(directory: Path, fusion, groups: Groups) -> None:
     def state(replica):
         return _read(_file(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
 
-    alike = replicas == groups.data_ranks
-    fusion.load_state_dict(state(groups.data_rank) if alike else [state(replica) for replica in range(replicas)])
+    if trainer.fusion is None:
+        trainer.unsent = mean_residuals([state(replica) for replica in range(replicas)], trainer.model.device)
+    elif replicas == groups.data_ranks:
+        trainer.fusion.load_state_dict(state(groups.data_rank))
+    else:
+        trainer.fusion.load_state_dict([state(replica) for replica in range(replicas)])
 
 
 def _layout(directory) -> tuple[int, int] | None:
@@ -58,6 +67,7 @@ def _file(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:
 
 def _read(path) -> dict:
     try:
-        return torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True)
+        return state | {"residuals": dict(state["residuals"])}
     except Exception as error:  # of a damaged file: of any kind
         raise ValueError(f"{path} is missing or damaged: {str(error).partition(chr(10))[0]}") from None

@@ -3,6 +3,7 @@
 What can be wrong with the input is found by every rank before any of them communicates.
 """
 
+import functools
 import json
 import os
 import sys
@@ -65,7 +66,8 @@ def pretrain(options: Options) -> None:
         if found:
             report.say_decay(saved_decay_steps(found[0]))
             load_training(*found, model, trainer.optimizer)
-            _load_pending(found[0], trainer.fusion, groups, report)
+            if has_pending(found[0]):
+                on_every_rank(lambda: read_pending(found[0], trainer), f"cannot resume from {found[0]}", ValueError)
         else:
             set_aside(out / "checkpoints")
         done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
@@ -89,27 +91,13 @@ def _train(trainer, batches, text, agreement, out, report, start) -> int:
         report.log()
         if last or leave or _due(step, options.save_interval):
             directory, decay = out / "checkpoints", options.decay_steps
-            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay, _pending_of(trainer))
+            more = functools.partial(write_pending, trainer=trainer)
+            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay, more)
         if leave and not last:
             report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
             break
     report.close()
     return step
-
-
-def _pending_of(trainer):
-    """What writes the gradients that have not been sent, for `save_training`; None if there are none."""
-    return trainer.fusion and (lambda folder: write_pending(folder, trainer.fusion, trainer.groups))
-
-
-def _load_pending(path, fusion, groups, report) -> None:
-    """Gradients that the saved run had not sent; told where nobody is left to be sent them."""
-    if not has_pending(path):
-        return
-    if fusion:
-        on_every_rank(lambda: read_pending(path, fusion, groups), f"cannot resume from {path}", ValueError)
-    else:
-        report.say("gradients that the saved run had selected from, and not sent yet, are dropped: this one sends all")
 
 
 def _due(step, interval) -> bool:

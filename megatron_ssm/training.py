@@ -46,13 +46,14 @@ def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()
-def grad_norm(model: Model) -> torch.Tensor:
+def grad_norm(model: Model, start: float = 0.0) -> torch.Tensor:
     """The 2-norm of the whole model's gradient, the same on every rank: each element counts once, whoever holds it.
 
-    A parameter held by c tensor-parallel ranks contributes its squares / c from each. Sends one number.
+    A parameter held by c tensor-parallel ranks contributes its squares / c from each. start: this rank's first summand.
+    Sends one number.
     """
     ranks = model.ranks
-    total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
+    total = torch.full((), start, dtype=at_least_fp32(model.dtype), device=model.device)
     for parameter in model.parameters():
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / parameter.field.copies(ranks.size)
@@ -92,7 +93,8 @@ class Step:
 class Trainer:
     """A model being trained: one replica's ranks hold its parts, `groups.data` its other replicas.
 
-    fusion: what averages gradients sparsely, or None; it tells `say` what it does, on rank 0.
+    fusion: what averages gradients sparsely, or None; it tells `say` what it does, on rank 0. unsent: {name: gradient},
+    flat, what an earlier run's sparse means still lacked; is added to the next step's gradients.
     """
 
     def __init__(self, model: Model, groups: Groups, options: Options, say=print):
@@ -102,7 +104,7 @@ class Trainer:
         self.loss = _Loss(model)
         if groups.data is not None:
             self.loss = DistributedDataParallel(self.loss, process_group=groups.data, gradient_as_bucket_view=True)
-        self.fusion = None
+        self.fusion, self.unsent, self._not_finite = None, {}, ""
         if groups.data is not None and options.gradient_mode != "dense":
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
@@ -116,16 +118,27 @@ class Trainer:
         for index in range(self.accumulation):
             rows = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
             total += self._backward(inputs[rows], labels[rows], last=index == self.accumulation - 1)
-        norm = grad_norm(self.model)
+        self._add_unsent()
+        norm = grad_norm(self.model, math.nan if self._not_finite else 0.0)
         loss, rate = float(total), learning_rate(self.options, step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Failure(f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops")
+            where = f" ({self._not_finite})" if self._not_finite else ""
+            raise Failure(
+                f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops{where}"
+            )
         clip_gradients(self.model, norm, self.options.clip_grad)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         fused_adam.zero_gradients(self.optimizer)
         return Step(loss, float(norm), rate)
+
+    def _add_unsent(self):
+        loss = self.loss if self.groups.data is None else self.loss.module
+        for name, parameter in loss.named_parameters() if self.unsent else ():
+            if name in self.unsent and parameter.grad is not None:
+                parameter.grad += self.unsent[name].view_as(parameter).to(parameter.grad)
+        self.unsent = {}
 
     def _backward(self, inputs, labels, last):
         """Add one micro-batch's gradient; replicas exchange theirs with the last one. Returns its share of the loss."""
@@ -137,8 +150,8 @@ class Trainer:
             # The loss is a mean over all replicas' tokens, so their gradients add up; DDP averages them.
             try:
                 (loss * self.groups.data_ranks).backward()
-            except FloatingPointError as error:  # a sparsely averaged gradient's, on all replicas
-                raise Failure(f"{error}, so training stops") from None
+            except FloatingPointError as error:  # a sparse mean's: other parts of the model know nothing of it
+                self._not_finite = str(error).partition(". ")[0]
         return loss.detach().to(at_least_fp32(model.dtype))
 
 

@@ -5,6 +5,7 @@ Seconds are means over the ranks, so that all of them plan alike.
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import numpy as np
@@ -120,6 +121,7 @@ def measured_costs(group, device, numel: int, density: float, sparsifier: str, f
     adding, copying = _adding(int(sizes[-1]), k, device) / k, _copying(int(sizes[-1]), device) / (4 * sizes[-1])
     *selecting, adding, copying = mean_over_ranks([*selecting, adding, copying], group, device)
 
+    @cache
     def select(count):
         if count > sizes[-1]:
             return selecting[-1] * count / sizes[-1]
@@ -153,11 +155,11 @@ class Sampled:
 
     def time(self, operation: str, nbytes: int, ranks: int) -> float:
         """Seconds."""
-        sizes, seconds = zip(*self.points[operation], strict=True)
-        if nbytes <= sizes[-1]:
-            return float(np.interp(nbytes, sizes, seconds))
-        slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
-        return seconds[-1] + slope * (nbytes - sizes[-1])
+        points = self.points[operation]
+        (small, before), (large, after) = points[-2:]
+        if nbytes > large:
+            return after + max(0.0, (after - before) / (large - small)) * (nbytes - large)
+        return float(np.interp(nbytes, *zip(*points, strict=True)))
 
 
 def _selecting(numel, density, sparsifier, device) -> float:

@@ -1,7 +1,7 @@
 """Which gradients to send whole, which sparsely, how densely, and in which buffers (SSFusion, resolved in gradcomm.md A).
 
-`plan_of` makes the plan of one mode from a timeline and costs; `predict` says how long a step with it would take. Both are
-functions of their arguments alone: ranks that are given the same numbers get the same plan.
+`plans_of` makes the plans of some modes from a timeline and costs; `predict` says how long a step with one would take. Both
+are functions of their arguments alone: ranks that are given the same numbers get the same plan.
 """
 
 import math
@@ -48,12 +48,17 @@ def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
     return wish.density * each * ranks < (1 if reduce_scatters else 2) * itemsize
 
 
-def plan_of(mode: str, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> Plan:
-    """The plan of a mode (of MODES, but auto). early: gradients may be sent before their atom is complete."""
+def plans_of(modes, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> dict[str, Plan]:
+    """{mode: plan} of modes (of MODES, but auto). early: gradients may be sent before their atom is complete."""
+    fused = _fused(wish, timeline, costs) if set(modes) - set(AS_THEY_COME) else []
+    return {mode: _plan_of(mode, fused, wish, timeline, costs, early) for mode in modes}
+
+
+def _plan_of(mode, buffers, wish, timeline, costs, early) -> Plan:
+    """buffers: fused, all of them sparse."""
     empty = Plan(mode, wish.sparsifier, wish.density, wish.wire, costs.ranks)
     if mode in AS_THEY_COME:
         return empty
-    buffers = _fused(wish, timeline, costs)
     if mode == "bucket":
         buffers = [_joined(buffer, wish) for buffer in buffers]
     elif mode != "layerwise":
@@ -75,7 +80,7 @@ def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
     if plan.mode in AS_THEY_COME:
         share = 0.5 if plan.mode == "fp16" and timeline.itemsize > 2 else 1
         return seconds(_whole_loads(timeline, costs, share), False)
-    return _seconds(plan.buffers, wish, timeline, costs, plan.mode == "interleaved")
+    return seconds(_loads(plan.buffers, wish, timeline, costs), plan.mode == "interleaved")
 
 
 def _whole_loads(timeline, costs, share) -> list[Load]:
@@ -89,9 +94,9 @@ def _whole_loads(timeline, costs, share) -> list[Load]:
     return loads
 
 
-def _seconds(buffers, wish, timeline, costs, interleaved) -> float:
+def _loads(buffers, wish, timeline, costs) -> list[Load]:
     tensors = timeline.by_name()
-    return seconds([_load(buffer, wish, tensors, timeline.itemsize, costs) for buffer in buffers], interleaved)
+    return [_load(buffer, wish, tensors, timeline.itemsize, costs) for buffer in buffers]
 
 
 def _load(buffer, wish, tensors, itemsize, costs) -> Load:
@@ -166,18 +171,18 @@ def _selective(buffers, wish, timeline, costs, interleaved) -> list[Buffer]:
             dense.add(tensor.name)
             whole += tensor.numel
     buffers = [_without(buffer, dense) for buffer in buffers]
-    allowed = SLACK * _seconds(buffers, wish, timeline, costs, interleaved)
+    loads = _loads(buffers, wish, timeline, costs)
+    allowed = SLACK * seconds(loads, interleaved)
     for number in range(1, len(buffers)):
-        sending = _load(buffers[number - 1], wish, tensors, timeline.itemsize, costs)
         left = [unit for unit in buffers[number].units if unit.k]
-        before = max(tensors[name].ready for name in buffers[number - 1].names)
-        backward = max(tensors[name].ready for name in buffers[number].names) - before
-        for unit in sorted(left, key=lambda unit: unit.numel)[: _excluded(left, backward, sending, costs)]:
-            tried = [*buffers]
-            tried[number] = _without(buffers[number], unit.names)
-            if unit.numel > most or _seconds(tried, wish, timeline, costs, interleaved) > allowed:
+        backward = loads[number].ready - loads[number - 1].ready
+        for unit in sorted(left, key=lambda unit: unit.numel)[: _excluded(left, backward, loads[number - 1], costs)]:
+            buffer = _without(buffers[number], unit.names)
+            load = _load(buffer, wish, tensors, timeline.itemsize, costs)
+            tried = [*loads[:number], load, *loads[number + 1 :]]
+            if unit.numel > most or seconds(tried, interleaved) > allowed:
                 break
-            buffers = tried
+            buffers[number], loads = buffer, tried
     return _compensated(buffers, wish, costs.ranks, timeline.itemsize)
 
 
@@ -244,19 +249,26 @@ def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str
 
 def _early(buffers, wish, timeline, costs) -> list[Buffer]:
     """Of each buffer the first dense units, as many as make the step shortest, leave early (SSFusion-I's l')."""
-    tensors = timeline.by_name()
-
-    def tried(number, count):
-        units = buffers[number].units
-        dense = sorted((unit for unit in units if not unit.k), key=lambda unit: tensors[unit.names[0]].ready)
-        chosen = {unit.names for unit in dense[:count]}
-        made = Buffer(tuple(replace(unit, early=unit.names in chosen) for unit in units))
-        return [*buffers[:number], made, *buffers[number + 1 :]]
-
+    tensors, loads, found = timeline.by_name(), _loads(buffers, wish, timeline, costs), []
     for number, buffer in enumerate(buffers):
-        counts = range(1 + sum(not unit.k for unit in buffer.units))
-        buffers = min((tried(number, n) for n in counts), key=lambda b: _seconds(b, wish, timeline, costs, True))
-    return buffers
+        dense = sorted((unit for unit in buffer.units if not unit.k), key=lambda unit: tensors[unit.names[0]].ready)
+        tried = [
+            [*loads[:number], load, *loads[number + 1 :]]
+            for load in _early_loads(loads[number], dense, tensors, timeline.itemsize, costs)
+        ]
+        count = min(range(len(tried)), key=lambda count: seconds(tried[count], True))
+        loads, chosen = tried[count], {unit.names for unit in dense[:count]}
+        found.append(Buffer(tuple(replace(unit, early=unit.names in chosen) for unit in buffer.units)))
+    return found
+
+
+def _early_loads(load, dense, tensors, itemsize, costs) -> list[Load]:
+    """A buffer's, when the first 0, 1, ... of its dense units leave early."""
+    nbytes = [itemsize * numel for numel in _sums([unit.numel for unit in dense])]
+    ready = [0.0, *(tensors[unit.names[0]].ready for unit in dense)]
+    reduce = [costs.all_reduce(n) for n in nbytes]
+    late = [costs.all_reduce(nbytes[-1] - n) for n in nbytes]
+    return [replace(load, early=e, early_reduce=r, reduce=rest) for e, r, rest in zip(ready, reduce, late, strict=True)]
 
 
 def _offloaded(plan, wish, timeline, costs) -> Plan:

@@ -12,7 +12,7 @@ from .dry_run import dry_run, verdict
 from .megatron_ddp import MegatronDDP
 from .observation import Observation, measured_costs
 from .plan import AS_THEY_COME, WIRES, Plan
-from .planner import Wish, corrected, helps, plan_of, predict
+from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
 from .session import Session
 from .torch_ddp import TorchDDP
@@ -138,7 +138,7 @@ class SparseFusion:
         plans = None
         if group.rank() == 0:
             early = getattr(self._door, "early", False)
-            plans = {mode: plan_of(mode, wish, timeline, costs, early) for mode in self._considered()}
+            plans = plans_of(self._considered(), wish, timeline, costs, early)
             seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
             self._say(dry_run(plans, seconds, wish, timeline))
             plans = {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}

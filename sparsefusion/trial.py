@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
-ROUNDS, STEPS = 3, 6  # of each plan; the first step after a change does not count
-SURE = 0.95  # of the dense step's time: what does not reach it is not worth its losses
+ROUNDS, STEPS = 3, 6  # of each plan in each round; the first step after a change does not count
+BEHIND = 1.1  # times the best one's seconds: a plan that takes more has no further turns
+SURE = 0.95  # of a dense step's time in every round: what does not reach it is not worth its losses
 
 
 class Trial:
@@ -20,9 +21,13 @@ class Trial:
 
     def __init__(self, session, plans, dense: float, after: int, done):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
-        self._turns = [mode for _ in range(ROUNDS) for mode in plans for _ in range(STEPS)]
-        self._seconds, self._ended = {mode: [] for mode in plans}, None
-        session.plan = plans[self._turns[0]]  # the best, as far as is known
+        self._rounds, self._ended = {mode: [] for mode in plans}, None
+        self._begin_round(session, list(plans))
+
+    def _begin_round(self, session, modes):
+        self._turns = [mode for mode in modes for _ in range(STEPS)]
+        self._seconds = {mode: [] for mode in modes}
+        session.plan = self._plans[modes[0]]  # the best, as far as is known
 
     def step_began(self, session) -> None:
         """Nothing to do."""
@@ -31,7 +36,7 @@ class Trial:
         """Nothing to do."""
 
     def step_ended(self, session) -> None:
-        """The next plan's turn, or the end."""
+        """The next plan's turn, the next round, or the end."""
         self._after -= 1
         if self._after >= 0:
             return
@@ -44,18 +49,25 @@ class Trial:
         self._ended = now
         if self._turns:
             session.plan = self._plans[self._turns[0]]
+        else:
+            self._end_round(session)
+
+    def _end_round(self, session):
+        """By the slowest rank's medians, the same numbers everywhere."""
+        medians = torch.tensor([median(s) for s in self._seconds.values()], dtype=torch.float64, device=session.device)
+        medians = all_reduce(medians, session.reducer.group, op=dist.ReduceOp.MAX).tolist()
+        for mode, seconds in zip(self._seconds, medians, strict=True):
+            self._rounds[mode].append(seconds)
+        seconds = {mode: median(rounds) for mode, rounds in self._rounds.items()}
+        order = sorted(self._seconds, key=seconds.get)
+        left = [mode for mode in order if seconds[mode] <= BEHIND * seconds[order[0]]]
+        if len(left) > 1 and len(self._rounds[left[0]]) < ROUNDS:
+            self._begin_round(session, left)
             return
         session.watchers.remove(self)
-        self._decide(session)
+        self._done(left[0] if self._is_sure(left[0]) else "dense", {"dense": self._dense, **seconds})
 
-    def _decide(self, session):
-        """By the slowest rank's medians, the same numbers everywhere."""
-        group, device = session.reducer.group, session.device
-        medians = torch.tensor([median(s) for s in self._seconds.values()], dtype=torch.float64, device=device)
-        medians = all_reduce(medians, group, op=dist.ReduceOp.MAX).tolist()
-        seconds = dict(zip(self._plans, medians, strict=True))
-        best = min(seconds, key=seconds.get)
-        dense = seconds.get("dense", self._dense)
-        if seconds[best] > SURE * dense:
-            best = "dense"
-        self._done(best, {"dense": dense, **seconds})
+    def _is_sure(self, mode) -> bool:
+        """Whether it was clearly faster than dense, whenever both had their turns."""
+        dense = self._rounds.get("dense") or [self._dense] * ROUNDS
+        return all(mine <= SURE * theirs for mine, theirs in zip(self._rounds[mode], dense, strict=False))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from sparsefusion.curve import Curve
 from sparsefusion.fabric import Fabric
 from sparsefusion.fusion_cuts import find_opt_fusion, finish
+from sparsefusion.observation import Sampled
 from sparsefusion.plan import Buffer, Plan, Unit
-from sparsefusion.planner import Wish, compensated, excluded, helps, plan_of, predict
+from sparsefusion.planner import Wish, compensated, excluded, helps, plans_of, predict
 from sparsefusion.timeline import Costs, Load, Tensor, Timeline, seconds
 
 MODES = ("layerwise", "bucket", "selective", "interleaved", "offload")
@@ -34,6 +36,11 @@ def timeline(sizes, atoms, backward=1e-3):
     )
     each = -(-len(names) // atoms)
     return Timeline(tensors, tuple(tuple(names[i : i + each]) for i in range(0, len(names), each)), 4, 1.0)
+
+
+def plan_of(mode, *given, early=False):
+    """One mode's plan."""
+    return plans_of((mode,), *given, early)[mode]
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,6 +157,23 @@ def test_what_leaves_early():
     plan = plan_of("interleaved", Wish(0.01), given, costs(bytes_per_s=1e6, select=1e-12), early=True)
     assert [unit.early for unit in plan.buffers[0].units] == [True, True, False, False]
     assert not any(unit.early for unit in plan_of("interleaved", Wish(0.01), given, costs()).buffers[0].units)
+
+
+@pytest.mark.parametrize("sizes", [[2000] * 9, [300, 40_000, 300, 500_000, 300, 300, 7000, 300], [1500] * 200])
+@pytest.mark.parametrize("atoms", [1, 3])
+def test_leaving_early_is_predicted_to_take_no_longer(sizes, atoms):
+    given, price = timeline(sizes, atoms), costs(bytes_per_s=1e6)
+    late, early = (plan_of("interleaved", Wish(0.01), given, price, early=early) for early in (False, True))
+    assert predict(early, Wish(0.01), given, price) <= predict(late, Wish(0.01), given, price)
+    assert any(unit.early for buffer in early.buffers for unit in buffer.units)
+    assert late.sent_numbers == early.sent_numbers
+
+
+def test_sampled_messages_lie_on_lines_between_what_was_measured():
+    sampled = Sampled({"all_reduce": [(100, 5.0), (200, 6.0), (400, 9.0)], "all_gather": [(100, 5.0), (200, 4.0)]})
+    sizes = [0, 50, 100, 150, 200, 300, 400]
+    assert [sampled.time("all_reduce", n, 2) for n in sizes] == [*np.interp(sizes, [100, 200, 400], [5, 6, 9])]
+    assert sampled.time("all_reduce", 800, 2) == 15 and sampled.time("all_gather", 300, 2) == 4
 
 
 def test_prediction_follows_the_links():

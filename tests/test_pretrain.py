@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,34 @@ def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
     assert losses == pytest.approx(alone, abs=1e-10)
     for name, tensor in weights("alone").items():
         assert (weights()[name] - tensor).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_sparse_gradients_are_resumed_bitwise(ranks, here, replicas):
+    """What has not been sent is in the checkpoint; fewer replicas, and a run that sends all, go on from it as well."""
+    sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--global-batch-size", "6"]
+    sparse += ["--train-iters", "9", "--gradient-density-warmup", "3"]
+
+    def train(count, *more):
+        def run(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
+            pretrain(options(*sparse, *more))
+
+        ranks(run, count)
+
+    train(replicas, "--out", "straight", "--log", "straight.jsonl")
+    train(replicas, "--exit-interval", "7")
+    pending = [*Path("out").glob("checkpoints/*7/pending-tensor-0-of-1-replica-*.pt")]
+    assert len(pending) == replicas
+    shutil.copytree("out", "elsewhere")
+    train(replicas, "--resume")
+    for name, tensor in weights("straight").items():
+        assert torch.equal(weights()[name], tensor)
+    for count, more in ((replicas - 1, ()), (1, ("--gradient-mode", "dense"))):
+        shutil.copytree("elsewhere", "again", dirs_exist_ok=True)
+        train(count, "--out", "again", "--log", "again.jsonl", "--resume", *more)
+        assert logged("again.jsonl")[-1]["loss"] == pytest.approx(logged("straight.jsonl")[-1]["loss"], abs=0.2)
+        shutil.rmtree("again")
 
 
 def test_the_log_has_the_contracts_keys(here):
@@ -382,6 +411,9 @@ def refused(capsys, *arguments):
         *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
           for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
+        *[(f"--data text --out out --gradient-density {density}",
+           f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
+        ("--data text --out out --gradient-density-warmup -1", "--gradient-density-warmup -1 must be at least 0"),
         *[(f"--data text --out out --train-iters 1 --model-type {family} {more}",
            f"--model-type {family} needs the shared block in at least {least} blocks; {found}")
           for family, least, more, found in (

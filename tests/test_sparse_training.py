@@ -8,7 +8,6 @@ import torch._dynamo  # noqa: F401  (DDP would import it in each forked rank, fo
 import torch.distributed as dist
 
 import tiny
-from megatron_ssm.parallel import initialize
 from megatron_ssm.pending_gradients import has_pending, read_pending, write_pending
 from sparsefusion.arguments import Failure
 
@@ -65,14 +64,14 @@ def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):
         straight = trainer(tp)
         tiny.curve(straight, 12)
-        write_pending(tmp_path, straight.fusion, straight.groups)
+        write_pending(tmp_path, straight)
         torch.save([straight.model.state_dict(), straight.optimizer.state_dict()], tmp_path / f"{rank}.pt")
         rest = tiny.curve(straight, 18, start=12)
         resumed = trainer(tp)
         model, optimizer = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         resumed.model.load_state_dict(model)
         resumed.optimizer.load_state_dict(optimizer)
-        read_pending(tmp_path, resumed.fusion, resumed.groups)
+        read_pending(tmp_path, resumed)
         assert torch.equal(tiny.curve(resumed, 18, start=12), rest)
         assert all(map(torch.equal, straight.model.parameters(), resumed.model.parameters()))
 
@@ -80,25 +79,57 @@ def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     assert has_pending(tmp_path)
 
 
-@pytest.mark.parametrize("dp", [3, 2])
-def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
+def pending_of(ranks, directory, replicas):
+    """The mean of what these have not sent after 8 steps, written to a directory."""
+
     def save(rank):
         made = trainer(1)
         tiny.curve(made, 8)
-        write_pending(tmp_path, made.fusion, made.groups)
+        write_pending(directory, made)
         return made.fusion.state_dict()["residuals"]
 
-    before = ranks(save, 4 if dp == 3 else 3)
+    found = ranks(save, replicas)
+    return {name: sum(each[name] for each in found) / replicas for name in found[0]}
+
+
+@pytest.mark.parametrize("dp", [3, 2])
+def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
+    pending = pending_of(ranks, tmp_path, 5 - dp)
 
     def load(rank):
         made = trainer(1)
-        read_pending(tmp_path, made.fusion, made.groups)
+        read_pending(tmp_path, made)
         return made.fusion.state_dict()["residuals"]
 
     for residuals in ranks(load, dp):
+        assert residuals.keys() == pending.keys()
         for name, residual in residuals.items():
-            mean = sum(each[name] for each in before) / len(before)
-            assert torch.allclose(residual, mean, rtol=1e-12, atol=1e-15)
+            assert torch.allclose(residual, pending[name], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_run_that_sends_all_applies_what_is_pending(ranks, tmp_path, dp):
+    """Once: also the gradients of one replica, which sends nothing."""
+    pending = pending_of(ranks, tmp_path, 3)
+
+    def gradients(rank, resumed):
+        made, found = trainer(1, gradient_mode="dense", clip_grad=0), []
+        if resumed:
+            read_pending(tmp_path, made)
+        parameters = {name.removeprefix("module."): p for name, p in made.loss.named_parameters()}
+        made.optimizer.register_step_pre_hook(
+            lambda *_: found.append({name: p.grad.flatten().clone() for name, p in parameters.items()})
+        )
+        tiny.curve(made, 1)
+        assert not made.unsent
+        return found[0]
+
+    def run(rank):
+        ours, plain = gradients(rank, True), gradients(rank, False)
+        for name in pending:
+            assert torch.allclose(ours[name] - plain[name], pending[name], rtol=1e-9, atol=1e-12), name
+
+    ranks(run, dp)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -106,33 +137,37 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
     def run(rank):
         made = trainer(1)
         with pytest.raises(ValueError, match="has no pending gradients"):
-            read_pending(tmp_path, made.fusion, made.groups)
+            read_pending(tmp_path, made)
         dist.barrier()
-        write_pending(tmp_path, made.fusion, made.groups)
+        write_pending(tmp_path, made)
         dist.barrier()
         if world == 4:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             divided = trainer(2)
             with pytest.raises(ValueError, match="1 tensor-parallel ranks had not sent; 2 cannot take them"):
-                read_pending(tmp_path, divided.fusion, divided.groups)
+                read_pending(tmp_path, divided)
         dist.barrier()
         path = tmp_path / f"pending-tensor-0-of-1-replica-{rank}-of-{world}.pt"
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(ValueError, match=f"replica-{rank}-of-{world}.pt is missing or damaged"):
-            read_pending(tmp_path, made.fusion, made.groups)
+            read_pending(tmp_path, made)
 
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_gradient_that_is_not_finite_ends_training_everywhere(ranks, world):
+@pytest.mark.parametrize("tp, dp", [(1, 2), (1, 3), (2, 2)])
+def test_a_gradient_that_is_not_finite_ends_training_everywhere(ranks, tp, dp):
+    """Also on the ranks of other parts of the model, whose gradients are finite."""
+
     def run(rank):
-        initialize(1)
-        made = trainer(1)
+        made = trainer(tp)
         tiny.curve(made, 6)
         if rank == 1:
             next(made.model.parameters()).register_hook(lambda g: g * float("nan"))
-        with pytest.raises(Failure, match="step 6: the gradient of .* so training stops"):
+        said = ["step 7: .*gradient norm nan: not finite, so training stops"]
+        if rank % tp == 1 % tp:
+            said.append(r"\(step 6: the gradient of model.* is not finite on some rank\)")
+        with pytest.raises(Failure, match=" ".join(said)):
             tiny.curve(made, 7, start=6)
 
-    ranks(run, world)
+    ranks(run, tp * dp)

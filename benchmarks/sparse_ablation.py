@@ -1,0 +1,150 @@
+"""SSFusion's steps one by one, and what planning costs (about 8 min; root).
+
+The claims: choosing which gradients go whole, and sending these while the others are selected, is worth something on a GPU,
+where the start of a selection is dear; on a CPU it is not (the README says so). Planning 500 gradients in all modes takes
+50 ms at most. Every contestant trains a copy of a Mamba-2 of 24 layers with hundreds of gradients, and they take turns.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from _cells import cell_arguments, measure_cell, write_result
+from _learner import Learner, step
+from _tables import markdown, publish
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsefusion import SparseFusion
+from sparsefusion.observation import Sampled
+from sparsefusion.plan import Buffer, Plan
+from sparsefusion.planner import Wish, plans_of
+from sparsefusion.sweep import repetitions, timed
+from sparsefusion.timeline import Costs, Tensor, Timeline
+
+REPETITIONS, DENSITY, LAYERS, HIDDEN, BUCKET_MB = 15, 0.01, 24, 192, 0.2
+PLANNED = ((100, 10), (500, 20), (500, 500))  # gradients and buckets
+MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Ranks behind links."""
+
+    ranks: int
+    rate: str
+
+    def __str__(self):
+        return f"{self.ranks}, {self.rate}"
+
+
+CELLS = [Cell(2, "200mbit"), Cell(2, "1gbit"), Cell(4, "200mbit"), Cell(4, "1gbit")]
+
+
+def alone(plan: Plan) -> Plan:
+    """Every gradient a message of its own."""
+    return replace(plan, buffers=tuple(Buffer((unit,)) for buffer in plan.buffers for unit in buffer.units))
+
+
+def uncompensated(plan: Plan) -> Plan:
+    """What goes sparsely has the density that was asked for."""
+
+    def whole_density(unit):
+        return replace(unit, k=max(1, int(plan.density * unit.numel))) if unit.k else unit
+
+    return replace(plan, buffers=tuple(Buffer(tuple(map(whole_density, b.units))) for b in plan.buffers))
+
+
+CONTESTANTS = {  # mode, what is done to its plan
+    "dense": ("dense", None),
+    "each gradient alone": ("layerwise", alone),
+    "+ fused": ("layerwise", None),
+    "+ selective": ("selective", uncompensated),
+    "+ density-aware": ("selective", None),
+    "+ interleaved": ("interleaved", None),
+}
+
+
+class Contestant:
+    """A copy of the model, trained in one way."""
+
+    def __init__(self, mode, changed):
+        self.loss = DistributedDataParallel(Learner(LAYERS, HIDDEN), bucket_cap_mb=BUCKET_MB)
+        self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=1e-3)
+        self.fusion = SparseFusion(DENSITY, mode=mode, report=lambda text: None).attach(self.loss)
+        for _ in range(6):
+            self.step()
+        if changed:
+            state = self.fusion.state_dict()
+            self.fusion.load_state_dict(state | {"plan": changed(self.fusion.plan).to_json()})
+
+    def step(self):
+        """One, on random tokens."""
+        step(self.loss, self.optimizer)
+
+    def sent(self) -> dict:
+        """Bytes that a rank sends in a step, and in how many messages."""
+        plan, ranks = self.fusion.plan, dist.get_world_size()
+        if not plan.buffers:
+            numel = sum(p.numel() for p in self.loss.parameters())
+            return {"bytes": 8 * (ranks - 1) / ranks * numel, "messages": None}
+        dense, sparse, _ = plan.sent_numbers
+        messages = [any(unit.k == 0 for unit in b.units) + any(unit.k for unit in b.units) for b in plan.buffers]
+        return {"bytes": (ranks - 1) * (8 / ranks * dense + 8 * sparse), "messages": sum(messages)}
+
+
+def measure(out) -> None:
+    """One rank's part of a cell."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    contestants = {name: Contestant(*how) for name, how in CONTESTANTS.items()}
+    rows = repetitions([timed(c.step) for c in contestants.values()], dist.group.WORLD, "cpu", REPETITIONS)
+    if dist.get_rank() == 0:
+        seconds = rows.median(0).values.tolist()
+        write_result(out, [c.sent() | {"seconds": s} for c, s in zip(contestants.values(), seconds, strict=True)])
+    dist.destroy_process_group()
+
+
+def planning(count, buckets) -> float:
+    """Seconds of planning all modes, for a model of so many gradients and links of 1 ms and 25 MB/s."""
+    sizes = [768 * 3072, 256, 768, 24, 24, 24, 768 * 768, 768, 2304] * count
+    tensors = [Tensor(f"w{i}", n, 2 if n > 4000 else 1, 0.1 + 1e-3 * i) for i, n in enumerate(sizes[:count])]
+    each = -(-count // buckets)
+    names = [tensor.name for tensor in tensors]
+    atoms = tuple(tuple(names[i : i + each]) for i in range(0, count, each))
+    points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
+    fabric = Sampled({"all_reduce": points, "all_gather": points})
+    costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
+    found = []
+    for _ in range(5):
+        start = time.perf_counter()
+        plans_of(MODES, Wish(DENSITY), Timeline(tuple(tensors), atoms, 4, 1.0), costs, early=True)
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def row(cell, measured) -> list[str]:
+    """A line of the ablation."""
+    dense, *ours = measured
+    texts = [f"{dense['seconds'] / each['seconds']:.2f}x" for each in ours]
+    sent = [f"{each['bytes'] / 1e3:.0f} kB in {each['messages']}" for each in ours]
+    return [
+        str(cell),
+        f"{1e3 * dense['seconds']:.0f} ms",
+        *(f"{text}, {how}" for text, how in zip(texts, sent, strict=True)),
+    ]
+
+
+def main() -> None:
+    """Measure every cell; publish both tables."""
+    rows = [row(cell, measure_cell(__file__, cell.ranks, cell.rate)) for cell in CELLS]
+    publish("sparse-ablation", markdown(["ranks, links", *CONTESTANTS], rows))
+    lines = [[f"{count} in {buckets}", f"{1e3 * planning(count, buckets):.0f} ms"] for count, buckets in PLANNED]
+    publish("sparse-planning", markdown(["gradients, in buckets of the framework", "planning all modes"], lines))
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else measure(*arguments)

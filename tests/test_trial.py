@@ -1,0 +1,79 @@
+"""Plans that take turns; oracle: a clock that is told how long each plan's steps take, and another tale on each rank."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from sparsefusion import trial
+from sparsefusion.trial import ROUNDS, STEPS, Trial
+
+
+def tried(monkeypatch, tale, dense=1.0, after=0):
+    """The mode that is decided for, measured seconds, and the modes of all steps; tale(mode, round) is a step's seconds."""
+    modes, clock, taken, decided = list(tale), [0.0], [], []
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
+    session = SimpleNamespace(watchers=[], plan=None, device="cpu", reducer=SimpleNamespace(group=dist.group.WORLD))
+    session.watchers.append(
+        Trial(session, {mode: mode for mode in modes}, dense, after, lambda *found: decided.append(found))
+    )
+    while session.watchers and len(taken) < 1000:
+        taken.append(session.plan)
+        seconds = tale[session.plan]
+        clock[0] += seconds[min(len(taken) // (STEPS * len(modes)), len(seconds) - 1)]
+        session.watchers[0].step_ended(session)
+    (found,) = decided
+    return *found, taken
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_fastest_stays(ranks, monkeypatch, world):
+    def run(rank):
+        mode, seconds, steps = tried(monkeypatch, {"a": [0.5], "b": [0.4], "dense": [1.0]})
+        assert mode == "b" and seconds == pytest.approx({"dense": 1.0, "a": 0.5, "b": 0.4})
+        assert len(steps) == 3 * STEPS  # the others are far behind after a round
+        mode, seconds, steps = tried(monkeypatch, {"a": [0.42], "b": [0.4], "dense": [1.0]})
+        assert mode == "b" and len(steps) == 3 * STEPS + 2 * (ROUNDS - 1) * STEPS and "dense" not in steps[3 * STEPS :]
+        mode, seconds, steps = tried(monkeypatch, {"a": [0.39], "b": [0.4], "dense": [1.0]}, after=7)
+        assert mode == "a" and steps[:8] == ["a"] * 8 and len(steps) == 7 + 3 * STEPS + 2 * (ROUNDS - 1) * STEPS
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch, world):
+    def run(rank):
+        assert tried(monkeypatch, {"a": [0.96], "dense": [1.0]})[0] == "dense"
+        assert tried(monkeypatch, {"a": [0.94], "dense": [1.0]})[0] == "a"
+        assert tried(monkeypatch, {"a": [0.92, 0.99, 0.92], "dense": [1.0]})[0] == "dense"  # not in every round
+        assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.52)[0] == "dense"  # dense was watched before
+        assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.6)[0] == "a"
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_slowest_rank_counts(ranks, monkeypatch, world):
+    def run(rank):
+        a = 0.9 if rank == 1 else 0.3
+        return tried(monkeypatch, {"a": [a], "b": [0.5], "dense": [1.0]})[:2]
+
+    found = ranks(run, world)
+    assert all(mode == "b" for mode, _ in found) and all(seconds == found[0][1] for _, seconds in found)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_first_step_does_not_count(ranks, monkeypatch, world):
+    """What a change of plans costs, residuals that go with it, is no plan's fault."""
+
+    class Late(list):
+        def __getitem__(self, index):
+            Late.steps += 1
+            return 50.0 if Late.steps % STEPS == 1 else super().__getitem__(index)
+
+    def run(rank):
+        Late.steps = 0
+        mode, seconds, _ = tried(monkeypatch, {"a": Late([0.5]), "b": Late([0.4])})
+        assert mode == "b" and seconds == pytest.approx({"dense": 1.0, "a": 0.5, "b": 0.4})
+
+    ranks(run, world)
