@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from sparsefusion.sparse_fusion import mean_residuals
+from sparsefusion.states import mean_residuals
 
 NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 

@@ -46,14 +46,13 @@ def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()
-def grad_norm(model: Model, start: float = 0.0) -> torch.Tensor:
+def grad_norm(model: Model) -> torch.Tensor:
     """The 2-norm of the whole model's gradient, the same on every rank: each element counts once, whoever holds it.
 
-    A parameter held by c tensor-parallel ranks contributes its squares / c from each. start: this rank's first summand.
-    Sends one number.
+    A parameter held by c tensor-parallel ranks contributes its squares / c from each. Sends one number.
     """
     ranks = model.ranks
-    total = torch.full((), start, dtype=at_least_fp32(model.dtype), device=model.device)
+    total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
     for parameter in model.parameters():
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / parameter.field.copies(ranks.size)
@@ -104,11 +103,13 @@ class Trainer:
         self.loss = _Loss(model)
         if groups.data is not None:
             self.loss = DistributedDataParallel(self.loss, process_group=groups.data, gradient_as_bucket_view=True)
-        self.fusion, self.unsent, self._not_finite = None, {}, ""
+        self.fusion, self.unsent = None, {}
         if groups.data is not None and options.gradient_mode != "dense":
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
-                density_warmup=options.gradient_density_warmup, report=lambda text: say(text) if groups.rank == 0 else None,
+                density_warmup=options.gradient_density_warmup, model_group=groups.tensor,
+                copied=lambda parameter: parameter.field.copies(groups.tensor_ranks) > 1,
+                report=lambda text: say(text) if groups.rank == 0 else None,
             ).attach(self.loss)  # fmt: skip
 
     def step(self, batches: Batches, step: int) -> Step:
@@ -119,13 +120,10 @@ class Trainer:
             rows = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
             total += self._backward(inputs[rows], labels[rows], last=index == self.accumulation - 1)
         self._add_unsent()
-        norm = grad_norm(self.model, math.nan if self._not_finite else 0.0)
+        norm = grad_norm(self.model)
         loss, rate = float(total), learning_rate(self.options, step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            where = f" ({self._not_finite})" if self._not_finite else ""
-            raise Failure(
-                f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops{where}"
-            )
+            raise Failure(f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops")
         clip_gradients(self.model, norm, self.options.clip_grad)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -150,8 +148,8 @@ class Trainer:
             # The loss is a mean over all replicas' tokens, so their gradients add up; DDP averages them.
             try:
                 (loss * self.groups.data_ranks).backward()
-            except FloatingPointError as error:  # a sparse mean's: other parts of the model know nothing of it
-                self._not_finite = str(error).partition(". ")[0]
+            except FloatingPointError as error:  # of a sparse mean, on every rank
+                raise Failure(f"{str(error).partition('. ')[0]}, so training stops") from None
         return loss.detach().to(at_least_fp32(model.dtype))
 
 

@@ -18,16 +18,14 @@ class DeepSpeedEngine:
             raise ValueError(
                 f"ZeRO stage {self._stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1"
             )
-        for wrong, why in (
-            (engine.pipeline_parallelism, "pipeline parallelism"),
-            (engine.has_moe_layers, "mixtures of experts"),
-        ):
+        for wrong, what in _strange(engine, engine.optimizer, self._stage):
             if wrong:
-                raise ValueError(f"SparseFusion does not work with DeepSpeed's {why}")
+                raise ValueError(f"SparseFusion does not work with DeepSpeed's {what}")
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
+        self.itemsize = min(p.element_size() for p in self.parameters.values())
         optimizer = engine.optimizer
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
 
@@ -62,32 +60,39 @@ class DeepSpeedEngine:
         def whole():
             type(optimizer).average_tensor(optimizer, tensor, communication_data_type)
 
-        self._session.reduce(gradients, [tensor], whole, [self._factor]).wait()
+        self._session.reduce(gradients, [tensor], whole, self._factor).wait()
 
     def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
         """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
-        names, gradients, first = self._names_by_address(), {}, 0
+        names = {p.grad.data_ptr(): name for name, p in self.parameters.items() if p.grad is not None}
+        gradients, first = {}, 0
         for gradient in bucket:
             gradients[names[gradient.data_ptr()]] = flat[first : first + gradient.numel()]
             first += gradient.numel()
 
         def whole():
-            flat.copy_(type(engine).allreduce_bucket(engine, bucket, dp_group, dp_world_size))
+            flat.copy_(type(engine).allreduce_bucket(engine, [flat], dp_group, dp_world_size))
 
-        self._session.reduce(gradients, [flat], whole, [self._factor]).wait()
+        self._session.reduce(gradients, [flat], whole, self._factor).wait()
         return flat
-
-    def _names_by_address(self) -> dict[int, str]:
-        """Of gradients: the parameters' own, and those that the BF16 optimizer adds up in float32."""
-        found = {p.grad.data_ptr(): name for name, p in self.parameters.items() if p.grad is not None}
-        optimizer = self._engine.optimizer
-        if hasattr(optimizer, "fp32_groups_gradients"):
-            pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            found |= {g.data_ptr(): self._names[id(p)] for ps, gs in pairs for p, g in zip(ps, gs, strict=True)}
-        return found
 
     def _allreduce_gradients(self, engine, *arguments, **named):
         type(engine).allreduce_gradients(engine, *arguments, **named)
         if engine.is_gradient_accumulation_boundary():
             self._session.end_step()
+
+
+def _strange(engine, optimizer, stage):
+    """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
+    yield engine.pipeline_parallelism, "pipeline parallelism"
+    yield engine.has_moe_layers, "mixtures of experts"
+    if stage:
+        kind, compact = (
+            type(optimizer).__name__,
+            getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False),
+        )
+        yield not hasattr(optimizer, "average_tensor"), f"{kind}: leave out grad_accum_dtype"
+        yield not optimizer.contiguous_gradients, "contiguous_gradients: false"
+        yield any(map(compact, range(len(optimizer.bit16_groups)))), "grad_accum_dtype beside another dtype"
+        yield optimizer.cpu_offload, "offload_optimizer"

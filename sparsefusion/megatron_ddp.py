@@ -11,6 +11,8 @@ from torch.distributed import get_world_size
 class MegatronDDP:
     """The door of one Megatron DDP module, with or without overlap and distributed optimizer."""
 
+    holds = True
+
     def __init__(self, ddp):
         self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
         if getattr(self._config, "num_distributed_optimizer_instances", 1) > 1:
@@ -24,12 +26,14 @@ class MegatronDDP:
         self.group = (
             first.intra_distributed_optimizer_instance_group if self.reduce_scatters else first.data_parallel_group
         )
-        self.holds = self._config.overlap_grad_reduce
+        self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
         names = {id(p): name for name, p in ddp.module.named_parameters()}
         self._buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
         self.parameters = {names[id(p)]: p for bucket in self._buckets for p in bucket.params_list}
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self.early = self.holds and all(self._factor(bucket) == 1 for bucket in self._buckets)
+        self.itemsize = min(bucket.grad_data.element_size() for bucket in self._buckets)
+        self._factor = self._factor_of(self._buckets[0])
+        self.early = self._overlaps and self._factor == 1
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -50,9 +54,15 @@ class MegatronDDP:
         self._session = None
 
     def _start(self, group, force_all_reduce=False):
-        """In the place of a bucket group's start_grad_sync."""
-        if group.is_first_batch and group.grad_reduce_handle is not None:
-            return
+        """In the place of a bucket group's start_grad_sync; a second time, which is without overlap the end as well."""
+        if id(group) not in self._handles:
+            self._handles[id(group)] = self._reduce(group, force_all_reduce)
+            if self._overlaps:
+                group.grad_reduce_handle = self._handles[id(group)]
+        elif not self._overlaps:
+            self._handles[id(group)].wait()
+
+    def _reduce(self, group, force_all_reduce):
         flats = [bucket.grad_data for bucket in group.buckets]
         parameters = [p for bucket in group.buckets for p in bucket.params_list]
         gradients = {self._names[id(p)]: p.main_grad.view(-1) for p in parameters}
@@ -62,11 +72,7 @@ class MegatronDDP:
             handle, group.grad_reduce_handle = group.grad_reduce_handle, None
             return handle
 
-        handle = self._session.reduce(gradients, flats, whole, [self._factor(bucket) for bucket in group.buckets])
-        if self.holds:
-            group.grad_reduce_handle = handle
-        else:
-            handle.wait()
+        return self._session.reduce(gradients, flats, whole, self._factor)
 
     def _ready(self, group, parameter, *arguments, **named):
         """In the place of a bucket group's register_grad_ready: a gradient of the last micro-batch is there."""
@@ -74,12 +80,16 @@ class MegatronDDP:
             self._session.ready(self._names[id(parameter)], parameter.main_grad.view(-1))
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
-    def _factor(self, bucket) -> float:
+    def _factor_of(self, bucket) -> float:
         """What a mean is to be multiplied by: Megatron may want a sum, scaled."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return bucket.gradient_scaling_factor * ranks
 
     def _finish(self, *arguments, **named):
-        """In the place of the module's finish_grad_sync."""
+        """In the place of the module's finish_grad_sync. All groups start before any is waited for, as buffers may need."""
+        for group in self._ddp.bucket_groups:
+            if id(group) not in self._handles:
+                group.start_grad_sync(*arguments, **named)
         type(self._ddp).finish_grad_sync(self._ddp, *arguments, **named)
+        self._handles = {}
         self._session.end_step()

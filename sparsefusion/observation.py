@@ -47,11 +47,13 @@ class Clock:
 class Observation:
     """Watches a session's steps; calls `done` with the timeline after 1 + WATCHED of them.
 
-    parameters: {name: parameter} of all gradients.
+    parameters: {name: parameter} of all gradients. itemsize: bytes of a gradient's number. copied: the names of parameters
+    that several ranks over which the model is divided hold.
     """
 
-    def __init__(self, parameters, group, done):
+    def __init__(self, parameters, group, itemsize: int, copied, done):
         self._parameters, self._group, self._done = parameters, group, done
+        self._itemsize, self._copied = itemsize, copied
         self._clock = Clock(next(iter(parameters.values())).device)
         self._marks, self._atoms, self._steps, self._ended = {}, [], [], None
         self._hooks = [p.register_post_accumulate_grad_hook(self._noting(name)) for name, p in parameters.items()]
@@ -97,10 +99,12 @@ class Observation:
         local.append(median(step for _, step, _ in self._steps))
         *ready, step = mean_over_ranks(local, self._group, next(iter(self._parameters.values())).device)
         parameters = [self._parameters[name] for name in names]
-        tensors = [Tensor(n, p.numel(), p.dim(), at) for n, p, at in zip(names, parameters, ready, strict=True)]
+        tensors = [
+            Tensor(name, p.numel(), p.dim(), at, name in self._copied)
+            for name, p, at in zip(names, parameters, ready, strict=True)
+        ]
         order = sorted(tensors, key=lambda tensor: tensor.ready)
-        itemsize = max(p.element_size() for p in parameters)
-        return Timeline(tuple(order), tuple(map(tuple, atoms)), itemsize, step)
+        return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, step)
 
 
 def mean_over_ranks(numbers, group, device) -> list[float]:

@@ -102,6 +102,14 @@ class Plan:
         """The same for another number of ranks."""
         return replace(self, ranks=ranks)
 
+    def sized(self, sizes: Mapping[str, int]) -> "Plan":
+        """The same for parameters of these sizes ({name: numel}), k in proportion. ValueError: not of the same names."""
+        if different := {name for buffer in self.buffers for name in buffer.names} ^ set(sizes) if self.buffers else ():
+            raise ValueError(
+                f"{sorted(different)[0]!r} is not a parameter of all ranks over which the model is divided"
+            )
+        return replace(self, buffers=tuple(buffer.of(sizes) for buffer in self.buffers))
+
     @property
     def hash(self) -> str:
         """SHA-256 of what is sent: equal plans on all ranks have the same."""

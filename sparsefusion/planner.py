@@ -43,7 +43,7 @@ def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
     if ranks == 1:
         return False
     if wish.sparsifier == "randomk":
-        return wish.density * 4 < itemsize
+        return wish.density * 4 * (2 if reduce_scatters else 1) < itemsize
     each = value_bytes(wish.wire, 1 << 20) / (1 << 20) + 4
     return wish.density * each * ranks < (1 if reduce_scatters else 2) * itemsize
 
@@ -60,7 +60,7 @@ def _plan_of(mode, buffers, wish, timeline, costs, early) -> Plan:
     if mode in AS_THEY_COME:
         return empty
     if mode == "bucket":
-        buffers = [_joined(buffer, wish) for buffer in buffers]
+        buffers = [_joined(buffer, wish, timeline.by_name()) for buffer in buffers]
     elif mode != "layerwise":
         buffers = _selective(buffers, wish, timeline, costs, mode == "interleaved")
     if mode == "interleaved" and early:
@@ -138,16 +138,19 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
 
 
 def _unit(tensor, density) -> Unit:
-    k = 0 if tensor.numel > MOST_PLACES else max(1, math.floor(density * tensor.numel))
+    k = max(1, math.floor(density * tensor.numel)) if 0 < tensor.numel <= MOST_PLACES else 0
     return Unit((tensor.name,), tensor.numel, k)
 
 
-def _joined(buffer, wish) -> Buffer:
-    """One unit of all: one k over the whole buffer."""
-    numel = sum(unit.numel for unit in buffer.units)
-    if numel > MOST_PLACES:
+def _joined(buffer, wish, tensors) -> Buffer:
+    """One unit of all, one k over the whole buffer; but what is copied is alone, or each copy would meet other numbers."""
+    joined = [unit for unit in buffer.units if unit.k and not tensors[unit.names[0]].copied]
+    numel = sum(unit.numel for unit in joined)
+    if not 0 < numel <= MOST_PLACES:
         return buffer
-    return Buffer((Unit(buffer.names, numel, max(1, math.floor(wish.density * numel))),))
+    names = tuple(name for unit in joined for name in unit.names)
+    alone = tuple(unit for unit in buffer.units if unit not in joined)
+    return Buffer((Unit(names, numel, max(1, math.floor(wish.density * numel))), *alone))
 
 
 def _sums(numbers) -> list:

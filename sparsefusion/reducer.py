@@ -7,9 +7,10 @@ format on the wire; the rest is the residual. So applied means times ranks, and 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
+from torch.nn.functional import pad
 
 from .collectives import Counter, begin_all_gather, begin_all_reduce
 from .plan import Unit
@@ -62,7 +63,10 @@ class Reducer:
         if dense:
             parts = {name: gradients[name] for unit in dense for name in unit.names}
             self.flush(parts, scale)
-            whole = begin_all_reduce(torch.cat(list(parts.values())), self.group, self.counter)
+            flat = torch.cat(list(parts.values()))
+            if flat.dtype == torch.float16:  # whose sum may be out of its range
+                flat.div_(self.group.size())
+            whole = begin_all_reduce(flat, self.group, self.counter)
         if interleaved:
             selected = self._select_all(sparse, gradients, scale)
         return Reduction(self, dense, whole, selected, self._send(selected), gradients, scale)
@@ -75,12 +79,15 @@ class Reducer:
         return begin_all_gather(self._message(selected), self.group, self.counter)
 
     def flush(self, gradients: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
-        """Residuals of these parameters into their gradients, which are then sent whole."""
+        """Residuals of these parameters into their gradients, which are then sent whole.
+
+        Not of a parameter that was not used: its mean is not applied by all frameworks.
+        """
         for name, gradient in gradients.items():
             residual = self.residuals.get(name)
-            if residual is not None:
+            if residual is not None and not _is_zero(gradient):
                 self._keep(name, residual)
-                gradient.add_(residual.to(gradient.dtype), alpha=scale)
+                gradient.copy_(gradient.to(residual.dtype).add_(residual, alpha=scale))
                 del self.residuals[name]
 
     def start_fp16(self, gradients, flats) -> "HalfReduction":
@@ -121,10 +128,8 @@ class Reducer:
         if self.sparsifier == "randomk":
             return self._select_random(unit, given, residuals, scale)
         values, places = take(self.sparsifier, given, residuals, unit.k, 1 / scale)
-        unused = torch.tensor([_is_zero(gradient) for gradient in given])
-        if unused.any():  # its mean is not applied by all frameworks, so none of its residual leaves
-            ends = torch.tensor([len(gradient) for gradient in given]).cumsum(0)
-            stays = unused[torch.bucketize(places.cpu(), ends, right=True)].to(values.device)
+        stays = _of_unused(given, places)
+        if stays is not None:
             add_at(residuals, values.where(stays, 0), places)
             values = values.masked_fill(stays, 0)
         return Selected(unit, values, places)
@@ -135,7 +140,9 @@ class Reducer:
             residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
         x = torch.cat(residuals)
         places = random_places(unit.numel, unit.k, unit.names[0], self.step, x.device)
-        values = x[places]
+        values, stays = x[places], _of_unused(given, places)
+        if stays is not None:
+            values = values.masked_fill(stays, 0)
         if not x.isfinite().all():
             values = torch.full_like(values, torch.nan)  # who sends them sees it, and all others
             for residual in residuals:
@@ -144,19 +151,29 @@ class Reducer:
         return Selected(unit, values, places.int())
 
     def _message(self, selected) -> torch.Tensor:
-        """uint8: all values in the format of the wire, then all places. What rounding takes from values stays."""
-        format = wire_format(self.wire, selected[0].values.dtype)
-        values = torch.cat([s.values for s in selected])
-        row = values.new_zeros(1, padded(len(values), format.block))
-        row[0, : len(values)] = _within(values, format, self.group.size())
-        encoded = format.encode(row, self.group.size())
+        """uint8: all values in the format of the wire, each unit's from a new block, then all places.
+
+        What rounding takes from values stays.
+        """
+        dtype = _dtype_of(selected)
+        format = wire_format(self.wire, dtype)
+        lengths = self._lengths(selected)
+        values = torch.cat(
+            [pad(s.values.to(dtype), (0, n - len(s.values))) for s, n in zip(selected, lengths, strict=True)]
+        )
+        encoded = format.encode(_within(values, format, self.group.size()).unsqueeze(0), self.group.size())
         if self.wire != "fp32":
-            lost = values - self._decoded(encoded, values.dtype)[0, : len(values)]
+            lost = values - self._decoded(encoded, dtype)[0]
             lost = lost.where(lost.isfinite(), 0)
-            for s, part in zip(selected, lost.split([len(s.values) for s in selected]), strict=True):
-                add_at([self.residuals[name] for name in s.unit.names], part, s.places)
+            for s, part in zip(selected, lost.split(lengths), strict=True):
+                add_at([self.residuals[name] for name in s.unit.names], part[: len(s.values)], s.places)
         places = torch.cat([s.places for s in selected])
         return torch.cat([encoded[0], places.view(torch.uint8)])
+
+    def _lengths(self, selected) -> list[int]:
+        """Of each unit's values in a message."""
+        block = wire_format(self.wire, _dtype_of(selected)).block
+        return [padded(len(s.values), block) for s in selected]
 
     def _decoded(self, encoded, dtype):
         """(rows, numbers) of rows of encoded values."""
@@ -178,7 +195,9 @@ class Reduction:
             return
         self.written, ranks = True, self._reducer.group.size()
         if self._whole:
-            mean = self._whole.wait()[0].div_(ranks)
+            mean = self._whole.wait()[0]
+            if mean.dtype != torch.float16:
+                mean.div_(ranks)
             self.checked.append(mean)
             self._write_dense(mean)
         if self._sent:
@@ -200,42 +219,73 @@ class Reduction:
 
     def _of_all_ranks(self, messages):
         """Of each unit, [(values, places)] of every rank."""
-        counts, dtype = [len(s.values) for s in self._selected], self._selected[0].values.dtype
+        lengths, counts = self._reducer._lengths(self._selected), [len(s.values) for s in self._selected]
         bytes_of_values = messages.shape[1] - 4 * sum(counts)
-        values = self._reducer._decoded(messages[:, :bytes_of_values], dtype)[:, : sum(counts)]
+        values = self._reducer._decoded(messages[:, :bytes_of_values], _dtype_of(self._selected))
         places = messages[:, bytes_of_values:].clone(memory_format=torch.contiguous_format).view(torch.int32)
-        pairs = zip(values.split(counts, 1), places.split(counts, 1), strict=True)
-        return [list(zip(v, p, strict=True)) for v, p in pairs]
+        parts = zip(values.split(lengths, 1), places.split(counts, 1), strict=True)
+        return [list(zip(v[:, : p.shape[1]], p, strict=True)) for v, p in parts]
 
     def _write(self, unit, parts, scale) -> None:
         """Gradients of a unit from values and places, added up in the order of the ranks, in at least fp32."""
         gradients = [self.gradients[name] for name in unit.names]
-        exact = gradients[0].dtype == at_least_fp32(gradients[0].dtype)
-        sums = [g.zero_() for g in gradients] if exact else [residual_like(g) for g in gradients]
+        sums = [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
         for values, places in parts:
             add_at(sums, values, places, scale)
-        if exact:
-            self.checked += [values for values, _ in parts]
-            return
+        self.checked += [values for values, _ in parts]
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
-            gradient.copy_(total)
-            rounded = total.sub_(gradient)  # on every rank, so that this much of the mean is still to be applied
-            rounded = rounded.where(rounded.isfinite(), 0)
-            self._reducer.residuals[name].add_(rounded, alpha=1 / self._scale)
-        self.checked += gradients  # a sum may be out of their range
+            if not _is_exact(gradient):
+                gradient.copy_(total)
+                rounded = total.sub_(gradient)  # on every rank, so that this much of the mean is still to be applied
+                rounded = rounded.where(rounded.isfinite(), 0)
+                self._reducer.residuals[name].add_(rounded, alpha=1 / self._scale)
+                self.checked.append(gradient)  # a sum may be out of its range
 
 
 class HalfReduction:
-    """Flat tensors under way in float16."""
+    """Flat tensors under way in float16, each written when its mean is there."""
 
     def __init__(self, gradients, flats, under_way):
-        self.gradients, self.checked, self._under_way = gradients, list(flats), under_way
+        self.gradients, self.checked = gradients, list(flats)
+        self._written = [self._write(flat, each) for flat, each in zip(flats, under_way, strict=True)]
+
+    @staticmethod
+    def _write(flat, under_way):
+        """A future; it sends nothing, so that no message can come at another place on another rank."""
+        (half,), (work,) = under_way.received, under_way.work
+
+        def write(done):
+            done.value()  # raises what went wrong
+            flat.copy_(half)
+
+        return work.get_future().then(write)
 
     def wait(self) -> None:
         """Block until the means are there."""
-        under_way, self._under_way = self._under_way, []
-        for flat, messages in zip(self.checked, under_way, strict=False):  # none, the second time
-            flat.copy_(messages.wait()[0])
+        for written in self._written:
+            written.wait()
+
+
+def _is_exact(gradient) -> bool:
+    """Whether means are added up in its own dtype."""
+    return gradient.dtype == at_least_fp32(gradient.dtype)
+
+
+def _dtype_of(selected) -> torch.dtype:
+    """In which the values of several units are sent."""
+    return reduce(torch.promote_types, (s.values.dtype for s in selected))
+
+
+def _of_unused(given, places) -> torch.Tensor | None:
+    """Which of the places in gradients, one after the other, are in one that was not used; None: none is.
+
+    Its mean is not applied by all frameworks, so none of its residual leaves.
+    """
+    unused = torch.tensor([_is_zero(gradient) for gradient in given])
+    if not unused.any():
+        return None
+    ends = torch.tensor([len(gradient) for gradient in given]).cumsum(0)
+    return unused[torch.bucketize(places.cpu(), ends, right=True)].to(places.device)
 
 
 def _is_zero(gradient) -> bool:

@@ -7,7 +7,9 @@ step is over (`end_step`). Atoms come in the same order on all ranks.
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
+from .collectives import all_reduce
 from .plan import Buffer, Plan
 from .quantize import at_least_fp32
 from .reducer import Reducer
@@ -18,14 +20,17 @@ class Session:
 
     holds: atoms may wait for others of their buffer; else each is sent when it comes. loss_scale: a function that returns
     the scale of the gradients, or None: then a step that is not finite is a FloatingPointError, else it is skipped.
+    model_group: the ranks over which the model is divided, which skip a step together; or None.
     """
 
     plan: Plan
 
-    def __init__(self, reducer: Reducer, sizes: Mapping[str, int], device, holds: bool, loss_scale=None):
+    def __init__(self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, model_group=None):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
-        self.holds, self.loss_scale = holds, loss_scale
+        self.holds, self.loss_scale, self.model_group = holds, loss_scale, model_group
         reducer.keeps = loss_scale is not None
+        self.unproved = None  # called when the next step begins, to compare ranks
+        self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.whole = 1.0, False  # of this step: of its k; whether all is sent whole
         self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
         self.watchers = []  # told of steps that begin and end, and of atoms that arrive
@@ -35,39 +40,48 @@ class Session:
         self._arrived, self._early, self._launched, self._next = {}, {}, {}, 0
         self._reductions = []
 
-    def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factors=()) -> "Handle":
+    def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factor: float = 1.0) -> "Handle":
         """Start reducing an atom's gradients, flat and contiguous, to their means over all ranks, in place.
 
         flats: the tensors they are parts of, of which they are all. whole: starts the framework's own reduction of it and
-        returns what to wait for, or None. factors: of each flat, what the framework wants its mean to be multiplied by.
+        returns what to wait for, or None. factor: what the framework wants a mean to be multiplied by.
         """
         self._begin()
         for watcher in self.watchers:
             watcher.arrived(tuple(gradients))
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(f"a gradient of {unknown[0]!r}, which was no parameter when SparseFusion was attached")
-        sparse = self.plan.buffers and not self.whole
         half = self.plan.mode == "fp16" and not self.whole
-        for flat, factor in zip(flats, factors, strict=False) if sparse or half else ():
-            if factor != 1:
+        if factor != 1 and (self._sparse or half):
+            for flat in flats:
                 flat.mul_(factor)
-        if sparse:
+        if self._sparse:
             self._arrived.update((name, g) for name, g in gradients.items() if name not in self._launched)
             self._launch(complete=self.holds)
             self._launch_early()
             return Handle(self, tuple(gradients))
-        self.reducer.flush(gradients, self._scale)
+        self.reducer.flush(gradients, self._scale if half else self._scale / factor)
         if half:
             reduction = self.reducer.start_fp16(gradients, flats)
         else:
-            reduction = WholeReduction(whole(), gradients)
+            reduction = WholeReduction(whole(), gradients, checks=self._flushes)
         self._reductions.append(reduction)
         return reduction
+
+    @property
+    def _sparse(self) -> bool:
+        """Whether this step has buffers of the plan."""
+        return bool(self.plan.buffers) and not self.whole
+
+    @property
+    def _flushes(self) -> bool:
+        """Whether residuals may go in this step, which must not be lost if it is skipped."""
+        return self._owes and self.loss_scale is not None and not self._sparse
 
     def ready(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient is there whose atom is not: what the plan sends early may leave."""
         self._begin()
-        if self.plan.mode == "interleaved" and not self.whole:
+        if self.plan.mode == "interleaved" and self._sparse:
             self._early[name] = gradient
             self._launch_early()
 
@@ -75,6 +89,9 @@ class Session:
         if self._begun:
             return
         self._begun = True
+        if self.unproved:
+            prove, self.unproved = self.unproved, None
+            prove()
         self.reducer.begin_step(self.step, self._skipped)
         self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
         for watcher in [*self.watchers]:
@@ -122,23 +139,36 @@ class Session:
 
     def restore(self, step: int, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with the step of that number."""
-        self.step, self._skipped = step, False
+        self.step, self._skipped, self._owes = step, False, True
         self.reducer.begin_step(step, False)
         self.reducer.residuals = dict(residuals)
 
     def wait(self, names) -> None:
         """Block until the means of these are in their gradients."""
         if any(name in self._arrived for name in names):
-            self._next = 0
-            self._launch(complete=False)
+            self._launch_rest()
         for reduction in dict.fromkeys(self._launched[name] for name in names):
             reduction.wait()
 
+    def _launch_rest(self):
+        """What has arrived of buffers that lack something."""
+        self._next = 0
+        self._launch(complete=False)
+
     def end_step(self) -> None:
-        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and there is no loss scale."""
+        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and there is no loss scale.
+
+        RuntimeError: there were no gradients.
+        """
+        if not self._begun:
+            raise RuntimeError(
+                "a step ended without a gradient for SparseFusion: this framework reduces them elsewhere"
+            )
+        if self._arrived:
+            self._launch_rest()
         for reduction in self._reductions:
             reduction.wait()
-        wrong = first_not_finite(self._reductions)
+        wrong = self._verdict()
         self._clear()
         self._begun, self._skipped = False, wrong is not None
         for watcher in [*self.watchers]:
@@ -150,14 +180,32 @@ class Session:
                 "SparseFusion(loss_scale=...) the function that returns it: such steps are then skipped"
             )
 
+    def _verdict(self) -> str | None:
+        """The name of a gradient whose mean is not finite, or that there is one; the same verdict on all ranks.
+
+        What a framework has reduced counts if residuals went with it; of some frameworks a rank has only a part of that.
+        """
+        wrong = first_not_finite(self._reductions)
+        half = self.plan.mode == "fp16" and not self.whole
+        if not (self._sparse or half or self._flushes):
+            return wrong
+        groups = [self.reducer.group] if self._flushes else []
+        for group in groups + [self.model_group] * (self.model_group is not None):
+            seen = torch.tensor(
+                [wrong is not None, bool(self.reducer.residuals)], dtype=torch.float32, device=self.device
+            )
+            bad, left = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
+            wrong = wrong or ("a parameter of another rank" if bad else None)
+            self._owes = left or bad  # as it was before, if the step is skipped
+        self._owes |= self._sparse
+        return wrong
+
 
 class WholeReduction:
-    """A framework's own reduction under way. work: what to wait for, or None."""
+    """A framework's own reduction under way. work: what to wait for, or None. checks: whether it is looked at."""
 
-    checked = ()  # a framework's own affair
-
-    def __init__(self, work, gradients):
-        self._work, self.gradients = work, gradients
+    def __init__(self, work, gradients, checks=False):
+        self._work, self.gradients, self.checked = work, gradients, list(gradients.values()) if checks else []
 
     def wait(self) -> None:
         """Block until the means are there."""

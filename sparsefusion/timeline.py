@@ -13,12 +13,16 @@ MOST_CORRECTED = 3.0  # times, either way
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter's gradient: dims are its dimensions, ready the second at which it is there."""
+    """A parameter's gradient: dims are its dimensions, ready the second at which it is there.
+
+    copied: several ranks over which the model is divided hold it, and must go on holding the same.
+    """
 
     name: str
     numel: int
     dims: int
     ready: float
+    copied: bool = False
 
 
 @dataclass(frozen=True)

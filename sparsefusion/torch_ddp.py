@@ -13,8 +13,15 @@ class TorchDDP:
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
+        if getattr(ddp, "skip_all_reduce_unused_params", False):
+            raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self.parameters = {self._names[id(p)]: p for p in ddp.module.parameters() if p.requires_grad}
+        self.parameters = {
+            name: p
+            for name, p in ddp.module.named_parameters()
+            if p.requires_grad and name not in ddp.parameters_to_ignore
+        }
+        self.itemsize = min(p.element_size() for p in self.parameters.values())
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -25,7 +32,10 @@ class TorchDDP:
                     f"this DDP has the communication hook {self._ddp._comm_hooks[0][0].__name__}; it takes one only"
                 )
             hooked = {"door": None, "whole": _Whole(self._ddp)}
-            self._ddp.register_comm_hook(hooked, _hook)
+            try:
+                self._ddp.register_comm_hook(hooked, _hook)
+            except RuntimeError as error:  # one of torch's own is there
+                raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
             setattr(self._ddp, HOOKED, hooked)
         hooked["door"], self._session, self._futures = self, session, []
 

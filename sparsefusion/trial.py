@@ -55,8 +55,9 @@ class Trial:
     def _end_round(self, session):
         """By the slowest rank's medians, the same numbers everywhere."""
         medians = torch.tensor([median(s) for s in self._seconds.values()], dtype=torch.float64, device=session.device)
-        medians = all_reduce(medians, session.reducer.group, op=dist.ReduceOp.MAX).tolist()
-        for mode, seconds in zip(self._seconds, medians, strict=True):
+        for group in filter(None, (session.reducer.group, session.model_group)):
+            medians = all_reduce(medians, group, op=dist.ReduceOp.MAX)
+        for mode, seconds in zip(self._seconds, medians.tolist(), strict=True):
             self._rounds[mode].append(seconds)
         seconds = {mode: median(rounds) for mode, rounds in self._rounds.items()}
         order = sorted(self._seconds, key=seconds.get)

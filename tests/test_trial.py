@@ -13,7 +13,9 @@ def tried(monkeypatch, tale, dense=1.0, after=0):
     """The mode that is decided for, measured seconds, and the modes of all steps; tale(mode, round) is a step's seconds."""
     modes, clock, taken, decided = list(tale), [0.0], [], []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
-    session = SimpleNamespace(watchers=[], plan=None, device="cpu", reducer=SimpleNamespace(group=dist.group.WORLD))
+    session = SimpleNamespace(
+        watchers=[], plan=None, device="cpu", model_group=None, reducer=SimpleNamespace(group=dist.group.WORLD)
+    )
     session.watchers.append(
         Trial(session, {mode: mode for mode in modes}, dense, after, lambda *found: decided.append(found))
     )

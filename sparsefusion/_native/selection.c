@@ -91,12 +91,13 @@ CLONES static void pass_of_type(const Segment *s, int type, float scale, ptrdiff
 
 /* A key that somewhat more than k of `numel` numbers should reach: of one in SAMPLED of them, spread over all. */
 static uint32_t sampled_least(const Segment *segments, int count, int type, float scale, ptrdiff_t k, ptrdiff_t numel, uint32_t *keys) {
+  if (numel < SMALL) return 1;
   const ptrdiff_t sampled = numel / SAMPLED < MOST_SAMPLED ? numel / SAMPLED : MOST_SAMPLED, stride = numel / sampled;
   const double hits = (double)sampled * k / numel;
   const ptrdiff_t rank = (ptrdiff_t)(hits + 2 * sqrt(hits) + 1);
   ptrdiff_t end = segments->numel, begin = 0, equal;
   uint32_t random = 1;
-  if (numel < SMALL || rank >= sampled) return 1;
+  if (rank >= sampled) return 1;
   for (ptrdiff_t i = 0; i < sampled; i++) {
     random = random * 1664525u + 1013904223u;
     const ptrdiff_t place = i * stride + (random >> 8) % stride;

@@ -1,0 +1,59 @@
+"""What a `SparseFusion` keeps in checkpoints: a state of each rank, which any number of ranks can go on from."""
+
+from collections.abc import Mapping
+
+VERSION = 1
+
+
+def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
+    """`state`, this rank's or a list of all ranks' of a run, as a list.
+
+    sizes: {name: numel} of this rank's gradients. ValueError: what they are a state of is something else.
+    """
+    alone = isinstance(state, Mapping)
+    states = [state] if alone else list(state)
+    for each in states:
+        _check(each, sizes)
+    if not states:
+        raise ValueError("no states at all")
+    one, given = states[0], [each["rank"] for each in states]
+    count = one["ranks"]
+    if alone and count != group.size():
+        raise ValueError(
+            f"the state of one of {count} ranks, and here are {group.size()}: give load_state_dict the list of all "
+            f"{count} ranks' states, whose mean residual every rank then takes"
+        )
+    if alone and one["rank"] != group.rank():
+        raise ValueError(f"the state of rank {one['rank']}, and this is rank {group.rank()}")
+    if not alone and sorted(given) != list(range(count)):
+        raise ValueError(f"{len(states)} states of ranks {given}, and there were {count} ranks")
+    for each in states:
+        if any(each[what] != one[what] for what in ("ranks", "step", "plan")):
+            raise ValueError(
+                f"states of different runs or steps: rank {one['rank']}'s of step {one['step']}, rank {each['rank']}'s of "
+                f"step {each['step']}"
+            )
+    return states
+
+
+def _check(state, sizes) -> None:
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise ValueError(f"not a state of SparseFusion, or of another version than {VERSION}")
+    for name, residual in state["residuals"].items():
+        if sizes.get(name) != residual.numel():
+            raise ValueError(
+                f"a state with {residual.numel()} numbers of {name!r}; here it has {sizes.get(name, 'none')}"
+            )
+
+
+def mean_residuals(states, device) -> dict:
+    """{name: residual} that all ranks take; of one state its own."""
+    names = dict.fromkeys(name for state in states for name in state["residuals"])
+    found = {}
+    for name in names:
+        parts = [state["residuals"][name].to(device) for state in states if name in state["residuals"]]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        found[name] = total / len(states) if len(states) > 1 else total
+    return found
