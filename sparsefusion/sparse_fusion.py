@@ -156,11 +156,12 @@ class SparseFusion:
         session, wish = self._session, self.wish
         group, largest = session.reducer.group, max(tensor.numel for tensor in timeline.tensors)
         costs = measured_costs(group, session.device, largest, wish.density, wish.sparsifier, self.fabric)
-        plans = {}
-        if group.rank() == 0:  # of a divided model, one rank per part
+
+        def planned():  # of a divided model, on one rank of each part
             plans = from_first(lambda: self._planned(timeline, costs), self.model_group, session.device)
-            plans = {mode: Plan.from_json(text).sized(session.sizes).to_json() for mode, text in plans.items()}
-        plans = from_first(lambda: plans, group, session.device)
+            return {mode: Plan.from_json(text).sized(session.sizes).to_json() for mode, text in plans.items()}
+
+        plans = from_first(planned, group, session.device)
         self._take({mode: Plan.from_json(text) for mode, text in plans.items()}, timeline.step)
 
     def _planned(self, timeline, costs) -> dict[str, str]:

@@ -5,6 +5,7 @@ Megatron's DDP asks CUDA for a device: here it is told the CPU.
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", 
 def quiet(**options):
     """A SparseFusion that reports nothing."""
     return SparseFusion(report=lambda text: None, **options)
+
+
+def flush(fusion):
+    """From now on all is sent."""
+    session = fusion._session
+    session.plan = replace(session.plan, mode="dense", buffers=())
 
 
 def reference(rank, steps):
@@ -94,10 +101,32 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
                 assert same_on_all_ranks([p.main_grad for p in ours.module.parameters()])
                 for name, p in ours.module.named_parameters():
                     applied[name] = applied[name] + p.main_grad.double() * (world if average else 1)
+                if step == 2 and not distributed:
+                    flush(fusion)
             for name, total in reference(rank, 4).items():
                 left = pending(fusion, name, total) * (1 if average else 1 / world)
                 error = applied[name] + summed(left) - summed(total)
                 assert error.norm() <= 1e-6 * summed(total).norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
+    """Also where Megatron starts all bucket groups at the end, as in a module's first step."""
+
+    def run(rank):
+        straight, resumed = (megatron(monkeypatch, True, overlap_grad_reduce=overlap) for _ in range(2))
+        fusion = force(quiet().attach(straight), mode="bucket")
+        for step in range(3):
+            megatron_step(straight, step, rank)
+        again = quiet(density=0.05, mode="bucket").attach(resumed)
+        again.load_state_dict(fusion.state_dict())
+        for step in range(3, 6):
+            megatron_step(straight, step, rank), megatron_step(resumed, step, rank)
+            for p, q in zip(straight.module.parameters(), resumed.module.parameters(), strict=True):
+                assert torch.equal(p.main_grad, q.main_grad)
 
     ranks(run, world)
 
@@ -144,11 +173,11 @@ def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
     return made
 
 
-def engine_step(made, step, rank, kind="fp32"):
+def engine_step(made, step, rank, kind="fp32", spare=True):
     """One update, of MICRO batches."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     for micro in range(MICRO):
-        made.backward(made(batch(MICRO * step + micro, rank, dtype), True).float().square().mean())
+        made.backward(made(batch(MICRO * step + micro, rank, dtype), spare).float().square().mean())
         made.step()
 
 
@@ -178,21 +207,25 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage):
-    """Without clipping SGD's updates are the applied means."""
+@pytest.mark.parametrize("flushed", [False, True])
+def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage, flushed):
+    """Without clipping SGD's updates are the applied means; in the second step a parameter is not used."""
 
     def run(rank):
         made = engine(deepspeed, stage, gradient_clipping=0.0)
         fusion = force(quiet().attach(made))
         start = {name: p.detach().double().clone() for name, p in made.module.named_parameters()}
         given = {}
-        for step in range(3):  # gradients depend on the parameters, so they are taken on a copy of these
+        for step in range(4):  # gradients depend on the parameters, so they are taken on a copy of these
             net = Net()
             net.load_state_dict(made.module.state_dict())
             for micro in range(MICRO):
-                (net(batch(MICRO * step + micro, rank), True).square().mean() / MICRO).backward()
-            given = {n: given.get(n, 0) + p.grad.double() for n, p in net.named_parameters()}
-            engine_step(made, step, rank)
+                (net(batch(MICRO * step + micro, rank), step != 1).square().mean() / MICRO).backward()
+            given = {n: given.get(n, 0) + (0 if p.grad is None else p.grad.double()) for n, p in net.named_parameters()}
+            if step == 3 and flushed:
+                flush(fusion)
+            engine_step(made, step, rank, spare=step != 1)
+        assert flushed == (not fusion.state_dict()["residuals"])
         for name, p in made.module.named_parameters():
             applied = (start[name] - p.detach().double()) / 0.01 * world
             total = summed(given[name])
@@ -220,6 +253,22 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
         residuals = fusion.state_dict()["residuals"]
         assert residuals and all(r.isfinite().all() and r.abs().max() < 100 for r in residuals.values())
         assert same_on_all_ranks(made.module.parameters())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "kind, more, why",
+    [
+        ("bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, "BF16_Optimizer: leave out grad_accum_dtype"),
+        ("fp32", {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}, "contiguous_gradients: false"),
+    ],
+)
+def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, kind, more, why):
+    def run(rank):
+        with pytest.raises(ValueError, match=f"SparseFusion does not work with DeepSpeed's {why}"):
+            quiet().attach(engine(deepspeed, 1, kind, **more))
 
     ranks(run, world)
 

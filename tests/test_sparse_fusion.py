@@ -1,6 +1,7 @@
 """Sparse gradients through torch's DDP; oracles: DDP itself, and the plain sums of every rank's gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks, summed
 from sparsefusion import SPARSIFIERS, SparseFusion
-from sparsefusion.plan import WIRES
+from sparsefusion.curve import Curve
+from sparsefusion.fabric import Fabric
+from sparsefusion.plan import WIRES, Unit
+from sparsefusion.reducer import Reducer
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
@@ -154,9 +158,9 @@ def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
     """50 steps of parameters that stay bit-identical; parameter groups, AdamW, autocast, clipping of the mean."""
 
     def run(rank):
-        for mode, wire in (("layerwise", "fp32"), ("bucket", "int8"), ("interleaved", "bf16")):
+        for mode, wire, sparsifier in zip(SPARSE, ("fp32", "int8", "bf16", "fp16", "int8"), SPARSIFIERS, strict=False):
             model = DDP(Net(), bucket_cap_mb=0.1)
-            force(quiet().attach(model), mode=mode, wire=wire)
+            force(quiet().attach(model), mode=mode, wire=wire, sparsifier=sparsifier)
             groups = [{"params": [p], "lr": 1e-3 * (1 + i % 2)} for i, p in enumerate(model.parameters())]
             optimizer = torch.optim.AdamW(groups)
             for step in range(50):
@@ -174,14 +178,17 @@ def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_unused_parameters_keep_what_is_pending(ranks, world):
-    """DDP does not apply the mean of a parameter that no rank used, so nothing of it may leave."""
+    """DDP does not apply the mean of a parameter that no rank used, so nothing of it may leave, also when all is sent."""
 
     def run(rank):
-        for mode in ("layerwise", "bucket"):
+        for options in ({"mode": "layerwise"}, {"mode": "bucket"}, {"sparsifier": "randomk"}, {"flushed": True}):
+            flushed = options.pop("flushed", False)
             model = DDP(Net(), bucket_cap_mb=0.1, find_unused_parameters=True)
-            fusion = force(quiet().attach(model), mode=mode)
+            fusion = force(quiet().attach(model), **options)
             backward(model, 0, rank)
             before = pending(fusion, "spare.weight", model.module.spare.weight)
+            if flushed:
+                fusion._session.plan = replace(fusion.plan, mode="dense", buffers=())
             backward(model, 1, rank, spare=False)
             assert model.module.spare.weight.grad is None
             assert before.any() and torch.equal(before, pending(fusion, "spare.weight", model.module.spare.weight))
@@ -230,18 +237,24 @@ def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_skipped_steps_leave_no_trace(ranks, world):
-    """With a GradScaler: a run with two overflows has the residuals and parameters of one without these batches."""
+    """With a GradScaler: a run with three overflows has the residuals and parameters of one without these batches.
+
+    Before one of them, residuals have been flushed into a step that sends all.
+    """
 
     def run(rank):
         models = [DDP(Net(), bucket_cap_mb=0.1) for _ in range(2)]
         found = []
-        for model, overflows in zip(models, ((2, 4), ()), strict=True):
+        for model, overflows in zip(models, ((2, 4, 6), ()), strict=True):
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
             fusion = force(quiet(loss_scale=scaler.get_scale).attach(model))
+            sparse, whole = fusion.plan, replace(fusion.plan, mode="dense", buffers=())
             optimizer, batches = torch.optim.SGD(model.parameters(), 0.1), iter(range(100))
-            for step in range(7 if overflows else 5):
+            for step in range(10 if overflows else 7):
                 optimizer.zero_grad()
                 wrong = step in overflows
+                done = step - sum(each < step for each in overflows)
+                fusion._session.plan = whole if done in (3, 4) else sparse  # 3 is what overflows as step 4
                 loss = model(batch(99 if wrong else next(batches), rank), True).square().mean()
                 scaler.scale(loss * math.inf if wrong and rank == 0 else loss).backward()
                 scaler.step(optimizer)
@@ -252,6 +265,60 @@ def test_skipped_steps_leave_no_trace(ranks, world):
         assert residuals.keys() == others.keys() and all(torch.equal(residuals[n], others[n]) for n in others)
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
+    """What is not finite in one part is an error in all, or with a loss scale a step without a trace in all."""
+
+    def run(rank):
+        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
+        data = dist.new_subgroups_by_enumeration(parts)[0]
+        model_group = dist.new_subgroups(2)[0]
+        for scale in (None, lambda: 1.0):
+            model = DDP(Net(), process_group=data)
+            fusion = quiet(loss_scale=scale, model_group=model_group)
+            force(fusion.attach(model))
+            backward(model, 0, rank)
+            before = fusion.state_dict()["residuals"]
+            if rank == 0:
+                model.module.second.weight.register_hook(lambda g: g.index_fill(0, torch.tensor(7), math.nan))
+            if scale is None:
+                with pytest.raises(FloatingPointError, match="a parameter of another" if rank % 2 else "second.weight"):
+                    backward(model, 1, rank)
+                continue
+            backward(model, 1, rank)
+            after = fusion.state_dict()["residuals"]
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
+    def run(rank):
+        dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.float16}
+        reducer = Reducer(dist.group.WORLD)
+        unit, given, applied = Unit(tuple(dtypes), 4000, 100), dict.fromkeys(dtypes, 0), dict.fromkeys(dtypes, 0)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            gradients = {name: torch.randn(1000, generator=generator).to(dtype) for name, dtype in dtypes.items()}
+            given = {name: given[name] + g.double() for name, g in gradients.items()}
+            reducer.start([unit], gradients).wait()
+            applied = {name: applied[name] + world * g.double() for name, g in gradients.items()}
+        for name in dtypes:
+            error = applied[name] + summed(reducer.residuals[name]) - summed(given[name])
+            assert error.norm() <= 1e-6 * summed(given[name]).norm(), name
+
+    ranks(run, world)
+
+
+def test_what_is_pending_survives_a_narrow_format():
+    """Residuals far below float16's smallest number, flushed into gradients that a loss scale has made larger."""
+    reducer, gradient = Reducer(None), torch.ones(10, dtype=torch.float16)
+    reducer.residuals["a"] = torch.full((10,), 1e-8)
+    reducer.flush({"a": gradient}, scale=2.0**20)
+    assert gradient.allclose(torch.tensor(1 + 1e-8 * 2**20).half()) and not reducer.residuals
 
 
 # Checkpoints
@@ -319,6 +386,98 @@ def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path)
         assert (found - mean).norm() <= 1e-6 * mean.norm()
 
 
+@pytest.mark.parametrize("world", [4, 5])
+def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
+    """A density of 0.3 is worth something on 2 ranks only. What is pending goes with the first step."""
+
+    def save(rank):
+        model = DDP(Net())
+        fusion = force(quiet(density=0.3).attach(model), density=0.3)
+        backward(model, 0, rank)
+        return fusion.state_dict()
+
+    states = ranks(save, 2)
+
+    def load(rank):
+        model, said = DDP(Net()), []
+        fusion = SparseFusion(density=0.3, mode="layerwise", report=said.append).attach(model)
+        fusion.load_state_dict(states)
+        backward(model, 1, rank)
+        assert fusion.plan.mode == "dense" and not fusion.state_dict()["residuals"]
+        return said
+
+    assert "layerwise would send more than dense" in ranks(load, world)[0][-1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ_are_told_apart(ranks, world):
+    """Other options, or states of other steps: an error on every rank when the next step begins."""
+
+    def run(rank):
+        model = DDP(Net())
+        quiet(density=0.01 * (1 + rank)).attach(model)
+        with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
+            backward(model, 0, rank)
+        model = DDP(Net())
+        fusion = force(quiet(density=0.05, mode="layerwise").attach(model))
+        for step in range(2):
+            backward(model, step, rank)
+            if step == (rank == 1):
+                state = fusion.state_dict()
+        states = [None] * world
+        dist.all_gather_object(states, state)
+        with pytest.raises(
+            ValueError, match="states of different runs or steps: rank 0's of step 1, rank 1's of step 2"
+        ):
+            fusion.load_state_dict(states)
+        fusion.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"were asked something else than rank 0: \(2, .* instead of \(1, "):
+            backward(model, 2, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_undecided_run_does_not_begin_again(ranks, world):
+    """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
+
+    def run(rank):
+        said = []
+        for steps in (9, 20):  # within the warm-up, within the turns
+            saved, fresh = DDP(Net()), DDP(Net())
+            fusion = SparseFusion(0.02, density_warmup=10, report=said.append).attach(saved)
+            for step in range(steps):
+                backward(saved, step, rank)
+            state = fusion.state_dict()
+            assert state["plan"] is None and state["candidates"]
+            resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
+            resumed.load_state_dict(state)
+            for step in range(steps, 17 + 4 * 18):
+                backward(fresh, step, rank)
+            assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
+        return said
+
+    said = ranks(run, world)[0]
+    assert sum("Predicted:" in text for text in said) == 2 == sum("for steps took" in text for text in said)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_planning_anew_ends_a_warm_up(ranks, world):
+    def run(rank):
+        model, plain = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1)
+        fusion = quiet(density=0.02, mode="layerwise", density_warmup=50).attach(model)
+        for step in range(8):
+            backward(model, step, rank), backward(plain, step, rank)
+        assert fusion._session.density_ratio > 1
+        fusion.replan()
+        for step in (8, 9):
+            backward(model, step, rank), backward(plain, step, rank)
+        assert fusion._session.density_ratio == 1 and not fusion._session.whole
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+    ranks(run, world)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_of_something_else_are_refused(ranks, world):
     def run(rank):
@@ -355,8 +514,15 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
         hooked, ours = DDP(Net()), DDP(Net())
         hooked.register_comm_hook(None, allreduce_hook)
         fusion = quiet().attach(ours)
+        builtin = DDP(Net())
+        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         for target, why in (
             (hooked, "has the communication hook allreduce_hook"),
+            (builtin, "this DDP takes no communication hook: register_comm_hook"),
+            (
+                DDP(Net(), skip_all_reduce_unused_params=True, find_unused_parameters=True),
+                "skip_all_reduce_unused_params",
+            ),
             (ours, "another SparseFusion is attached"),
             (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
             (DDP(Embedded()), "words has sparse=True"),
@@ -366,8 +532,9 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
         with pytest.raises(ValueError, match="attached already"):
             fusion.attach(DDP(Net()))
         fusion.detach()
-        with pytest.raises(ValueError, match="not attached"):
-            fusion.plan.hash  # noqa: B018
+        for action in (lambda: fusion.plan, fusion.detach, fusion.state_dict, fusion.replan):
+            with pytest.raises(ValueError, match="not attached"):
+                action()
         fusion.attach(ours)
         backward(ours, 0, rank)
 
@@ -383,11 +550,56 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
         ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
         ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
         ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
+        ({"budget": "money"}, "budget='money' is none of bytes, elements"),
     ],
 )
 def test_wrong_options(options, why):
     with pytest.raises(ValueError, match=why):
         SparseFusion(**options)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ddp_ignores_is_left_alone(ranks, world):
+    def run(rank):
+        net = Net()
+        net._ddp_params_and_buffers_to_ignore = ["spare.bias"]
+        model = DDP(net, bucket_cap_mb=0.05)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        names = [name for buffer in fusion.plan.buffers for name in buffer.names]
+        assert fusion.plan.mode == "layerwise" and sorted([*names, "spare.bias"]) == sorted(
+            dict(net.named_parameters())
+        )
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p is not net.spare.bias])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
+    def run(rank):
+        curve = Curve.fit("all_reduce", world, [(1 << i, 1e-3, 1e-3) for i in range(10, 20)])
+        with pytest.raises(ValueError, match="all_gather"):
+            quiet(fabric=Fabric((curve,), {})).attach(DDP(Net()))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
+    def run(rank):
+        def report(text):
+            raise OSError("no paper")
+
+        model = DDP(Net())
+        SparseFusion(0.02, mode="layerwise", report=report).attach(model)
+        for step in range(4):
+            backward(model, step, rank)
+        with pytest.raises(RuntimeError, match="could not plan: OSError: no paper"):
+            backward(model, 4, rank)
+
+    ranks(run, world)
 
 
 # Planning while it runs
