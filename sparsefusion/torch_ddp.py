@@ -69,13 +69,14 @@ def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[
 class _Whole:
     """DDP's own reduction of a bucket: the same operations, so the same bits.
 
-    It multiplies gradients by 1/ranks when it copies them into a bucket, and divides those that were added up there by
-    ranks. That makes a difference unless ranks is a power of two.
+    It multiplies gradients by 1/ranks when it copies them into a bucket, and divides by ranks those that were added up
+    there, and with batched_grad_copy all. That makes a difference unless ranks is a power of two.
     """
 
     def __init__(self, ddp):
         self._group, self._ranks, self._added_to = ddp.process_group, ddp.process_group.size(), {}
-        if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1):
+        self._divides = getattr(ddp, "batched_grad_copy", False)
+        if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1) and not self._divides:
             for parameter in ddp.module.parameters():
                 if parameter.requires_grad:
                     parameter.register_hook(lambda gradient, p=parameter: self._note(p))
@@ -91,6 +92,8 @@ class _Whole:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 there = self._added_to.get(id(parameter)) == gradient.data_ptr()
                 gradient.div_(self._ranks) if there else gradient.mul_(1 / self._ranks)
+        elif self._divides:
+            flat.div_(self._ranks)
         else:
             flat.mul_(1 / self._ranks)
         return torch.distributed.all_reduce(flat, group=self._group, async_op=True)

@@ -27,13 +27,20 @@ def quiet(**options):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("view", [False, True])
-def test_dense_is_ddps_own(ranks, world, view):
+@pytest.mark.parametrize("batched", [False, True])
+def test_dense_is_ddps_own(ranks, world, view, batched):
     """Bit for bit: new gradients, accumulated ones (which DDP scales otherwise), unused ones, bfloat16; and detached."""
 
     def run(rank):
         for dtype, none in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
             plain, ours = (
-                DDP(Net(dtype), bucket_cap_mb=0.1, gradient_as_bucket_view=view, find_unused_parameters=True)
+                DDP(
+                    Net(dtype),
+                    bucket_cap_mb=0.1,
+                    gradient_as_bucket_view=view,
+                    find_unused_parameters=True,
+                    **({"batched_grad_copy": True} if batched else {}),
+                )
                 for _ in range(2)
             )
             fusion = quiet(mode="dense").attach(ours)

@@ -43,7 +43,7 @@ def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp):
         found = {}
         for name, changes in MODELS.items():
             made = trainer(tp, **changes)
-            losses = tiny.curve(made, 20)[0]
+            losses = tiny.curve(made, 14)[0]
             assert made.fusion.plan.mode == "layerwise" and alike(made.model, made.groups.data), name
             dense, sparse, total = made.fusion.plan.sent_numbers
             assert dense == 0 and sparse < 0.2 * total
@@ -51,7 +51,7 @@ def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp):
         return found
 
     dense = {
-        name: tiny.curve(tiny.trainer(tiny.options(**{"global_batch_size": 24, **m})), 20)[0]
+        name: tiny.curve(tiny.trainer(tiny.options(**{"global_batch_size": 24, **m})), 14)[0]
         for name, m in MODELS.items()
     }
     for found in ranks(run, tp * dp, timeout=120):
