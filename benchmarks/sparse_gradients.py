@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 PLOT = Path(__file__).resolve().parent / "plots" / "sparse_gradients.png"
 REPETITIONS, DENSITY, LAYERS = 20, 0.01, 4
 WATCHED = 5  # dense steps
-SETTLE = WATCHED + 4 * 18 + 2  # steps until auto has decided, at the most
+SETTLE = WATCHED + 4 * 24 + 2  # steps until auto has decided, at the most
 OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "auto")
 
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 SHOWN = 320  # bytes of what each rank was asked, where they differ
 
@@ -34,6 +35,25 @@ def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "r
     if wrong is not None:
         raise wrong
     return int(given[0, 1])
+
+
+def from_first(made, group, device):
+    """What `made()` returns on the first rank of `group` (None: this one), on all its ranks; its error is theirs, too.
+
+    RuntimeError on all of them: what went wrong there. Sends it pickled, as torch does.
+    """
+    if group is None:
+        return made()
+    box = [None, None]
+    if group.rank() == 0:
+        try:
+            box[0] = made()
+        except Exception as error:  # of any kind: the others wait
+            box[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    if box[1]:
+        raise RuntimeError(f"rank 0 of {group.size()}: {box[1]}")
+    return box[0]
 
 
 def _gather_text(gather, device, text) -> list[str]:

@@ -5,6 +5,8 @@ Needs no import of DeepSpeed.
 
 from types import MethodType
 
+from .refusals import refuse_deepspeed
+
 
 class DeepSpeedEngine:
     """The door of one engine."""
@@ -13,14 +15,7 @@ class DeepSpeedEngine:
 
     def __init__(self, engine):
         self._engine, self.module, self._session = engine, engine.module, None
-        self._stage = int(engine.zero_optimization_stage())
-        if self._stage > 1:
-            raise ValueError(
-                f"ZeRO stage {self._stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1"
-            )
-        for wrong, what in _strange(engine, engine.optimizer, self._stage):
-            if wrong:
-                raise ValueError(f"SparseFusion does not work with DeepSpeed's {what}")
+        self._stage = refuse_deepspeed(engine)
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self.parameters.items()}
@@ -37,6 +32,7 @@ class DeepSpeedEngine:
         else:
             self._engine.allreduce_bucket = MethodType(self._allreduce_bucket, self._engine)
         self._engine.allreduce_gradients = MethodType(self._allreduce_gradients, self._engine)
+        self._engine.coalesce_grad_reduction = _coalesce
 
     def close(self) -> None:
         """DeepSpeed's own methods again."""
@@ -44,7 +40,7 @@ class DeepSpeedEngine:
             del self._engine.optimizer.average_tensor
         else:
             del self._engine.allreduce_bucket
-        del self._engine.allreduce_gradients
+        del self._engine.allreduce_gradients, self._engine.coalesce_grad_reduction
         self._session = None
 
     def _average_tensor(self, optimizer, tensor, communication_data_type):
@@ -83,16 +79,5 @@ class DeepSpeedEngine:
             self._session.end_step()
 
 
-def _strange(engine, optimizer, stage):
-    """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
-    yield engine.pipeline_parallelism, "pipeline parallelism"
-    yield engine.has_moe_layers, "mixtures of experts"
-    if stage:
-        kind, compact = (
-            type(optimizer).__name__,
-            getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False),
-        )
-        yield not hasattr(optimizer, "average_tensor"), f"{kind}: leave out grad_accum_dtype"
-        yield not optimizer.contiguous_gradients, "contiguous_gradients: false"
-        yield any(map(compact, range(len(optimizer.bit16_groups)))), "grad_accum_dtype beside another dtype"
-        yield optimizer.cpu_offload, "offload_optimizer"
+def _coalesce():
+    raise NotImplementedError("SparseFusion does not work with DeepSpeed's coalesce_grad_reduction: detach() it first")

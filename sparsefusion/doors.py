@@ -1,6 +1,5 @@
 """Which framework reduces a target's gradients, and whether it can be taken over."""
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .deepspeed_engine import DeepSpeedEngine
@@ -22,10 +21,3 @@ def door_of(target):
         f"SparseFusion attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is "
         f"{type(target).__name__}" + (", whose gradients are divided over the ranks" if sharded else "")
     )
-
-
-def refuse_sparse_gradients(module) -> None:
-    """ValueError: gradients without a fixed size."""
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
-            raise ValueError(f"{name} has sparse=True: SparseFusion selects from whole gradients")

@@ -7,6 +7,8 @@ from types import MethodType
 
 from torch.distributed import get_world_size
 
+from .refusals import refuse_megatron
+
 
 class MegatronDDP:
     """The door of one Megatron DDP module, with or without overlap and distributed optimizer."""
@@ -15,12 +17,7 @@ class MegatronDDP:
 
     def __init__(self, ddp):
         self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
-        if getattr(self._config, "num_distributed_optimizer_instances", 1) > 1:
-            raise ValueError(
-                "num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one"
-            )
-        if not ddp.bucket_groups:
-            raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+        refuse_megatron(ddp)
         first = ddp.bucket_groups[0]
         self.reduce_scatters = self._config.use_distributed_optimizer
         self.group = (
@@ -61,6 +58,8 @@ class MegatronDDP:
                 group.grad_reduce_handle = self._handles[id(group)]
         elif not self._overlaps:
             self._handles[id(group)].wait()
+        elif not group.is_first_batch:
+            raise RuntimeError("Megatron starts a reduction that is under way")
 
     def _reduce(self, group, force_all_reduce):
         flats = [bucket.grad_data for bucket in group.buckets]
@@ -87,9 +86,12 @@ class MegatronDDP:
 
     def _finish(self, *arguments, **named):
         """In the place of the module's finish_grad_sync. All groups start before any is waited for, as buffers may need."""
-        for group in self._ddp.bucket_groups:
-            if id(group) not in self._handles:
-                group.start_grad_sync(*arguments, **named)
-        type(self._ddp).finish_grad_sync(self._ddp, *arguments, **named)
-        self._handles = {}
-        self._session.end_step()
+        try:
+            for group in self._ddp.bucket_groups:
+                if id(group) not in self._handles and (group.is_first_batch or not self._overlaps):
+                    group.start_grad_sync(*arguments, **named)
+            type(self._ddp).finish_grad_sync(self._ddp, *arguments, **named)
+            self._session.end_step()
+        finally:
+            self._handles = {}
+            self._session.abandon()  # if there was an error

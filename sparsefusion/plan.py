@@ -55,7 +55,7 @@ class Buffer:
             names = tuple(name for name in unit.names if name in sizes)
             numel = sum(sizes[name] for name in names)
             if names:
-                units.append(replace(unit, names=names, numel=numel, k=-(-unit.k * numel // unit.numel)))
+                units.append(replace(unit, names=names, numel=numel, k=unit.k and -(-unit.k * numel // unit.numel)))
         return Buffer(tuple(units))
 
 
@@ -105,10 +105,13 @@ class Plan:
     def sized(self, sizes: Mapping[str, int]) -> "Plan":
         """The same for parameters of these sizes ({name: numel}), k in proportion. ValueError: not of the same names."""
         if different := {name for buffer in self.buffers for name in buffer.names} ^ set(sizes) if self.buffers else ():
-            raise ValueError(
-                f"{sorted(different)[0]!r} is not a parameter of all ranks over which the model is divided"
-            )
+            raise ValueError(f"{sorted(different)[0]!r} is not in both the plan and this rank's part of the model")
         return replace(self, buffers=tuple(buffer.of(sizes) for buffer in self.buffers))
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is one for parameters of these sizes."""
+        names = {name for buffer in self.buffers for name in buffer.names}
+        return not names or (names == set(sizes) and self == self.sized(sizes))
 
     @property
     def hash(self) -> str:

@@ -144,12 +144,13 @@ def _unit(tensor, density) -> Unit:
 
 def _joined(buffer, wish, tensors) -> Buffer:
     """One unit of all, one k over the whole buffer; but what is copied is alone, or each copy would meet other numbers."""
-    joined = [unit for unit in buffer.units if unit.k and not tensors[unit.names[0]].copied]
+    fits = [unit.k > 0 and not tensors[unit.names[0]].copied for unit in buffer.units]
+    joined = [unit for unit, joins in zip(buffer.units, fits, strict=True) if joins]
     numel = sum(unit.numel for unit in joined)
     if not 0 < numel <= MOST_PLACES:
         return buffer
     names = tuple(name for unit in joined for name in unit.names)
-    alone = tuple(unit for unit in buffer.units if unit not in joined)
+    alone = [unit for unit, joins in zip(buffer.units, fits, strict=True) if not joins]
     return Buffer((Unit(names, numel, max(1, math.floor(wish.density * numel))), *alone))
 
 

@@ -187,7 +187,7 @@ class Reduction:
     def __init__(self, reducer, dense, whole, selected, sent, gradients, scale):
         self._reducer, self._dense, self._whole, self._selected, self._sent = reducer, dense, whole, selected, sent
         self.gradients, self._scale, self.written = gradients, scale, False
-        self.checked = []  # once written: numbers that are finite if the means are
+        self.marks = []  # once written: what is finite if the means are
 
     def wait(self) -> None:
         """Block until all messages are here, and write the means into the gradients."""
@@ -198,7 +198,7 @@ class Reduction:
             mean = self._whole.wait()[0]
             if mean.dtype != torch.float16:
                 mean.div_(ranks)
-            self.checked.append(mean)
+            self.marks.append(finite_mark(mean))
             self._write_dense(mean)
         if self._sent:
             (received,) = self._sent.wait()
@@ -232,21 +232,21 @@ class Reduction:
         sums = [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
         for values, places in parts:
             add_at(sums, values, places, scale)
-        self.checked += [values for values, _ in parts]
+        self.marks += [finite_mark(values) for values, _ in parts]
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
             if not _is_exact(gradient):
                 gradient.copy_(total)
                 rounded = total.sub_(gradient)  # on every rank, so that this much of the mean is still to be applied
                 rounded = rounded.where(rounded.isfinite(), 0)
                 self._reducer.residuals[name].add_(rounded, alpha=1 / self._scale)
-                self.checked.append(gradient)  # a sum may be out of its range
+                self.marks.append(finite_mark(gradient))  # a sum may be out of its range
 
 
 class HalfReduction:
     """Flat tensors under way in float16, each written when its mean is there."""
 
     def __init__(self, gradients, flats, under_way):
-        self.gradients, self.checked = gradients, list(flats)
+        self.gradients, self.marks = gradients, []
         self._written = [self._write(flat, each) for flat, each in zip(flats, under_way, strict=True)]
 
     @staticmethod
@@ -256,14 +256,22 @@ class HalfReduction:
 
         def write(done):
             done.value()  # raises what went wrong
-            flat.copy_(half)
+            return flat.copy_(half)
 
         return work.get_future().then(write)
 
     def wait(self) -> None:
         """Block until the means are there."""
-        for written in self._written:
-            written.wait()
+        written, self._written = self._written, []
+        self.marks += [finite_mark(each.wait()) for each in written]
+
+
+def finite_mark(tensor) -> torch.Tensor:
+    """A number, float64, that is finite if all of the tensor's are."""
+    total = tensor.sum(dtype=torch.float64 if tensor.is_cuda else at_least_fp32(tensor.dtype))
+    if tensor.is_cpu and not total.isfinite():  # or the sum was out of range
+        total = (0 * tensor).sum()
+    return total.double()
 
 
 def _is_exact(gradient) -> bool:

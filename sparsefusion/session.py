@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 from .plan import Buffer, Plan
-from .quantize import at_least_fp32
-from .reducer import Reducer
+from .reducer import Reducer, finite_mark
 
 
 class Session:
@@ -88,11 +87,11 @@ class Session:
     def _begin(self):
         if self._begun:
             return
-        self._begun = True
         if self.unproved:
-            prove, self.unproved = self.unproved, None
-            prove()
-        self.reducer.begin_step(self.step, self._skipped)
+            self.unproved()
+            self.unproved = None
+        self.settle()
+        self._begun = True
         self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
         for watcher in [*self.watchers]:
             watcher.step_began(self)
@@ -133,15 +132,23 @@ class Session:
         self._reductions.append(reduction)
 
     def settle(self) -> None:
-        """Between steps: if the last one was skipped, residuals go back now."""
+        """Between steps: if the last one was skipped, residuals go back now. RuntimeError: in the middle of one."""
+        if self._begun:
+            raise RuntimeError(f"step {self.step} has begun: what is pending is known only when it has ended")
         self.reducer.begin_step(self.step, self._skipped)
         self._skipped = False
 
     def restore(self, step: int, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with the step of that number."""
+        self.abandon()
         self.step, self._skipped, self._owes = step, False, True
         self.reducer.begin_step(step, False)
         self.reducer.residuals = dict(residuals)
+
+    def abandon(self) -> None:
+        """An error ended the step that has begun, on all ranks; the next gradients are of another one."""
+        self._clear()
+        self._begun = False
 
     def wait(self, names) -> None:
         """Block until the means of these are in their gradients."""
@@ -166,6 +173,8 @@ class Session:
             )
         if self._arrived:
             self._launch_rest()
+        if self._arrived:
+            raise RuntimeError(f"the plan has no {next(iter(self._arrived))!r}: replan() makes one that does")
         for reduction in self._reductions:
             reduction.wait()
         wrong = self._verdict()
@@ -185,19 +194,19 @@ class Session:
 
         What a framework has reduced counts if residuals went with it; of some frameworks a rank has only a part of that.
         """
-        wrong = first_not_finite(self._reductions)
+        wrong, left = first_not_finite(self._reductions), bool(self.reducer.residuals)
         half = self.plan.mode == "fp16" and not self.whole
         if not (self._sparse or half or self._flushes):
             return wrong
-        groups = [self.reducer.group] if self._flushes else []
-        for group in groups + [self.model_group] * (self.model_group is not None):
-            seen = torch.tensor(
-                [wrong is not None, bool(self.reducer.residuals)], dtype=torch.float32, device=self.device
-            )
+        groups = (self.reducer.group if self._flushes else None, self.model_group)
+        for group in (group for group in groups if group is not None):
+            seen = torch.tensor([wrong is not None, left], dtype=torch.float32, device=self.device)
             bad, left = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
             wrong = wrong or ("a parameter of another rank" if bad else None)
-            self._owes = left or bad  # as it was before, if the step is skipped
-        self._owes |= self._sparse
+        if self._sparse:
+            self._owes = True
+        elif self._flushes and not wrong:  # else all is as it was before
+            self._owes = left
         return wrong
 
 
@@ -205,13 +214,15 @@ class WholeReduction:
     """A framework's own reduction under way. work: what to wait for, or None. checks: whether it is looked at."""
 
     def __init__(self, work, gradients, checks=False):
-        self._work, self.gradients, self.checked = work, gradients, list(gradients.values()) if checks else []
+        self._work, self.gradients, self._checks, self.marks = work, gradients, checks, []
 
     def wait(self) -> None:
         """Block until the means are there."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._checks:
+            self._checks, self.marks = False, [finite_mark(gradient) for gradient in self.gradients.values()]
 
 
 class Handle:
@@ -228,14 +239,11 @@ class Handle:
 def first_not_finite(reductions) -> str | None:
     """The name of the first gradient that is not finite, as all ranks see it.
 
-    reductions: with `checked`, tensors whose numbers make the means, and `gradients`, the means by name.
+    reductions: with `marks`, not finite if a mean is not, and `gradients`, by name, whose memory a framework may have used
+    for others since.
     """
-    checked = [(tensor, reduction) for reduction in reductions for tensor in reduction.checked]
-    if not checked:
+    marks = [mark for reduction in reductions for mark in reduction.marks]
+    if not marks or torch.stack(marks).isfinite().all():
         return None
-    sums = torch.stack([tensor.sum(dtype=at_least_fp32(tensor.dtype)).double() for tensor, _ in checked])
-    for at in (~sums.isfinite()).nonzero().flatten().tolist():
-        tensor, reduction = checked[at]
-        if not tensor.isfinite().all():  # but their sum may have overflowed
-            return next((name for name, g in reduction.gradients.items() if not g.isfinite().all()), "a parameter")
-    return None
+    wrong = next(r for r in reductions if r.marks and not torch.stack(r.marks).isfinite().all())
+    return next((name for name, g in wrong.gradients.items() if not g.isfinite().all()), "a parameter")

@@ -4,17 +4,16 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-import torch.distributed as dist
-
 from . import MODES, SPARSIFIERS
-from .agreement import agree
+from .agreement import agree, from_first
 from .collectives import all_gather_small
-from .doors import door_of, refuse_sparse_gradients
+from .doors import door_of
 from .dry_run import dry_run, verdict
 from .observation import Observation, measured_costs
 from .plan import AS_THEY_COME, WIRES, Plan
 from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
+from .refusals import refuse_sparse_gradients
 from .session import Session
 from .states import VERSION, checked_states, mean_residuals
 from .trial import Trial
@@ -137,11 +136,20 @@ class SparseFusion:
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
-        asked = (session.step, self.mode, self.wish, self.density_warmup, session.plan.mode)
-        for group, hash in ((session.reducer.group, session.plan.hash), (self.model_group, "")):
-            if group is not None:
-                gather = partial(all_gather_small, group=group)
-                agree(gather, session.device, lambda hash=hash: (*asked, hash), "ranks of SparseFusion")
+        asked = (session.step, self.mode, self.wish, self.density_warmup, session.loss_scale is None, session.plan.mode)
+
+        def of_replicas():
+            self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
+            return asked
+
+        self._agree(self.model_group, of_replicas)
+
+    def _agree(self, group, asked) -> None:
+        """ValueError on every rank of `group` (None: this one) that asked() is not alike, or what it raises."""
+        if group is None:
+            asked()
+        else:
+            agree(partial(all_gather_small, group=group), self._session.device, asked, "ranks of SparseFusion")
 
     def _stop_watching(self):
         session = self._attached
@@ -158,20 +166,27 @@ class SparseFusion:
         costs = measured_costs(group, session.device, largest, wish.density, wish.sparsifier, self.fabric)
 
         def planned():  # of a divided model, on one rank of each part
-            plans = from_first(lambda: self._planned(timeline, costs), self.model_group, session.device)
-            return {mode: Plan.from_json(text).sized(session.sizes).to_json() for mode, text in plans.items()}
+            found, sized = from_first(lambda: self._planned(timeline, costs), self.model_group, session.device), {}
 
-        plans = from_first(planned, group, session.device)
-        self._take({mode: Plan.from_json(text) for mode, text in plans.items()}, timeline.step)
+            def size():
+                for mode, text in found["plans"].items():
+                    sized[mode] = Plan.from_json(text).sized(session.sizes).to_json()
+                return list(sized)
 
-    def _planned(self, timeline, costs) -> dict[str, str]:
-        """{mode: plan as JSON}, with all their predictions, which are reported."""
+            self._agree(self.model_group, size)
+            return {"dense": found["dense"], "plans": sized}
+
+        self._take(from_first(planned, group, session.device))
+
+    def _planned(self, timeline, costs) -> dict:
+        """Candidates: plans, {mode: JSON}, with all their predictions, which are reported; dense, a dense step's seconds."""
         wish, early = self.wish, getattr(self._door, "early", False)
         costs = corrected(costs, wish, timeline)
         plans = plans_of(self._considered(), wish, timeline, costs, early)
         seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
         self._say(dry_run(plans, seconds, wish, timeline))
-        return {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}
+        texts = {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}
+        return {"dense": timeline.step, "plans": texts}
 
     def _considered(self) -> list[str]:
         if self.mode != "auto":
@@ -181,11 +196,12 @@ class SparseFusion:
             sparse.append("offload")
         return ["dense", "fp16", *sparse]
 
-    def _take(self, plans, dense: float, since: int | None = None) -> None:
+    def _take(self, candidates: dict, since: int | None = None) -> None:
         """Put the plan in force that is asked for, or predicted to be fastest; the close ones take turns first.
 
-        dense: seconds of a dense step. since: the first step that was not one.
+        candidates: see `_planned`. since: the first step that was not dense.
         """
+        plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         order = sorted(plans, key=lambda mode: seconds[mode])
         close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST_TRIED]
@@ -195,7 +211,7 @@ class SparseFusion:
         if self.mode != "auto" or close == ["dense"]:
             self._decided = True
             return
-        self._candidates = {"dense": dense, "plans": {mode: plan.to_json() for mode, plan in plans.items()}}
+        self._candidates = candidates
 
         def decided(mode, measured):
             session.plan, self._decided, self._candidates = plans[mode], True, None
@@ -203,7 +219,7 @@ class SparseFusion:
 
         tried = {mode: plans[mode] for mode in close}
         wait = max(0, self._sparse_since + self.density_warmup - session.step - 1)
-        session.watchers.append(Trial(session, tried, dense, wait, decided))
+        session.watchers.append(Trial(session, tried, candidates["dense"], wait, decided))
 
     def _warm_up(self):
         self._session.watchers.append(
@@ -245,38 +261,24 @@ class SparseFusion:
         session.restore(one["step"], mean_residuals(states, session.device))
         self._sparse_since = one["sparse_since"]
         plan = one["plan"] and Plan.from_json(one["plan"])
-        if one["candidates"] and count == ranks and self.mode == "auto":
-            plans = {mode: Plan.from_json(text) for mode, text in one["candidates"]["plans"].items()}
-            self._take(plans, one["candidates"]["dense"], self._sparse_since)
-        elif not plan or not self._wants(plan) or (count != ranks and self.mode == "auto"):
+        undecided = [Plan.from_json(text) for text in (one["candidates"] or {"plans": {}})["plans"].values()]
+        if count != ranks and self.mode == "auto":
             self.replan()
-        else:
+        elif plan and self._wants(plan):
             session.plan, self._decided = plan.among(ranks), True
             if self.density_warmup and session.plan.buffers:
                 self._warm_up()
+        elif undecided and self.mode == "auto" and all(map(self._wants, undecided)):
+            self._take(one["candidates"], self._sparse_since)
+        else:
+            self.replan()
         session.unproved = self._compare
 
     def _wants(self, plan) -> bool:
-        """Whether a saved plan is what is asked for now, and helps."""
+        """Whether a saved plan is what is asked for now, of these parameters, and helps."""
         wish = Wish(plan.density, plan.sparsifier, plan.wire, self.wish.budget)
         helps = not plan.buffers or self._helps(plan.density)
-        return wish == self.wish and self.mode in ("auto", plan.mode) and helps
-
-
-def from_first(made, group, device):
-    """What `made()` returns on the first rank of `group` (None: this one), on all its ranks; its error is theirs, too."""
-    if group is None:
-        return made()
-    box = [None, None]
-    if group.rank() == 0:
-        try:
-            box[0] = made()
-        except Exception as error:  # of any kind: the others wait
-            box[1] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
-    if box[1]:
-        raise RuntimeError(f"SparseFusion could not plan: {box[1]}")
-    return box[0]
+        return wish == self.wish and self.mode in ("auto", plan.mode) and helps and plan.fits(self._session.sizes)
 
 
 def _unmarked(parameter) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-VERSION = 1
+VERSION = 2
 
 
 def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .refusals import refuse_ddp
+
 HOOKED = "_sparsefusion_door"  # DDP takes one hook for ever: the door stays, with or without a session behind it
 
 
@@ -13,8 +15,6 @@ class TorchDDP:
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
-        if getattr(ddp, "skip_all_reduce_unused_params", False):
-            raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self.parameters = {
             name: p
@@ -27,10 +27,7 @@ class TorchDDP:
         """Gradients go to `session` from now on."""
         hooked = getattr(self._ddp, HOOKED, None)
         if hooked is None:
-            if self._ddp._comm_hooks:
-                raise ValueError(
-                    f"this DDP has the communication hook {self._ddp._comm_hooks[0][0].__name__}; it takes one only"
-                )
+            refuse_ddp(self._ddp)
             hooked = {"door": None, "whole": _Whole(self._ddp)}
             try:
                 self._ddp.register_comm_hook(hooked, _hook)

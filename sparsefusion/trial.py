@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
-ROUNDS, STEPS = 3, 6  # of each plan in each round; the first step after a change does not count
+ROUNDS, STEPS = 4, 6  # of each plan in each round; the first step after a change does not count
 BEHIND = 1.1  # times the best one's seconds: a plan that takes more has no further turns
 SURE = 0.95  # of a dense step's time in every round: what does not reach it is not worth its losses
 
@@ -21,7 +21,8 @@ class Trial:
 
     def __init__(self, session, plans, dense: float, after: int, done):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
-        self._rounds, self._ended = {mode: [] for mode in plans}, None
+        self._samples, self._rounds = {mode: [] for mode in plans}, {mode: [] for mode in plans}
+        self._ended = None
         self._begin_round(session, list(plans))
 
     def _begin_round(self, session, modes):
@@ -54,12 +55,16 @@ class Trial:
 
     def _end_round(self, session):
         """By the slowest rank's medians, the same numbers everywhere."""
-        medians = torch.tensor([median(s) for s in self._seconds.values()], dtype=torch.float64, device=session.device)
+        for mode, seconds in self._seconds.items():
+            self._samples[mode] += seconds
+        medians = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
+        medians = torch.tensor(medians, dtype=torch.float64, device=session.device)
         for group in filter(None, (session.reducer.group, session.model_group)):
             medians = all_reduce(medians, group, op=dist.ReduceOp.MAX)
-        for mode, seconds in zip(self._seconds, medians.tolist(), strict=True):
-            self._rounds[mode].append(seconds)
-        seconds = {mode: median(rounds) for mode, rounds in self._rounds.items()}
+        medians = medians.tolist()
+        for mode in self._seconds:
+            self._rounds[mode].append(medians.pop(0))
+        seconds = dict(zip(self._plans, medians, strict=True))
         order = sorted(self._seconds, key=seconds.get)
         left = [mode for mode in order if seconds[mode] <= BEHIND * seconds[order[0]]]
         if len(left) > 1 and len(self._rounds[left[0]]) < ROUNDS:

@@ -176,6 +176,16 @@ def test_sampled_messages_lie_on_lines_between_what_was_measured():
     assert sampled.time("all_reduce", 800, 2) == 15 and sampled.time("all_gather", 300, 2) == 4
 
 
+def test_parts_of_buffers_and_empty_parameters():
+    buffer = Buffer((Unit(("empty",), 0), Unit(("a", "b"), 30, 4), Unit(("c",), 7)))
+    assert buffer.of({"empty": 0, "b": 10, "c": 7}).units == (Unit(("empty",), 0), Unit(("b",), 10, 2), Unit(("c",), 7))
+    plan = Plan("bucket", "dgc", 0.1, "fp32", 2, (buffer,))
+    assert plan.fits({"empty": 0, "a": 20, "b": 10, "c": 7}) and not plan.fits({"a": 20, "b": 10, "c": 7})
+    assert plan.sized({"empty": 0, "a": 20, "b": 25, "c": 7}).buffers[0].units[1] == Unit(("a", "b"), 45, 6)
+    with pytest.raises(ValueError, match="'d' is not in both the plan and this rank's part"):
+        plan.sized({"empty": 0, "a": 20, "b": 10, "c": 7, "d": 1})
+
+
 def test_prediction_follows_the_links():
     given = timeline([1_000_000] * 4, 2)
     slow, fast = costs(bytes_per_s=1e6), costs(bytes_per_s=1e12, alpha=0)

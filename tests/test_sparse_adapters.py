@@ -132,6 +132,24 @@ def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_goes_on_after_an_error(ranks, world, overlap, monkeypatch):
+    def run(rank):
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=overlap)
+        fusion = force(quiet().attach(ddp), mode="interleaved")
+        megatron_step(ddp, 0, rank)
+        wrong = ddp.module.second.weight.register_hook(lambda g: g * (float("nan") if rank == 0 else 1))
+        with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight"):
+            megatron_step(ddp, 1, rank)
+        wrong.remove()
+        megatron_step(ddp, 2, rank)
+        assert same_on_all_ranks([p.main_grad for p in ddp.module.parameters()])
+        assert all(p.main_grad.isfinite().all() for p in ddp.module.parameters()) and fusion.state_dict()["step"] == 3
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_megatron_plans_from_what_it_hands_over(ranks, world, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
@@ -269,6 +287,19 @@ def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, ki
     def run(rank):
         with pytest.raises(ValueError, match=f"SparseFusion does not work with DeepSpeed's {why}"):
             quiet().attach(engine(deepspeed, 1, kind, **more))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_coalesced_reductions_are_refused(ranks, world, deepspeed):
+    def run(rank):
+        made = engine(deepspeed, 1)
+        fusion = quiet().attach(made)
+        with pytest.raises(NotImplementedError, match="coalesce_grad_reduction"):
+            made.coalesce_grad_reduction()
+        fusion.detach()
+        assert made.coalesce_grad_reduction()
 
     ranks(run, world)
 

@@ -14,8 +14,9 @@ from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks,
 from sparsefusion import SPARSIFIERS, SparseFusion
 from sparsefusion.curve import Curve
 from sparsefusion.fabric import Fabric
-from sparsefusion.plan import WIRES, Unit
+from sparsefusion.plan import WIRES, Plan, Unit
 from sparsefusion.reducer import Reducer
+from sparsefusion.session import Session
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
@@ -301,6 +302,68 @@ def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
     ranks(run, world)
 
 
+@pytest.mark.parametrize("world", [4, 6])
+def test_parts_of_a_divided_model_refuse_together(ranks, world):
+    """One rank was given another density."""
+
+    def run(rank):
+        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
+        data = dist.new_subgroups_by_enumeration(parts)[0]
+        fusion = quiet(density=0.02 if rank == 2 else 0.01, model_group=dist.new_subgroups(2)[0])
+        model = DDP(Net(), process_group=data)
+        fusion.attach(model)
+        with pytest.raises(ValueError, match="asked something else than rank 0"):
+            backward(model, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_what_some_replicas_do_not_use_is_flushed_later(ranks, world):
+    """With a loss scale, and parts of the model: every rank asks the others in the same steps."""
+
+    def run(rank):
+        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
+        data = dist.new_subgroups_by_enumeration(parts)[0]
+        model = DDP(Net(), process_group=data, find_unused_parameters=True)
+        fusion = quiet(loss_scale=lambda: 1.0, model_group=dist.new_subgroups(2)[0])
+        force(fusion.attach(model))
+        backward(model, 0, rank)
+        fusion._session.plan = replace(fusion.plan, mode="dense", buffers=())
+        for step in (1, 2):
+            backward(model, step, rank, spare=rank > 1)
+            assert set(fusion.state_dict()["residuals"]) == (set() if rank > 1 else {"spare.weight"})
+        for step in (3, 4):
+            backward(model, step, rank)
+            assert not fusion.state_dict()["residuals"]
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_framework_overwrites_was_looked_at(ranks, world):
+    """Two atoms in the same memory, as ZeRO 1 has them; the first one overflows, so no residual may have gone."""
+
+    def run(rank):
+        session = Session(Reducer(dist.group.WORLD), {"a": 9, "b": 9}, "cpu", holds=False, loss_scale=lambda: 1.0)
+        session.plan = Plan("dense", "dgc", 0.01, "fp32", world)
+        session.restore(0, {name: torch.full((9,), 1.0 + rank) for name in "ab"})
+        memory = torch.empty(9)
+        for name, value in (("a", math.inf if rank == 0 else 1.0), ("b", 1.0)):
+            memory.fill_(value)
+            session.reduce({name: memory}, [memory], lambda: dist.all_reduce(memory)).wait()
+            assert memory[0] == (math.inf if name == "a" else world + sum(range(1, world + 1)))
+        with pytest.raises(RuntimeError, match="step 0 has begun"):
+            session.settle()
+        session.end_step()
+        session.settle()
+        assert all(torch.equal(r, torch.full((9,), 1.0 + rank)) for r in session.reducer.residuals.values())
+        with pytest.raises(RuntimeError, match="a step ended without a gradient"):
+            session.end_step()
+
+    ranks(run, world)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
     def run(rank):
@@ -417,6 +480,30 @@ def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
+    """It was frozen when the plan was made."""
+
+    def run(rank):
+        saved, fresh = Net(), DDP(Net())
+        saved.last.weight.requires_grad_(False)
+        saved = DDP(saved)
+        fusion = quiet(mode="layerwise", density=0.05).attach(saved)
+        for step in range(6):
+            backward(saved, step, rank)
+        resumed = quiet(mode="layerwise", density=0.05).attach(fresh)
+        resumed.load_state_dict(fusion.state_dict())
+        for step in range(6, 12):
+            backward(fresh, step, rank)
+            assert same_on_all_ranks([p.grad for p in fresh.parameters()])
+        assert "last.weight" in {name for buffer in resumed.plan.buffers for name in buffer.names}
+        resumed._session.plan = fusion.plan
+        with pytest.raises(RuntimeError, match="the plan has no 'last.weight'"):
+            backward(fresh, 12, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_differ_are_told_apart(ranks, world):
     """Other options, or states of other steps: an error on every rank when the next step begins."""
 
@@ -459,7 +546,7 @@ def test_an_undecided_run_does_not_begin_again(ranks, world):
             assert state["plan"] is None and state["candidates"]
             resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
             resumed.load_state_dict(state)
-            for step in range(steps, 17 + 4 * 18):
+            for step in range(steps, 17 + 4 * 24):
                 backward(fresh, step, rank)
             assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
         return said
@@ -603,7 +690,7 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
         SparseFusion(0.02, mode="layerwise", report=report).attach(model)
         for step in range(4):
             backward(model, step, rank)
-        with pytest.raises(RuntimeError, match="could not plan: OSError: no paper"):
+        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
             backward(model, 4, rank)
 
     ranks(run, world)
@@ -650,7 +737,7 @@ def test_auto_decides_the_same_everywhere(ranks, world):
     def run(rank):
         model, said = DDP(Net()), []
         fusion = SparseFusion(0.02, report=said.append).attach(model)
-        for step in range(5 + 4 * 18):
+        for step in range(5 + 4 * 24):
             backward(model, step, rank)
         assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
         assert same_on_all_ranks([p.grad for p in model.parameters()])

@@ -71,10 +71,12 @@ def test_parts_of_a_model_plan_alike_and_keep_their_copies_alike(ranks, tp, dp, 
         while step < 8 or not made.fusion.state_dict()["plan"]:
             tiny.curve(made, step + 1, start=step)
             step += 1
+            if step == 6:
+                dense = (made.fusion.state_dict()["candidates"] or {}).get("dense")
         assert alike(made.model, made.groups.data)
         plan = made.fusion.plan
         sparse = {name for buffer in plan.buffers for unit in buffer.units for name in unit.names if unit.k}
-        return tiny.pieces(made), (step, plan.mode, sparse)
+        return tiny.pieces(made), (step, plan.mode, sparse, dense)
 
     pieces, plans = zip(*ranks(run, tp * dp, timeout=120), strict=True)
     fields = layout(tiny.trainer(tiny.options(**MODELS["zamba2 untied"])).model.config)

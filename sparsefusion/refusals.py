@@ -1,0 +1,56 @@
+"""Targets whose gradients cannot be taken over, by name; all raise ValueError."""
+
+import torch
+from torch import nn
+
+
+def refuse_sparse_gradients(module) -> None:
+    """ValueError: gradients without a fixed size."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            raise ValueError(f"{name} has sparse=True: SparseFusion selects from whole gradients")
+
+
+def refuse_ddp(ddp) -> None:
+    """One of torch's that has a communication hook, or may skip the end of a step."""
+    if ddp._comm_hooks:
+        raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
+
+
+def refuse_megatron(ddp) -> None:
+    """One of Megatron's that reduces over two groups, or nothing."""
+    if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+        raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
+    if not ddp.bucket_groups:
+        raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+
+
+def refuse_deepspeed(engine) -> int:
+    """An engine of stage 2 or 3, or with what reduces gradients elsewhere; returns the stage of another one."""
+    stage = int(engine.zero_optimization_stage())
+    if stage > 1:
+        raise ValueError(f"ZeRO stage {stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1")
+    for wrong, what in _strange(engine, engine.optimizer, stage):
+        if wrong:
+            raise ValueError(f"SparseFusion does not work with DeepSpeed's {what}")
+    return stage
+
+
+def _strange(engine, optimizer, stage):
+    """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
+    yield engine.pipeline_parallelism, "pipeline parallelism"
+    yield engine.has_moe_layers, "mixtures of experts"
+    scalers = (
+        getattr(engine, "torch_autocast_z0_gradscaler", None),
+        getattr(optimizer, "torch_autocast_gradscaler", None),
+    )
+    yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
+    if stage:
+        compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
+        yield not hasattr(optimizer, "average_tensor"), f"{type(optimizer).__name__}: leave out grad_accum_dtype"
+        yield not optimizer.contiguous_gradients, "contiguous_gradients: false"
+        yield any(map(compact, range(len(optimizer.bit16_groups)))), "grad_accum_dtype beside another dtype"
+        yield optimizer.cpu_offload, "offload_optimizer"
+        yield optimizer.overlap_comm and torch.cuda.is_available(), "overlap_comm on CUDA"
