@@ -148,8 +148,8 @@ def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
         assert (weights()[name] - tensor).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_sparse_gradients_are_resumed_bitwise(ranks, here, replicas):
+@pytest.mark.parametrize("dp", [2, 3])
+def test_sparse_gradients_are_resumed_bitwise(ranks, here, dp):
     """What has not been sent is in the checkpoint; fewer replicas, and a run that sends all, go on from it as well."""
     sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--global-batch-size", "6"]
     sparse += ["--train-iters", "9", "--gradient-density-warmup", "3"]
@@ -161,15 +161,15 @@ def test_sparse_gradients_are_resumed_bitwise(ranks, here, replicas):
 
         ranks(run, count)
 
-    train(replicas, "--out", "straight", "--log", "straight.jsonl")
-    train(replicas, "--exit-interval", "7")
+    train(dp, "--out", "straight", "--log", "straight.jsonl")
+    train(dp, "--exit-interval", "7")
     pending = [*Path("out").glob("checkpoints/*7/pending-tensor-0-of-1-replica-*.pt")]
-    assert len(pending) == replicas
+    assert len(pending) == dp
     shutil.copytree("out", "elsewhere")
-    train(replicas, "--resume")
+    train(dp, "--resume")
     for name, tensor in weights("straight").items():
         assert torch.equal(weights()[name], tensor)
-    for count, more in ((replicas - 1, ()), (1, ("--gradient-mode", "dense"))):
+    for count, more in ((dp - 1, ()), (1, ("--gradient-mode", "dense"))):
         shutil.copytree("elsewhere", "again", dirs_exist_ok=True)
         train(count, "--out", "again", "--log", "again.jsonl", "--resume", *more)
         assert logged("again.jsonl")[-1]["loss"] == pytest.approx(logged("straight.jsonl")[-1]["loss"], abs=0.2)
