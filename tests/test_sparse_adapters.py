@@ -5,6 +5,7 @@ Megatron's DDP asks CUDA for a device: here it is told the CPU.
 
 import os
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,12 @@ import torch.distributed as dist
 
 from fused import Net, batch, force, pending, same_on_all_ranks, summed
 from sparsefusion import SparseFusion
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # and seconds, once here instead of in every forked rank
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MICRO = 2  # batches that are added up in a step
 ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
@@ -46,10 +53,6 @@ def reference(rank, steps):
 
 def megatron(monkeypatch, average=False, **options):
     """A Megatron DDP module around Net; `options`: its config's."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
@@ -248,6 +251,26 @@ def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage, flushed):
             applied = (start[name] - p.detach().double()) / 0.01 * world
             total = summed(given[name])
             assert (applied + summed(pending(fusion, name, total)) - total).norm() <= 1e-4 * total.norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeed_resumes_bitwise(ranks, world, deepspeed, stage):
+    def run(rank):
+        straight, resumed = (engine(deepspeed, stage) for _ in range(2))
+        fusion = force(quiet().attach(straight), mode="bucket")
+        for step in range(3):
+            engine_step(straight, step, rank)
+        resumed.module.load_state_dict(straight.module.state_dict())
+        if stage:
+            resumed.optimizer.load_state_dict([straight.optimizer.state_dict()] * world, load_optimizer_states=False)
+        again = quiet(density=0.05, mode="bucket").attach(resumed)
+        again.load_state_dict(fusion.state_dict())
+        for step in range(3, 6):
+            engine_step(straight, step, rank), engine_step(resumed, step, rank)
+            assert all(map(torch.equal, straight.module.parameters(), resumed.module.parameters()))
 
     ranks(run, world)
 

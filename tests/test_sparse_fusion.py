@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks, summed
 from sparsefusion import SPARSIFIERS, SparseFusion
@@ -650,6 +651,27 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
 def test_wrong_options(options, why):
     with pytest.raises(ValueError, match=why):
         SparseFusion(**options)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_static_graph_and_checkpointed_activations(ranks, world):
+    """With both of them DDP hands gradients over when it likes; what is sent does not depend on it."""
+
+    class Checkpointed(Net):
+        def forward(self, x, spare=False):
+            return checkpoint(super().forward, x, spare, use_reentrant=False)
+
+    def run(rank):
+        models = [DDP(Net(), bucket_cap_mb=0.05), DDP(Checkpointed(), bucket_cap_mb=0.05, static_graph=True)]
+        for model in models:
+            force(quiet().attach(model), mode="interleaved")
+        for step in range(5):
+            for model in models:
+                backward(model, step, rank)
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.grad, q.grad)
+
+    ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
