@@ -214,6 +214,7 @@ class Reduction:
 
     def _added_up(self, total):
         """Of each unit, [(values, places)]: one part, already the sum."""
+        self.marks.append(finite_mark(total))
         parts = total.split([len(s.values) for s in self._selected])
         return [[(part, s.places)] for part, s in zip(parts, self._selected, strict=True)]
 
@@ -222,6 +223,7 @@ class Reduction:
         lengths, counts = self._reducer._lengths(self._selected), [len(s.values) for s in self._selected]
         bytes_of_values = messages.shape[1] - 4 * sum(counts)
         values = self._reducer._decoded(messages[:, :bytes_of_values], _dtype_of(self._selected))
+        self.marks.append(finite_mark(values))
         places = messages[:, bytes_of_values:].clone(memory_format=torch.contiguous_format).view(torch.int32)
         parts = zip(values.split(lengths, 1), places.split(counts, 1), strict=True)
         return [list(zip(v[:, : p.shape[1]], p, strict=True)) for v, p in parts]
@@ -232,7 +234,6 @@ class Reduction:
         sums = [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
         for values, places in parts:
             add_at(sums, values, places, scale)
-        self.marks += [finite_mark(values) for values, _ in parts]
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
             if not _is_exact(gradient):
                 gradient.copy_(total)
@@ -289,11 +290,11 @@ def _of_unused(given, places) -> torch.Tensor | None:
 
     Its mean is not applied by all frameworks, so none of its residual leaves.
     """
-    unused = torch.tensor([_is_zero(gradient) for gradient in given])
-    if not unused.any():
+    unused = [_is_zero(gradient) for gradient in given]
+    if not any(unused):
         return None
     ends = torch.tensor([len(gradient) for gradient in given]).cumsum(0)
-    return unused[torch.bucketize(places.cpu(), ends, right=True)].to(places.device)
+    return torch.tensor(unused)[torch.bucketize(places.cpu(), ends, right=True)].to(places.device)
 
 
 def _is_zero(gradient) -> bool:

@@ -98,7 +98,7 @@ def conserved(rank, world, steps=5, dtype=torch.float32, changes=None, **options
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
     def run(rank):
         for mode in SPARSE:
@@ -114,7 +114,7 @@ def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_nothing_is_lost_whatever_plan_follows(ranks, world, data):
     """Property: plans, formats and densities change between steps; what becomes dense is flushed."""
     plans = st.fixed_dictionaries({
@@ -162,7 +162,7 @@ def test_offloaded_and_interleaved_are_bitwise_the_same(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
     """50 steps of parameters that stay bit-identical; parameter groups, AdamW, autocast, clipping of the mean."""
 
@@ -532,7 +532,7 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_an_undecided_run_does_not_begin_again(ranks, world):
     """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
 
@@ -721,7 +721,7 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
 # Planning while it runs
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_modes_watch_five_steps_then_send_what_they_say(ranks, world):
     def run(rank):
         said = []

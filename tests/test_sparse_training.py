@@ -37,7 +37,9 @@ def alike(model, group):
     return True
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tp, dp", [(2, 2), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)]
+)
 def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp):
     def run(rank):
         found = {}
