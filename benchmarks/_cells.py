@@ -32,6 +32,12 @@ def measure_cell(file, ranks: int, rate: str | None, *arguments, burst="128kb"):
         return json.loads(Path(out.name).read_text())
 
 
+def measured_cells(file, cells, **options) -> dict:
+    """{cell: its result} of all cells, or of those whose numbers the command line gives; their programs get the number."""
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(cells))
+    return {cells[n]: measure_cell(file, cells[n].ranks, cells[n].rate, n, **options) for n in numbers}
+
+
 def torchrun(ranks: int, *program, env=None) -> None:
     """Run a Python program on ranks of this machine, from the repository's root."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--"]

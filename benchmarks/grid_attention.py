@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.distributed as dist
-from _cells import cell_arguments, measure_cell, write_result
+from _cells import cell_arguments, measured_cells, write_result
 from _tables import markdown, publish
 
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
@@ -176,11 +176,7 @@ def plot(results: dict) -> None:
 
 def main() -> None:
     """Measure every cell, or those whose numbers are given; publish the table and the plot of all."""
-    numbers = [int(number) for number in sys.argv[1:]] or range(len(CELLS))
-    results = {
-        CELLS[number]: measure_cell(__file__, CELLS[number].ranks, CELLS[number].rate, number, burst=BURST)
-        for number in numbers
-    }
+    results = measured_cells(__file__, CELLS, burst=BURST)
     header = ["ranks, links, tensors", "ring", *SHOWN, "`choose`", "spread"]
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
     if sys.argv[1:]:

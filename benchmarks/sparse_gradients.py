@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.distributed as dist
-from _cells import cell_arguments, measure_cell, write_result
+from _cells import cell_arguments, measured_cells, write_result
 from _learner import Learner, step
 from _tables import markdown, publish
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -136,10 +136,7 @@ def plot(results: dict) -> None:
 
 def main() -> None:
     """Measure every cell, or those whose numbers are given; publish the table and the plot of all."""
-    numbers = [int(number) for number in sys.argv[1:]] or range(len(CELLS))
-    results = {
-        CELLS[number]: measure_cell(__file__, CELLS[number].ranks, CELLS[number].rate, number) for number in numbers
-    }
+    results = measured_cells(__file__, CELLS)
     header = [
         "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured",
         "finding out", "spread",

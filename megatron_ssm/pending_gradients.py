@@ -13,9 +13,9 @@ NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 def write_pending(directory: Path, trainer) -> None:
     """This rank's file, if its `training.Trainer` sends gradients sparsely. OSError: it cannot be written."""
     groups = trainer.groups
-    path = _file(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
     if trainer.fusion is None:
         return
+    path = _file(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
     try:
         torch.save(trainer.fusion.state_dict(), path)
     except RuntimeError as error:  # torch's, of a full disk

@@ -196,24 +196,19 @@ def _distributed(tensor, field, ranks):
 
 def _on_rank_0(action, failed: str) -> None:
     """Run `action` on rank 0 while the others wait; its OSError is a Failure of one line on every rank."""
-    error = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as reason:
-            error = [f"{failed}: {_one_line(reason)}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(error, src=0)
-    if error[0]:
-        raise Failure(error[0])
+    on_every_rank(action if not dist.is_initialized() or dist.get_rank() == 0 else _nothing, failed)
+
+
+def _nothing():
+    pass
 
 
 def on_every_rank(action, failed: str, kind=Failure) -> None:
-    """Run `action` on all ranks; the first one's OSError or ValueError is `kind` on every rank."""
+    """Run `action` on all ranks; the first one's OSError, or `kind`, is a `kind` of one line on every rank."""
     error = None
     try:
         action()
-    except (OSError, ValueError) as reason:
+    except (OSError, kind) as reason:
         error = f"{failed}: {_one_line(reason)}"
     errors = [error]
     if dist.is_initialized():

@@ -48,10 +48,7 @@ class DeepSpeedEngine:
         parameters = [
             optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
         ]
-        gradients, first = {}, 0
-        for parameter in parameters:
-            gradients[self._names[id(parameter)]] = tensor[first : first + parameter.numel()]
-            first += parameter.numel()
+        gradients = _parts(tensor, [self._names[id(parameter)] for parameter in parameters], parameters)
 
         def whole():
             type(optimizer).average_tensor(optimizer, tensor, communication_data_type)
@@ -62,10 +59,7 @@ class DeepSpeedEngine:
         """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
         names = {p.grad.data_ptr(): name for name, p in self.parameters.items() if p.grad is not None}
-        gradients, first = {}, 0
-        for gradient in bucket:
-            gradients[names[gradient.data_ptr()]] = flat[first : first + gradient.numel()]
-            first += gradient.numel()
+        gradients = _parts(flat, [names[gradient.data_ptr()] for gradient in bucket], bucket)
 
         def whole():
             flat.copy_(type(engine).allreduce_bucket(engine, [flat], dp_group, dp_world_size))
@@ -77,6 +71,11 @@ class DeepSpeedEngine:
         type(engine).allreduce_gradients(engine, *arguments, **named)
         if engine.is_gradient_accumulation_boundary():
             self._session.end_step()
+
+
+def _parts(flat, names, like) -> dict:
+    """{name: its part of `flat`}, as many numbers as the tensors `like` have, one after the other."""
+    return dict(zip(names, flat.split([tensor.numel() for tensor in like]), strict=True))
 
 
 def _coalesce():

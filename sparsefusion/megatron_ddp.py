@@ -25,11 +25,11 @@ class MegatronDDP:
         )
         self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
         names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self._buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
-        self.parameters = {names[id(p)]: p for bucket in self._buckets for p in bucket.params_list}
+        buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
+        self.parameters = {names[id(p)]: p for bucket in buckets for p in bucket.params_list}
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self.itemsize = min(bucket.grad_data.element_size() for bucket in self._buckets)
-        self._factor = self._factor_of(self._buckets[0])
+        self.itemsize = min(bucket.grad_data.element_size() for bucket in buckets)
+        self._factor = self._factor_of(buckets[0])
         self.early = self._overlaps and self._factor == 1
 
     def open(self, session) -> None:

@@ -50,8 +50,7 @@ class Session:
             watcher.arrived(tuple(gradients))
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(f"a gradient of {unknown[0]!r}, which was no parameter when SparseFusion was attached")
-        half = self.plan.mode == "fp16" and not self.whole
-        if factor != 1 and (self._sparse or half):
+        if factor != 1 and (self._sparse or self._half):
             for flat in flats:
                 flat.mul_(factor)
         if self._sparse:
@@ -59,8 +58,8 @@ class Session:
             self._launch(complete=self.holds)
             self._launch_early()
             return Handle(self, tuple(gradients))
-        self.reducer.flush(gradients, self._scale if half else self._scale / factor)
-        if half:
+        self.reducer.flush(gradients, self._scale if self._half else self._scale / factor)
+        if self._half:
             reduction = self.reducer.start_fp16(gradients, flats)
         else:
             reduction = WholeReduction(whole(), gradients, checks=self._flushes)
@@ -71,6 +70,11 @@ class Session:
     def _sparse(self) -> bool:
         """Whether this step has buffers of the plan."""
         return bool(self.plan.buffers) and not self.whole
+
+    @property
+    def _half(self) -> bool:
+        """Whether this step's atoms are sent whole, in float16."""
+        return self.plan.mode == "fp16" and not self.whole
 
     @property
     def _flushes(self) -> bool:
@@ -195,8 +199,7 @@ class Session:
         What a framework has reduced counts if residuals went with it; of some frameworks a rank has only a part of that.
         """
         wrong, left = first_not_finite(self._reductions), bool(self.reducer.residuals)
-        half = self.plan.mode == "fp16" and not self.whole
-        if not (self._sparse or half or self._flushes):
+        if not (self._sparse or self._half or self._flushes):
             return wrong
         groups = (self.reducer.group if self._flushes else None, self.model_group)
         for group in (group for group in groups if group is not None):

@@ -276,14 +276,18 @@ def test_skipped_steps_leave_no_trace(ranks, world):
     ranks(run, world)
 
 
+def divided(world):
+    """The calling rank's data group and model group, where two ranks share a model."""
+    parts = [[rank for rank in range(world) if rank % 2 == part] for part in (0, 1)]
+    return dist.new_subgroups_by_enumeration(parts)[0], dist.new_subgroups(2)[0]
+
+
 @pytest.mark.parametrize("world", [4, 6])
 def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
     """What is not finite in one part is an error in all, or with a loss scale a step without a trace in all."""
 
     def run(rank):
-        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
-        data = dist.new_subgroups_by_enumeration(parts)[0]
-        model_group = dist.new_subgroups(2)[0]
+        data, model_group = divided(world)
         for scale in (None, lambda: 1.0):
             model = DDP(Net(), process_group=data)
             fusion = quiet(loss_scale=scale, model_group=model_group)
@@ -308,9 +312,8 @@ def test_parts_of_a_divided_model_refuse_together(ranks, world):
     """One rank was given another density."""
 
     def run(rank):
-        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
-        data = dist.new_subgroups_by_enumeration(parts)[0]
-        fusion = quiet(density=0.02 if rank == 2 else 0.01, model_group=dist.new_subgroups(2)[0])
+        data, model_group = divided(world)
+        fusion = quiet(density=0.02 if rank == 2 else 0.01, model_group=model_group)
         model = DDP(Net(), process_group=data)
         fusion.attach(model)
         with pytest.raises(ValueError, match="asked something else than rank 0"):
@@ -324,10 +327,9 @@ def test_what_some_replicas_do_not_use_is_flushed_later(ranks, world):
     """With a loss scale, and parts of the model: every rank asks the others in the same steps."""
 
     def run(rank):
-        parts = [[r for r in range(world) if r % 2 == part] for part in (0, 1)]
-        data = dist.new_subgroups_by_enumeration(parts)[0]
+        data, model_group = divided(world)
         model = DDP(Net(), process_group=data, find_unused_parameters=True)
-        fusion = quiet(loss_scale=lambda: 1.0, model_group=dist.new_subgroups(2)[0])
+        fusion = quiet(loss_scale=lambda: 1.0, model_group=model_group)
         force(fusion.attach(model))
         backward(model, 0, rank)
         fusion._session.plan = replace(fusion.plan, mode="dense", buffers=())
