@@ -4,7 +4,9 @@ import torch
 import torch._dynamo  # DDP would import it in each forked rank, for seconds
 import torch.distributed as dist
 
+from sparsefusion import trial
 from sparsefusion.plan import Buffer, Plan, Unit
+from sparsefusion.sparse_fusion import MOST_TRIED
 
 
 class Net(torch.nn.Module):
@@ -63,6 +65,11 @@ def force(fusion, **options):
     )
     session.reducer.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
     return fusion
+
+
+def longest_trial() -> int:
+    """Steps in which auto decides, at the most."""
+    return MOST_TRIED * trial.ROUNDS * trial.STEPS
 
 
 def same_on_all_ranks(tensors) -> bool:

@@ -78,7 +78,7 @@ def megatron_step(ddp, step, rank):
     ddp.finish_grad_sync()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
 def test_megatron(ranks, world, overlap, distributed, monkeypatch):
@@ -202,7 +202,7 @@ def engine_step(made, step, rank, kind="fp32", spare=True):
         made.step()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage, kind, overlap", ZERO)
 def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
     """Dense: its own bits, with accumulation and clipping. Sparse: alike on all ranks. Detached: its own bits again."""
@@ -298,7 +298,7 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "kind, more, why",
     [

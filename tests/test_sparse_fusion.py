@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from fused import Net, backward, batch, force, pending, plan, same_on_all_ranks, summed
-from sparsefusion import SPARSIFIERS, SparseFusion
+from fused import Net, backward, batch, force, longest_trial, pending, plan, same_on_all_ranks, summed
+from sparsefusion import SPARSIFIERS, SparseFusion, trial
 from sparsefusion.curve import Curve
 from sparsefusion.fabric import Fabric
 from sparsefusion.plan import WIRES, Plan, Unit
@@ -535,8 +535,9 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_an_undecided_run_does_not_begin_again(ranks, world):
+def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, world):
     """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
+    monkeypatch.setattr(trial, "ROUNDS", 2)
 
     def run(rank):
         said = []
@@ -549,7 +550,7 @@ def test_an_undecided_run_does_not_begin_again(ranks, world):
             assert state["plan"] is None and state["candidates"]
             resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
             resumed.load_state_dict(state)
-            for step in range(steps, 17 + 4 * 24):
+            for step in range(steps, 17 + longest_trial()):
                 backward(fresh, step, rank)
             assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
         return said
@@ -757,11 +758,13 @@ def ranks_hashes(mine):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_auto_decides_the_same_everywhere(ranks, world):
+def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
+    monkeypatch.setattr(trial, "ROUNDS", 2)
+
     def run(rank):
         model, said = DDP(Net()), []
         fusion = SparseFusion(0.02, report=said.append).attach(model)
-        for step in range(5 + 4 * 24):
+        for step in range(5 + longest_trial()):
             backward(model, step, rank)
         assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
         assert same_on_all_ranks([p.grad for p in model.parameters()])
