@@ -26,7 +26,7 @@ def _bytes(plan, wish, timeline) -> int:
     if plan.mode in AS_THEY_COME:
         return timeline.numel * (2 if plan.mode == "fp16" else timeline.itemsize)
     dense, sparse, _ = plan.sent_numbers
-    return dense * timeline.itemsize + wish.sent_bytes(sparse)
+    return dense * timeline.itemsize + wish.sent_bytes(sparse, timeline.itemsize)
 
 
 def _messages(plan, timeline) -> str:

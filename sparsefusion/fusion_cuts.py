@@ -16,7 +16,7 @@ def find_opt_fusion(count: int, compute: Callable, send: Callable, weights=None)
     """Ends of the groups, ascending, the last one `count`.
 
     compute(i, j), send(i, j): seconds of the group of gradients i to j - 1, non-negative. weights (count,): of more than
-    MOST_CUTS gradients, cuts are first made between equal shares of these, then each moved by one while that helps.
+    MOST_CUTS gradients, cuts are first made between equal shares of these, then each moved by one if that helps.
     """
     if count <= MOST_CUTS:
         return _best(list(range(count + 1)), compute, send)
@@ -63,7 +63,7 @@ def _unbeaten(computed, sent, origins):
 
 
 def _moved(ends, compute, send) -> tuple[int, ...]:
-    """Each cut one place further or back, while the last message arrives earlier for it."""
+    """Each cut one place further or back, if the last message arrives earlier for it; one cut after the other, once."""
     best = finish(ends, compute, send)
     for number in range(len(ends) - 1):
         for step in (-1, 1):

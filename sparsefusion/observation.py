@@ -18,7 +18,7 @@ from .timeline import Costs, Tensor, Timeline
 
 WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
 SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2, 1 << 21: 2}  # bytes of messages: times that they are sent
-SLOW_S = 0.1  # larger ones are not sent after this
+SLOW_S = 0.1  # larger ones are not sent after this, but two sizes always are
 LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
 
 
@@ -56,7 +56,11 @@ class Observation:
         self._itemsize, self._copied = itemsize, copied
         self._clock = Clock(next(iter(parameters.values())).device)
         self._marks, self._atoms, self._steps, self._ended = {}, [], [], None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._noting(name)) for name, p in parameters.items()]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._noting(name))
+            for name, p in parameters.items()
+            if p.requires_grad
+        ]
 
     def _noting(self, name):
         def note(_):
@@ -138,7 +142,7 @@ def measured_fabric(group, device) -> "Sampled":
     """All-reduce and all-gather at a few sizes, up to 2 MB or what takes SLOW_S; about a second on links of 100 mbit."""
     calls, points = collective_calls(group, ("all_reduce", "all_gather"), device), {"all_reduce": [], "all_gather": []}
     for nbytes, count in SIZES.items():
-        running = [name for name in calls if not points[name] or points[name][-1][1] < SLOW_S]
+        running = [name for name in calls if len(points[name]) < 2 or points[name][-1][1] < SLOW_S]
         if running:
             functions = [timed(calls[name](nbytes), device) for name in running]
             medians = repetitions(functions, group, device, count).median(0).values.tolist()
@@ -167,15 +171,15 @@ class Sampled:
 
 
 def _selecting(numel, density, sparsifier, device) -> float:
-    gradient = torch.randn(numel, device=device)
-    residual = torch.randn(numel, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # a training's own is left alone
+    gradient, residual = torch.randn(2, numel, device=device, generator=generator)
     name = "dgc" if sparsifier == "randomk" else sparsifier
     return _median(lambda: take(name, [gradient], [residual], max(1, int(density * numel))), device)
 
 
 def _adding(numel, k, device) -> float:
     places = (torch.arange(k, device=device) * (numel // k)).int()
-    values, target = torch.randn(k, device=device), torch.zeros(numel, device=device)
+    values, target = torch.ones(k, device=device), torch.zeros(numel, device=device)
     return _median(lambda: add_at([target], values, places), device)
 
 

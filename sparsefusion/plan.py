@@ -147,7 +147,7 @@ class Plan:
         return plan
 
 
-def value_bytes(wire: str, count: int) -> int:
-    """Bytes of `count` selected float32 values in a format; its blocks are filled up."""
-    format = wire_format(wire, torch.float32)
+def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
+    """Bytes of `count` selected values of gradients of that itemsize in a format; its blocks are filled up."""
+    format = wire_format(wire, torch.float64 if itemsize == 8 else torch.float32)
     return format.nbytes(padded(count, format.block))

@@ -28,11 +28,10 @@ class Wish:
     wire: str = "fp32"
     budget: str = "bytes"
 
-    def sent_bytes(self, k: int) -> int:
-        """Of k selected numbers: values and places, or with randomk values alone."""
-        if self.sparsifier == "randomk":
-            return 4 * k
-        return value_bytes(self.wire, k) + 4 * k
+    def sent_bytes(self, k: int, itemsize: int) -> int:
+        """Of k numbers selected from gradients of that itemsize: values and places, or with randomk values alone."""
+        values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, k, itemsize)
+        return values if self.sparsifier == "randomk" else values + 4 * k
 
 
 def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
@@ -42,10 +41,9 @@ def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
     """
     if ranks == 1:
         return False
-    if wish.sparsifier == "randomk":
-        return wish.density * 4 * (2 if reduce_scatters else 1) < itemsize
-    each = value_bytes(wish.wire, 1 << 20) / (1 << 20) + 4
-    return wish.density * each * ranks < (1 if reduce_scatters else 2) * itemsize
+    each = wish.sent_bytes(1 << 20, itemsize) / (1 << 20)
+    sent = 2 * each if wish.sparsifier == "randomk" else each * ranks
+    return wish.density * sent < (1 if reduce_scatters else 2) * itemsize
 
 
 def plans_of(modes, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> dict[str, Plan]:
@@ -112,7 +110,7 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
         ready=max(tensors[name].ready for name in buffer.names),
         select=sum(costs.select(unit.numel) for unit in sparse if not unit.offload) + costs.copy(dense),
         reduce=costs.all_reduce(dense - sent_early),
-        gather=gathered(wish.sent_bytes(sent)) if sent else 0.0,
+        gather=gathered(wish.sent_bytes(sent, itemsize)) if sent else 0.0,
         write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
@@ -131,7 +129,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
         return max(0.0, ready[j - 1] - (ready[i - 1] if i else 0.0)) + selecting[j] - selecting[i]
 
     def send(i, j):
-        return costs.all_gather(wish.sent_bytes(sent[j] - sent[i]))
+        return costs.all_gather(wish.sent_bytes(sent[j] - sent[i], timeline.itemsize))
 
     ends = find_opt_fusion(len(units), compute, send, [sum(unit.numel for unit in atom) for atom in units])
     return [Buffer(tuple(unit for atom in units[i:j] for unit in atom)) for i, j in zip((0, *ends), ends, strict=False)]
@@ -194,7 +192,7 @@ def _cheaper_whole(tensor, whole, wish, timeline, costs) -> bool:
     """Whether selecting takes as long as is saved by sending less, where `whole` numbers are sent whole anyway."""
     dense = costs.all_reduce((whole + tensor.numel) * timeline.itemsize) - costs.all_reduce(whole * timeline.itemsize)
     k = max(1, math.floor(wish.density * tensor.numel))
-    sparse = costs.all_gather(wish.sent_bytes(100 * k)) / 100  # as a part of a longer message
+    sparse = costs.all_gather(wish.sent_bytes(100 * k, timeline.itemsize)) / 100  # as a part of a longer message
     return costs.select(tensor.numel) >= dense - sparse
 
 

@@ -92,10 +92,9 @@ class Reducer:
 
     def start_fp16(self, gradients, flats) -> "HalfReduction":
         """Start averaging `flats`, tensors that the gradients are parts of, in float16; all of it, without residuals."""
-        ranks = self.group.size()
-        halves = [flat.to(torch.float16).div_(ranks) for flat in flats]
+        halves = [flat.to(torch.float16).div_(self.group.size()) for flat in flats]
         under_way = [begin_all_reduce(half, self.group, self.counter) for half in halves]
-        return HalfReduction(gradients, flats, under_way)
+        return HalfReduction(self, gradients, flats, under_way)
 
     def begin_step(self, step: int, roll_back: bool) -> None:
         """Forget what residuals were before the last step, or, if it was skipped, go back to it."""
@@ -244,27 +243,40 @@ class Reduction:
 
 
 class HalfReduction:
-    """Flat tensors under way in float16, each written when its mean is there."""
+    """Flat tensors under way in float16, each written when its mean is there.
 
-    def __init__(self, gradients, flats, under_way):
-        self.gradients, self.marks = gradients, []
-        self._written = [self._write(flat, each) for flat, each in zip(flats, under_way, strict=True)]
+    One whose mean is not finite, which all ranks see, is sent again as it is: it may only be out of float16's range.
+    """
+
+    def __init__(self, reducer, gradients, flats, under_way):
+        self._reducer, self.gradients, self.marks = reducer, gradients, []
+        self._written = [(flat, self._write(flat, each)) for flat, each in zip(flats, under_way, strict=True)]
 
     @staticmethod
     def _write(flat, under_way):
-        """A future; it sends nothing, so that no message can come at another place on another rank."""
+        """A future of the mean's mark; it sends nothing, so that no message can come at another place on another rank."""
         (half,), (work,) = under_way.received, under_way.work
 
         def write(done):
             done.value()  # raises what went wrong
-            return flat.copy_(half)
+            mark = finite_mark(half)
+            if half.is_cuda:  # where a stream is not waited for
+                flat.copy_(half.to(flat.dtype).where(mark.isfinite(), flat))
+            elif mark.isfinite():
+                flat.copy_(half)
+            return mark
 
         return work.get_future().then(write)
 
     def wait(self) -> None:
         """Block until the means are there."""
         written, self._written = self._written, []
-        self.marks += [finite_mark(each.wait()) for each in written]
+        for flat, future in written:
+            mark = future.wait()
+            if flat.dtype != torch.float16 and not mark.isfinite():
+                begin_all_reduce(flat, self._reducer.group, self._reducer.counter).wait()
+                mark = finite_mark(flat.div_(self._reducer.group.size()))
+            self.marks.append(mark)
 
 
 def finite_mark(tensor) -> torch.Tensor:

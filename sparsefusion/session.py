@@ -30,7 +30,7 @@ class Session:
         reducer.keeps = loss_scale is not None
         self.unproved = None  # called when the next step begins, to compare ranks
         self._owes = False  # whether residuals may be left on some rank
-        self.density_ratio, self.whole = 1.0, False  # of this step: of its k; whether all is sent whole
+        self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
         self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
         self.watchers = []  # told of steps that begin and end, and of atoms that arrive
         self._clear()
@@ -69,12 +69,12 @@ class Session:
     @property
     def _sparse(self) -> bool:
         """Whether this step has buffers of the plan."""
-        return bool(self.plan.buffers) and not self.whole
+        return bool(self.plan.buffers) and not self.sends_all
 
     @property
     def _half(self) -> bool:
         """Whether this step's atoms are sent whole, in float16."""
-        return self.plan.mode == "fp16" and not self.whole
+        return self.plan.mode == "fp16" and not self.sends_all
 
     @property
     def _flushes(self) -> bool:

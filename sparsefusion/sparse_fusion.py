@@ -29,16 +29,17 @@ class SparseFusion:
     """Sends a share of the numbers of gradients, the largest; what is not sent is added to the next step's (error feedback).
 
     density: the share. sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank,
-    redsync, sidco, randomk. mode: dense; fp16; layerwise: so many numbers of every tensor; bucket: so many of a whole
-    buffer; selective: what costs more to select than it saves goes whole; interleaved: that, sent before the rest is
-    selected; offload: selected by another thread on the CPU; auto: whichever is fastest here, and dense if none is faster.
-    wire: the format of sent values: fp32, fp16, bf16, int8 (randomk: fp32). density_warmup: steps in which the density
-    falls from a quarter to its own. loss_scale: a function that returns the scale of the loss, if there is one (a
-    GradScaler's get_scale; DeepSpeed's is known). fabric: a `Fabric` of these links, else it is measured. model_group: the
-    ranks over which the model is divided (tensor parallel), which then plan, and skip steps, together; copied(parameter):
-    whether several of them hold it, so that its copies must stay alike (default: without Megatron's mark
-    tensor_model_parallel). budget: how the density pays for what goes whole: bytes, or elements, as in the paper. report: is
-    given what is to be read, on the first rank.
+    redsync, sidco, randomk. mode: dense; fp16: all of it, rounded (a bucket that is out of its range is sent again as it
+    is); layerwise: so many numbers of every tensor; bucket: so many of a whole buffer; selective: what costs more to select
+    than it saves goes whole; interleaved: that, sent before the rest is selected; offload: selected by another thread on the
+    CPU; auto: whichever is fastest here, and dense if none is faster. wire: the format of sent values: fp32, fp16, bf16,
+    int8 (randomk: fp32). density_warmup: steps in which the density falls from a quarter to its own. loss_scale: a function
+    that returns the scale of the loss, if there is one (a GradScaler's get_scale; several optimizers must all skip a step
+    together; DeepSpeed's is known). fabric: a `Fabric` of these links, else it is measured. model_group: the ranks over
+    which the model is divided (tensor parallel), which then plan, and skip steps, together; copied(parameter): whether
+    several of them hold it, so that its copies must stay alike (default: without Megatron's mark tensor_model_parallel).
+    budget: how the density pays for what goes whole: bytes, or elements, as in the paper. report: is given what is to be
+    read, on the first rank.
 
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
     have the same bits. A mean that is not finite is a FloatingPointError on every rank, or with a loss scale a step that is
@@ -115,7 +116,7 @@ class SparseFusion:
         self._stop_watching()
         empty = Plan("dense", wish.sparsifier, wish.density, wish.wire, session.reducer.group.size())
         session.plan, self._decided, session.unproved = empty, True, self._compare
-        if self.mode in AS_THEY_COME:
+        if self.mode in AS_THEY_COME and empty.ranks > 1:
             session.plan = Plan(self.mode, wish.sparsifier, wish.density, wish.wire, empty.ranks)
         elif not self._helps(wish.density) and self.mode != "auto":
             self._say(
@@ -136,7 +137,9 @@ class SparseFusion:
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
-        asked = (session.step, self.mode, self.wish, self.density_warmup, session.loss_scale is None, session.plan.mode)
+        options = (self.mode, self.wish, self.density_warmup)
+        absent = tuple(each is None for each in (session.loss_scale, self.fabric, self.model_group))
+        asked = (session.step, *options, absent, session.plan.mode)
 
         def of_replicas():
             self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
@@ -157,7 +160,7 @@ class SparseFusion:
             if isinstance(watcher, Observation):
                 watcher.stop(session)
         session.watchers.clear()
-        session.density_ratio, session.whole, self._candidates = 1.0, False, None
+        session.density_ratio, session.sends_all, self._candidates = 1.0, False, None
 
     def _observed(self, timeline) -> None:
         """Plan: the first rank of all does, for all."""
@@ -191,21 +194,24 @@ class SparseFusion:
     def _considered(self) -> list[str]:
         if self.mode != "auto":
             return [self.mode]
-        sparse = ["layerwise", "bucket", "selective", "interleaved"] if self._helps(self.wish.density) else []
-        if sparse and self._session.device.type == "cuda":
-            sparse.append("offload")
-        return ["dense", "fp16", *sparse]
+        modes = ["dense", "fp16"] if self._door.itemsize > 2 else ["dense"]
+        if self._helps(self.wish.density):
+            modes += ["layerwise", "bucket", "selective", "interleaved"]
+            modes += ["offload"] if self._session.device.type == "cuda" else []
+        return modes
 
-    def _take(self, candidates: dict, since: int | None = None) -> None:
+    def _take(self, candidates: dict) -> None:
         """Put the plan in force that is asked for, or predicted to be fastest; the close ones take turns first.
 
-        candidates: see `_planned`. since: the first step that was not dense.
+        candidates: see `_planned`.
         """
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         order = sorted(plans, key=lambda mode: seconds[mode])
         close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST_TRIED]
-        session.plan, self._sparse_since = plans[order[0]], session.step + 1 if since is None else since
+        session.plan = plans[order[0]]
+        if self._sparse_since is None:  # the first step that is not dense
+            self._sparse_since = session.step + 1
         if self.density_warmup and any(plans[mode].buffers for mode in close):
             self._warm_up()
         if self.mode != "auto" or close == ["dense"]:
@@ -257,11 +263,11 @@ class SparseFusion:
         ranks = session.reducer.group.size()
         states = checked_states(state, session.reducer.group, session.sizes)
         one, count = states[0], states[0]["ranks"]
+        plan = one["plan"] and Plan.from_json(one["plan"])
+        undecided = [Plan.from_json(text) for text in (one["candidates"] or {"plans": {}})["plans"].values()]
         self._stop_watching()
         session.restore(one["step"], mean_residuals(states, session.device))
         self._sparse_since = one["sparse_since"]
-        plan = one["plan"] and Plan.from_json(one["plan"])
-        undecided = [Plan.from_json(text) for text in (one["candidates"] or {"plans": {}})["plans"].values()]
         if count != ranks and self.mode == "auto":
             self.replan()
         elif plan and self._wants(plan):
@@ -269,7 +275,7 @@ class SparseFusion:
             if self.density_warmup and session.plan.buffers:
                 self._warm_up()
         elif undecided and self.mode == "auto" and all(map(self._wants, undecided)):
-            self._take(one["candidates"], self._sparse_since)
+            self._take(one["candidates"])
         else:
             self.replan()
         session.unproved = self._compare

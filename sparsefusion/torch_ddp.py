@@ -15,12 +15,8 @@ class TorchDDP:
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
-        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self.parameters = {
-            name: p
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and name not in ddp.parameters_to_ignore
-        }
+        self.parameters = _reduced(ddp)
+        self._names = {id(p): name for name, p in self.parameters.items()}
         self.itemsize = min(p.element_size() for p in self.parameters.values())
 
     def open(self, session) -> None:
@@ -44,9 +40,8 @@ class TorchDDP:
         """What DDP calls with each bucket, in its order."""
         flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        gradients = {
-            self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
+        names = [self._names[id(p)] for p in bucket.parameters()]
+        gradients = {name: g.view(-1) for name, g in zip(names, bucket.gradients(), strict=True)}
         self._session.reduce(gradients, [flat], lambda: hooked["whole"].start(bucket))
         self._futures.append((future, flat))
         if bucket.is_last():
@@ -55,6 +50,15 @@ class TorchDDP:
             for each, mean in ended:
                 each.set_result(mean)
         return future
+
+
+def _reduced(ddp) -> dict:
+    """{name: parameter} of what DDP reduces: what had gradients when it was built, and may be frozen since."""
+    named = {name: p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    if all(p.requires_grad for p in named.values()):
+        return named
+    there = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    return {name: p for name, p in named.items() if id(p) in there}
 
 
 def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -74,9 +78,8 @@ class _Whole:
         self._group, self._ranks, self._added_to = ddp.process_group, ddp.process_group.size(), {}
         self._divides = getattr(ddp, "batched_grad_copy", False)
         if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1) and not self._divides:
-            for parameter in ddp.module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda gradient, p=parameter: self._note(p))
+            for parameter in (p for p in ddp.module.parameters() if p.requires_grad):
+                parameter.register_hook(lambda gradient, p=parameter: self._note(p))
 
     def _note(self, parameter):
         """Where its gradient is going to be added to what is there."""

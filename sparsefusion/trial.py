@@ -42,8 +42,8 @@ class Trial:
         self._after -= 1
         if self._after >= 0:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
         now, turn = time.perf_counter(), len(self._turns) - 1
         mode, *self._turns = self._turns
         if self._ended is not None and turn % STEPS != STEPS - 1:

@@ -16,7 +16,7 @@ class DensityWarmup:
         """This step's density."""
         t = session.step - self._since
         density = max(self._density, 0.25 ** (1 + 4 * t / self._steps)) if t < self._steps else self._density
-        session.density_ratio, session.whole = density / self._density, not self._helps(density)
+        session.density_ratio, session.sends_all = density / self._density, not self._helps(density)
         if t >= self._steps:
             session.watchers.remove(self)
 

@@ -100,7 +100,7 @@ def test_density_is_compensated_by_bytes():
 def test_guard():
     """Sparse only if density (value + index bytes) ranks < 2 dense bytes: 1/P, 1/(2P) against 16 bits, 1 for 2 with ZeRO."""
     for ranks in (2, 3, 4, 8):
-        for share, itemsize, scattered in ((1, 4, False), (1 / 2, 2, False), (1 / 2, 4, True)):
+        for share, itemsize, scattered in ((1, 4, False), (1 / 2, 2, False), (1 / 2, 4, True), (4 / 3, 8, False)):
             assert helps(Wish(0.99 * share / ranks), ranks, itemsize, scattered)
             assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, scattered)
     assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2)

@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from fused import Net, backward, batch, force, longest_trial, pending, plan, same_on_all_ranks, summed
-from sparsefusion import SPARSIFIERS, SparseFusion, trial
+from sparsefusion import SPARSIFIERS, SparseFusion, observation, trial
 from sparsefusion.curve import Curve
 from sparsefusion.fabric import Fabric
 from sparsefusion.plan import WIRES, Plan, Unit
 from sparsefusion.reducer import Reducer
 from sparsefusion.session import Session
 
+POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
 
@@ -228,13 +229,29 @@ def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
+    def run(rank):
+        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
+        quiet(mode="fp16").attach(ours)
+        for model in (plain, ours) if rank == 0 else ():
+            model.module.first.bias.register_hook(lambda g: g * 1e30)
+        for step in range(3):
+            backward(plain, step, rank), backward(ours, step, rank)
+            assert same_on_all_ranks([p.grad for p in ours.parameters()])
+            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert (q.grad.double() - p.grad).norm() <= 1e-3 * p.grad.double().norm()
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):
             model = DDP(Net())
             quiet(mode=mode).attach(model)
             if rank == 0:
-                model.module.first.bias.register_hook(lambda g: g * 1e30)
+                model.module.first.bias.register_hook(lambda g: g * math.inf)
             if mode == "dense":
                 backward(model, 0, rank)
             else:
@@ -511,10 +528,12 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
     """Other options, or states of other steps: an error on every rank when the next step begins."""
 
     def run(rank):
-        model = DDP(Net())
-        quiet(density=0.01 * (1 + rank)).attach(model)
-        with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
-            backward(model, 0, rank)
+        known = Fabric(tuple(Curve.fit(name, world, POINTS) for name in ("all_reduce", "all_gather")), {})
+        for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}):
+            model = DDP(Net())
+            quiet(**options).attach(model)
+            with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
+                backward(model, 0, rank)
         model = DDP(Net())
         fusion = force(quiet(density=0.05, mode="layerwise").attach(model))
         for step in range(2):
@@ -560,7 +579,7 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_planning_anew_ends_a_warm_up(ranks, world):
+def test_planning_anew_interrupts_a_warm_up(ranks, world):
     def run(rank):
         model, plain = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1)
         fusion = quiet(density=0.02, mode="layerwise", density_warmup=50).attach(model)
@@ -570,8 +589,11 @@ def test_planning_anew_ends_a_warm_up(ranks, world):
         fusion.replan()
         for step in (8, 9):
             backward(model, step, rank), backward(plain, step, rank)
-        assert fusion._session.density_ratio == 1 and not fusion._session.whole
+        assert fusion._session.density_ratio == 1 and not fusion._session.sends_all
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        for step in range(10, 14):
+            backward(model, step, rank)
+        assert fusion.plan.mode == "layerwise" and fusion.state_dict()["sparse_since"] == 5  # it goes on where it was
 
     ranks(run, world)
 
@@ -588,10 +610,13 @@ def test_states_of_something_else_are_refused(ranks, world):
             ({}, "not a state of SparseFusion"),
             ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
             (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
-            ({**state, "plan": "{}"}, "not a plan of sparsefusion"),
+            ({**state, "step": 9, "plan": "{}"}, "not a plan of sparsefusion"),
         ):
             with pytest.raises(ValueError, match=why):
                 fusion.load_state_dict(bad)
+        after = fusion.state_dict()
+        assert after["step"] == 1 and after["plan"] == state["plan"]
+        assert all(torch.equal(after["residuals"][name], state["residuals"][name]) for name in state["residuals"])
 
     ranks(run, world)
 
@@ -696,9 +721,31 @@ def test_what_ddp_ignores_is_left_alone(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_what_is_frozen_after_ddp_was_built(ranks, world):
+    """DDP goes on reducing it."""
+
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.05, find_unused_parameters=True)
+        for p in model.module.first.parameters():
+            p.requires_grad_(False)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        model.module.second.weight.requires_grad_(False)
+        fusion.replan()
+        for step in range(7, 14):
+            backward(model, step, rank)
+        names = {name for buffer in fusion.plan.buffers for name in buffer.names}
+        assert fusion.plan.mode == "layerwise" and names == set(dict(model.module.named_parameters()))
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p.requires_grad])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
     def run(rank):
-        curve = Curve.fit("all_reduce", world, [(1 << i, 1e-3, 1e-3) for i in range(10, 20)])
+        curve = Curve.fit("all_reduce", world, POINTS)
         with pytest.raises(ValueError, match="all_gather"):
             quiet(fabric=Fabric((curve,), {})).attach(DDP(Net()))
 
@@ -725,19 +772,22 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_modes_watch_five_steps_then_send_what_they_say(ranks, world):
+def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, world):
+    """Where already the smallest message is slow; and the training's random numbers stay its own."""
+    monkeypatch.setattr(observation, "SLOW_S", 0.0)
+
     def run(rank):
         said = []
         for mode in ("layerwise", "bucket", "selective", "interleaved"):
             model = DDP(Net(), bucket_cap_mb=0.05)
-            fusion = SparseFusion(0.02, mode=mode, report=said.append).attach(model)
+            fusion, random = SparseFusion(0.02, mode=mode, report=said.append).attach(model), torch.get_rng_state()
             for step in range(5):
                 assert fusion.plan.mode == "dense"
                 backward(model, step, rank)
             assert fusion.plan.mode == mode and fusion.plan.sent_numbers[2] == sum(
                 p.numel() for p in model.parameters()
             )
-            assert len(set(ranks_hashes(fusion.plan.hash))) == 1
+            assert len(set(ranks_hashes(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
             counter = fusion._session.reducer.counter
             counter.reset()
             backward(model, 5, rank)

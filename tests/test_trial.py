@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from sparsefusion import trial
@@ -14,7 +15,11 @@ def tried(monkeypatch, tale, dense=1.0, after=0):
     modes, clock, taken, decided = list(tale), [0.0], [], []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
     session = SimpleNamespace(
-        watchers=[], plan=None, device="cpu", model_group=None, reducer=SimpleNamespace(group=dist.group.WORLD)
+        watchers=[],
+        plan=None,
+        device=torch.device("cpu"),
+        model_group=None,
+        reducer=SimpleNamespace(group=dist.group.WORLD),
     )
     session.watchers.append(
         Trial(session, {mode: mode for mode in modes}, dense, after, lambda *found: decided.append(found))
