@@ -280,13 +280,10 @@ class HalfReduction:
 
 
 def finite_mark(tensor) -> torch.Tensor:
-    """A number, float64, that is finite if all of the tensor's are."""
-    if tensor.is_cpu and tensor.dtype == torch.float16 and tensor.numel():
-        return torch.stack(tensor.aminmax()).double().sum()
-    total = tensor.sum(dtype=torch.float64 if tensor.is_cuda else at_least_fp32(tensor.dtype))
-    if tensor.is_cpu and not total.isfinite():  # or the sum was out of range
-        total = (0 * tensor).sum()
-    return total.double()
+    """A number, float64, that is finite if all of the tensor's are: if the smallest and the largest are."""
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
+    return (0 * torch.stack(tensor.aminmax()).double()).sum()
 
 
 def _is_exact(gradient) -> bool:

@@ -23,7 +23,7 @@ MODELS = {
 MORE = ("mamba2 groups", "falcon", "zamba")
 
 
-def trainer(tp, said=None, **changes):
+def trainer(tp, **changes):
     """On the calling rank: a twentieth of the numbers is sent, of every tensor."""
     run = tiny.options(**{"gradient_mode": "layerwise", "gradient_density": 0.05, "global_batch_size": 12, **changes})
     return tiny.trainer_on(tp, run)
