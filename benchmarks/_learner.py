@@ -6,6 +6,7 @@ from megatron_ssm.checkpoint import build
 from megatron_ssm.config import Config
 from megatron_ssm.initialization import initialize
 from megatron_ssm.options import Options
+from sparsefusion.sweep import timed
 
 VOCAB, SEQUENCES, TOKENS = 256, 2, 128  # of each rank's batch
 
@@ -30,3 +31,9 @@ def step(loss, optimizer) -> None:
     optimizer.zero_grad()
     loss(torch.randint(VOCAB, (SEQUENCES, TOKENS + 1))).backward()
     optimizer.step()
+
+
+def warm_turn(step) -> float:
+    """Seconds of step(), after one that does not count, in which the model comes back into the caches."""
+    step()
+    return timed(step)()

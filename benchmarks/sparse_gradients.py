@@ -1,4 +1,4 @@
-"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 20 min; root).
+"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 50 min; root).
 
 The claims, of a Mamba-2 of 4 M parameters in torch's DDP at density 0.01: `auto` makes a step at least 4 times as fast as
 dense at 200 mbit on 2 ranks, 3 times on 4, 1.15 times at 1 gbit, and takes at most 1/0.95 of the best mode's time
@@ -9,6 +9,7 @@ to the fastest. Dense runs twice: the difference is the spread.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -16,16 +17,15 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from _cells import cell_arguments, measured_cells, write_result
-from _learner import Learner, step
+from _learner import Learner, step, warm_turn
 from _tables import markdown, publish
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion import SparseFusion
-from sparsefusion.sparse_fusion import MOST_TRIED
 from sparsefusion.sweep import repetitions, timed
-from sparsefusion.trial import ROUNDS, STEPS
+from sparsefusion.trial import longest
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
@@ -34,7 +34,7 @@ PLOT = Path(__file__).resolve().parent / "plots" / "sparse_gradients.png"
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 10, 20, 0.01, 4
 CLOSE = 1.5  # times the fastest one's seconds: whoever takes less has more turns
 WATCHED = 5  # dense steps
-SETTLE = WATCHED + MOST_TRIED * ROUNDS * STEPS + 2  # steps until auto has decided, at the most
+SETTLE = WATCHED + longest() + 2  # steps until auto has decided, at the most
 OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "auto")
 
 
@@ -86,17 +86,14 @@ class Contestant:
         """One step on this rank's random tokens."""
         step(self.loss, self.optimizer)
 
-    def turn(self) -> float:
-        """Seconds of a step, after one that does not count."""
-        self.step()
-        return timed(self.step)()
-
 
 def medians(contestants, group) -> dict[str, float]:
     """{name: seconds of a step}, the same on every rank."""
 
     def turns(names, count):
-        return repetitions([contestants[name].turn for name in names], group, "cpu", count).T.tolist()
+        return repetitions(
+            [partial(warm_turn, contestants[name].step) for name in names], group, "cpu", count
+        ).T.tolist()
 
     rows = dict(zip(contestants, turns(contestants, TURNS), strict=True))
     fastest = min(median(row) for row in rows.values())

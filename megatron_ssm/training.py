@@ -118,7 +118,11 @@ class Trainer:
         total = 0.0
         for index in range(self.accumulation):
             rows = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
-            total += self._backward(inputs[rows], labels[rows], last=index == self.accumulation - 1)
+            try:
+                total += self._backward(inputs[rows], labels[rows], last=index == self.accumulation - 1)
+            except FloatingPointError as error:  # of a sparse mean, on every rank
+                what = str(error).partition(": ")[2].partition(". ")[0]
+                raise Failure(f"step {step + 1}: {what}, so training stops") from None
         self._add_unsent()
         norm = grad_norm(self.model)
         loss, rate = float(total), learning_rate(self.options, step)
@@ -146,10 +150,7 @@ class Trainer:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
             # The loss is a mean over all replicas' tokens, so their gradients add up; DDP averages them.
-            try:
-                (loss * self.groups.data_ranks).backward()
-            except FloatingPointError as error:  # of a sparse mean, on every rank
-                raise Failure(f"{str(error).partition('. ')[0]}, so training stops") from None
+            (loss * self.groups.data_ranks).backward()
         return loss.detach().to(at_least_fp32(model.dtype))
 
 

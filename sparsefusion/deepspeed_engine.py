@@ -19,6 +19,7 @@ class DeepSpeedEngine:
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self.parameters.items()}
+        self.model_group = _model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
         self.itemsize = min(p.element_size() for p in self.parameters.values())
         optimizer = engine.optimizer
@@ -58,7 +59,7 @@ class DeepSpeedEngine:
     def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
         """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
-        names = {p.grad.data_ptr(): name for name, p in self.parameters.items() if p.grad is not None}
+        names = {p.grad.data_ptr(): name for name, p in self.module.named_parameters() if p.grad is not None}
         gradients = _parts(flat, [names[gradient.data_ptr()] for gradient in bucket], bucket)
 
         def whole():
@@ -71,6 +72,14 @@ class DeepSpeedEngine:
         type(engine).allreduce_gradients(engine, *arguments, **named)
         if engine.is_gradient_accumulation_boundary():
             self._session.end_step()
+
+
+def _model_group(mpu):
+    """The ranks over which the model is divided, by the names that DeepSpeed knows, or None."""
+    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+    ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    group = ask() if ask else None
+    return group if group is not None and group.size() > 1 else None
 
 
 def _parts(flat, names, like) -> dict:

@@ -7,7 +7,7 @@ from types import MethodType
 
 from torch.distributed import get_world_size
 
-from .refusals import refuse_megatron
+from .refusals import refuse_megatron, refuse_partly_skipped
 
 
 class MegatronDDP:
@@ -18,6 +18,7 @@ class MegatronDDP:
     def __init__(self, ddp):
         self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
         refuse_megatron(ddp)
+        self.model_group = ddp.tp_group if ddp.tp_group.size() > 1 else None
         first = ddp.bucket_groups[0]
         self.reduce_scatters = self._config.use_distributed_optimizer
         self.group = (
@@ -34,6 +35,7 @@ class MegatronDDP:
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
+        refuse_partly_skipped(self._ddp, session)
         self._session = session
         for group in self._ddp.bucket_groups:
             group.start_grad_sync = MethodType(self._start, group)

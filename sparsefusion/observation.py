@@ -135,7 +135,8 @@ def measured_costs(group, device, numel: int, density: float, sparsifier: str, f
             return selecting[-1] * count / sizes[-1]
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
 
-    return Costs(fabric, group.size(), select, lambda count: count * adding, lambda nbytes: nbytes * copying)
+    spare = device.type == "cuda"
+    return Costs(fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, spare=spare)
 
 
 def measured_fabric(group, device) -> "Sampled":

@@ -12,19 +12,35 @@ def refuse_sparse_gradients(module) -> None:
 
 
 def refuse_ddp(ddp) -> None:
-    """One of torch's that has a communication hook, or may skip the end of a step."""
+    """One of torch's that has a communication hook, or no buckets, or may skip the end of a step."""
     if ddp._comm_hooks:
         raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError("this DDP has the python reducer (torch._dynamo.config.optimize_ddp), which has no buckets")
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
 
 
 def refuse_megatron(ddp) -> None:
-    """One of Megatron's that reduces over two groups, or nothing."""
+    """One of Megatron's that reduces over two groups, or nothing, or whose steps are skipped by ranks it does not know."""
     if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
         raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
     if not ddp.bucket_groups:
         raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+    stages = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
+    if any(group.size() > 1 for group in stages):
+        raise ValueError(
+            "SparseFusion does not work with Megatron's pipeline parallelism: a stage has a step of its own"
+        )
+
+
+def refuse_partly_skipped(ddp, session) -> None:
+    """One of Megatron's that skips steps for gradients that the session does not see."""
+    if session.loss_scale and ddp.expert_parallel_bucket_groups:
+        raise ValueError(
+            "SparseFusion with a loss scale does not work with Megatron's experts: a step that overflows in theirs is "
+            "skipped, and what was sent of the others in it would be lost"
+        )
 
 
 def refuse_deepspeed(engine) -> int:
@@ -40,7 +56,8 @@ def refuse_deepspeed(engine) -> int:
 
 def _strange(engine, optimizer, stage):
     """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
-    yield engine.pipeline_parallelism, "pipeline parallelism"
+    stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
     yield engine.has_moe_layers, "mixtures of experts"
     scalers = (
         getattr(engine, "torch_autocast_z0_gradscaler", None),

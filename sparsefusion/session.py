@@ -43,13 +43,16 @@ class Session:
         """Start reducing an atom's gradients, flat and contiguous, to their means over all ranks, in place.
 
         flats: the tensors they are parts of, of which they are all. whole: starts the framework's own reduction of it and
-        returns what to wait for, or None. factor: what the framework wants a mean to be multiplied by.
+        returns what to wait for, or None. factor: what the framework wants a mean to be multiplied by. ValueError: one of
+        a parameter that had no gradients when this began.
         """
+        if unknown := [name for name in gradients if name not in self.sizes]:
+            raise ValueError(
+                f"a gradient of {unknown[0]!r}, which had none when SparseFusion was attached: detach() and attach another"
+            )
         self._begin()
         for watcher in self.watchers:
             watcher.arrived(tuple(gradients))
-        if unknown := [name for name in gradients if name not in self.sizes]:
-            raise ValueError(f"a gradient of {unknown[0]!r}, which was no parameter when SparseFusion was attached")
         if factor != 1 and (self._sparse or self._half):
             for flat in flats:
                 flat.mul_(factor)

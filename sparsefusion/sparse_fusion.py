@@ -16,11 +16,10 @@ from .reducer import Reducer
 from .refusals import refuse_sparse_gradients
 from .session import Session
 from .states import VERSION, checked_states, mean_residuals
-from .trial import Trial
+from .trial import MOST, Trial
 from .warmup import DensityWarmup
 
-CLOSE = 1.3  # auto tries plans that are predicted to take at most this many times the best one's seconds,
-MOST_TRIED = 4  # and no more than these
+CLOSE = 1.3  # auto tries plans that are predicted to take at most this many times the best one's seconds
 BUDGETS = ("bytes", "elements")
 ATTACHED = "_sparsefusion"
 
@@ -34,12 +33,13 @@ class SparseFusion:
     than it saves goes whole; interleaved: that, sent before the rest is selected; offload: selected by another thread on the
     CPU; auto: whichever is fastest here, and dense if none is faster. wire: the format of sent values: fp32, fp16, bf16,
     int8 (randomk: fp32). density_warmup: steps in which the density falls from a quarter to its own. loss_scale: a function
-    that returns the scale of the loss, if there is one (a GradScaler's get_scale; several optimizers must all skip a step
-    together; DeepSpeed's is known). fabric: a `Fabric` of these links, else it is measured. model_group: the ranks over
-    which the model is divided (tensor parallel), which then plan, and skip steps, together; copied(parameter): whether
-    several of them hold it, so that its copies must stay alike (default: without Megatron's mark tensor_model_parallel).
-    budget: how the density pays for what goes whole: bytes, or elements, as in the paper. report: is given what is to be
-    read, on the first rank.
+    that returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is known): a promise that a
+    step is skipped, by all optimizers, if a mean of these gradients is not finite, and for nothing else. fabric: a `Fabric`
+    of these links, else it is measured. model_group: the ranks over which the model is divided (tensor parallel), which
+    then plan, and skip steps, together (Megatron's and DeepSpeed's are known); copied(parameter): whether several of them
+    hold it, so that its copies must stay alike (default: without the mark tensor_model_parallel or model_parallel). budget:
+    how the density pays for what goes whole: bytes, or elements, as in the paper. report: is given what is to be read, on
+    the first rank.
 
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
     have the same bits. A mean that is not finite is a FloatingPointError on every rank, or with a loss scale a step that is
@@ -84,7 +84,8 @@ class SparseFusion:
         for operation in ("all_reduce", "all_gather") if self.fabric and door.group.size() > 1 else ():
             self.fabric.time(operation, 1, door.group.size())
         reducer = Reducer(door.group, wish.sparsifier, wish.wire)
-        session = Session(reducer, sizes, device, door.holds, scale, self.model_group)
+        model_group = self.model_group or getattr(door, "model_group", None)
+        session = Session(reducer, sizes, device, door.holds, scale, model_group)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
@@ -111,41 +112,42 @@ class SparseFusion:
         return self._session
 
     def replan(self) -> None:
-        """Watch dense steps again, and plan anew; residuals are kept, and go with the first of those steps."""
+        """Watch dense steps again, and plan anew, on all ranks together; residuals go with the first of those steps."""
         session, wish = self._attached, self.wish
         self._stop_watching()
         empty = Plan("dense", wish.sparsifier, wish.density, wish.wire, session.reducer.group.size())
         session.plan, self._decided, session.unproved = empty, True, self._compare
         if self.mode in AS_THEY_COME and empty.ranks > 1:
             session.plan = Plan(self.mode, wish.sparsifier, wish.density, wish.wire, empty.ranks)
-        elif not self._helps(wish.density) and self.mode != "auto":
+        elif not self._helps(wish.density) and self.mode != "auto" and empty.ranks > 1:
             self._say(
                 f"{self.mode} would send more than dense on {empty.ranks} ranks with density {wish.density}: dense"
             )
         elif empty.ranks > 1:
             self._decided = False
             parameters, copied = self._door.parameters, set()
-            if self.model_group is not None and self.model_group.size() > 1:
+            if session.model_group is not None and session.model_group.size() > 1:
                 copied = {name for name, p in parameters.items() if self._copied(p)}
             watcher = Observation(parameters, session.reducer.group, self._door.itemsize, copied, self._observed)
             session.watchers.append(watcher)
 
-    def _helps(self, density) -> bool:
+    def _helps(self, density, itemsize=None) -> bool:
+        """Whether sparse messages are smaller than dense ones, of numbers of that itemsize; None: the gradients' own."""
         ranks, wish = self._session.reducer.group.size(), replace(self.wish, density=density)
-        return helps(wish, ranks, self._door.itemsize, getattr(self._door, "reduce_scatters", False))
+        return helps(wish, ranks, itemsize or self._door.itemsize, getattr(self._door, "reduce_scatters", False))
 
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
         options = (self.mode, self.wish, self.density_warmup)
-        absent = tuple(each is None for each in (session.loss_scale, self.fabric, self.model_group))
+        absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
         asked = (session.step, *options, absent, session.plan.mode)
 
         def of_replicas():
             self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
             return asked
 
-        self._agree(self.model_group, of_replicas)
+        self._agree(session.model_group, of_replicas)
 
     def _agree(self, group, asked) -> None:
         """ValueError on every rank of `group` (None: this one) that asked() is not alike, or what it raises."""
@@ -169,14 +171,14 @@ class SparseFusion:
         costs = measured_costs(group, session.device, largest, wish.density, wish.sparsifier, self.fabric)
 
         def planned():  # of a divided model, on one rank of each part
-            found, sized = from_first(lambda: self._planned(timeline, costs), self.model_group, session.device), {}
+            found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}
 
             def size():
                 for mode, text in found["plans"].items():
                     sized[mode] = Plan.from_json(text).sized(session.sizes).to_json()
                 return list(sized)
 
-            self._agree(self.model_group, size)
+            self._agree(session.model_group, size)
             return {"dense": found["dense"], "plans": sized}
 
         self._take(from_first(planned, group, session.device))
@@ -195,9 +197,8 @@ class SparseFusion:
         if self.mode != "auto":
             return [self.mode]
         modes = ["dense", "fp16"] if self._door.itemsize > 2 else ["dense"]
-        if self._helps(self.wish.density):
-            modes += ["layerwise", "bucket", "selective", "interleaved"]
-            modes += ["offload"] if self._session.device.type == "cuda" else []
+        if self._helps(self.wish.density, itemsize=2):
+            modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
         return modes
 
     def _take(self, candidates: dict) -> None:
@@ -208,7 +209,7 @@ class SparseFusion:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         order = sorted(plans, key=lambda mode: seconds[mode])
-        close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST_TRIED]
+        close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST]
         session.plan = plans[order[0]]
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step + 1
@@ -233,7 +234,8 @@ class SparseFusion:
         )
 
     def _say(self, text: str) -> None:
-        if all(group is None or group.rank() == 0 for group in (self._session.reducer.group, self.model_group)):
+        session = self._session
+        if all(group is None or group.rank() == 0 for group in (session.reducer.group, session.model_group)):
             self._report(text)
 
     def state_dict(self) -> dict:
@@ -246,13 +248,14 @@ class SparseFusion:
             "rank": session.reducer.group.rank(),
             "step": session.step,
             "sparse_since": self._sparse_since,
+            "budget": self.wish.budget,
             "plan": session.plan.to_json() if self._decided else None,
             "candidates": self._candidates,
             "residuals": {name: residual.clone() for name, residual in session.reducer.residuals.items()},
         }
 
     def load_state_dict(self, state) -> None:
-        """Go on from `state_dict`: this rank's, or, after a run on another number of ranks, a list of all of its ranks'.
+        """Go on, all ranks together, from `state_dict`: this rank's, or, if there were others, the list of all of their own.
 
         From a list every rank takes the mean of all residuals, so that what is pending is applied all the same. The saved
         plan is kept, unless other options are asked for now, it would not help among these ranks, or the mode is auto on
@@ -270,25 +273,25 @@ class SparseFusion:
         self._sparse_since = one["sparse_since"]
         if count != ranks and self.mode == "auto":
             self.replan()
-        elif plan and self._wants(plan):
+        elif plan and self._wants(plan, one["budget"]):
             session.plan, self._decided = plan.among(ranks), True
             if self.density_warmup and session.plan.buffers:
                 self._warm_up()
-        elif undecided and self.mode == "auto" and all(map(self._wants, undecided)):
+        elif undecided and self.mode == "auto" and all(self._wants(each, one["budget"]) for each in undecided):
             self._take(one["candidates"])
         else:
             self.replan()
         session.unproved = self._compare
 
-    def _wants(self, plan) -> bool:
+    def _wants(self, plan, budget) -> bool:
         """Whether a saved plan is what is asked for now, of these parameters, and helps."""
-        wish = Wish(plan.density, plan.sparsifier, plan.wire, self.wish.budget)
+        wish = Wish(plan.density, plan.sparsifier, plan.wire, budget)
         helps = not plan.buffers or self._helps(plan.density)
         return wish == self.wish and self.mode in ("auto", plan.mode) and helps and plan.fits(self._session.sizes)
 
 
 def _unmarked(parameter) -> bool:
-    return not getattr(parameter, "tensor_model_parallel", False)
+    return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
 
 
 def _to_stderr(text: str) -> None:

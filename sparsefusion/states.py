@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-VERSION = 2
+VERSION = 3
 
 
 def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:

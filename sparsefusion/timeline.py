@@ -52,7 +52,8 @@ class Costs:
     """Seconds, among `ranks` ranks.
 
     fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
-    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying.
+    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. spare: whether there is
+    another processor, for what is offloaded.
     """
 
     fabric: Fabric
@@ -61,6 +62,7 @@ class Costs:
     add: Callable[[int], float]
     copy: Callable[[int], float]
     factor: float = 1.0
+    spare: bool = True
 
     def all_reduce(self, nbytes: int) -> float:
         """Of a sum of so many bytes; none, nothing."""

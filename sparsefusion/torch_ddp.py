@@ -24,11 +24,13 @@ class TorchDDP:
         hooked = getattr(self._ddp, HOOKED, None)
         if hooked is None:
             refuse_ddp(self._ddp)
-            hooked = {"door": None, "whole": _Whole(self._ddp)}
+            hooked = {"door": None}
             try:
                 self._ddp.register_comm_hook(hooked, _hook)
             except RuntimeError as error:  # one of torch's own is there
+                self._ddp._comm_hooks.clear()  # of ours, which torch noted and did not take
                 raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
+            hooked["whole"] = _Whole(self._ddp)
             setattr(self._ddp, HOOKED, hooked)
         hooked["door"], self._session, self._futures = self, session, []
 

@@ -9,9 +9,15 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
+MOST = 4  # plans that take turns
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
 BEHIND = 0.25  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
 SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
+
+
+def longest() -> int:
+    """Steps of the longest trial."""
+    return MOST * ROUNDS * STEPS
 
 
 class Trial:

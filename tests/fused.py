@@ -4,9 +4,8 @@ import torch
 import torch._dynamo  # DDP would import it in each forked rank, for seconds
 import torch.distributed as dist
 
-from sparsefusion import trial
+from sparsefusion import SparseFusion
 from sparsefusion.plan import Buffer, Plan, Unit
-from sparsefusion.sparse_fusion import MOST_TRIED
 
 
 class Net(torch.nn.Module):
@@ -54,6 +53,11 @@ def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="f
     return Plan(mode, sparsifier, density, wire, ranks, tuple(Buffer(units(half)) for half in halves))
 
 
+def quiet(**options):
+    """A SparseFusion that reports nothing."""
+    return SparseFusion(report=lambda text: None, **options)
+
+
 def force(fusion, **options):
     """Put such a plan in force, at once."""
     session = fusion._session
@@ -65,11 +69,6 @@ def force(fusion, **options):
     )
     session.reducer.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
     return fusion
-
-
-def longest_trial() -> int:
-    """Steps in which auto decides, at the most."""
-    return MOST_TRIED * trial.ROUNDS * trial.STEPS
 
 
 def same_on_all_ranks(tensors) -> bool:

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused import Net, batch, force, pending, same_on_all_ranks, summed
-from sparsefusion import SparseFusion
+from fused import Net, batch, force, pending, quiet, same_on_all_ranks, summed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # and seconds, once here instead of in every forked rank
@@ -23,11 +22,6 @@ with warnings.catch_warnings():
 
 MICRO = 2  # batches that are added up in a step
 ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
-
-
-def quiet(**options):
-    """A SparseFusion that reports nothing."""
-    return SparseFusion(report=lambda text: None, **options)
 
 
 def flush(fusion):
@@ -51,7 +45,7 @@ def reference(rank, steps):
 # Megatron
 
 
-def megatron(monkeypatch, average=False, **options):
+def megatron(monkeypatch, average=False, net=None, dtype=torch.float32, **options):
     """A Megatron DDP module around Net; `options`: its config's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     if not parallel_state.is_initialized():
@@ -63,19 +57,24 @@ def megatron(monkeypatch, average=False, **options):
         use_cpu_initialization=True,
         calculate_per_token_loss=not average,
     )
-    net = Net()
+    net = net or Net(dtype)
     net.config = config
-    ddp = DistributedDataParallelConfig(bucket_size=15_000, grad_reduce_in_fp32=True, **options)
+    ddp = DistributedDataParallelConfig(bucket_size=15_000, grad_reduce_in_fp32=dtype == torch.float32, **options)
     return DistributedDataParallel(config, ddp, net)
 
 
-def megatron_step(ddp, step, rank):
+def megatron_step(ddp, step, rank, dtype=torch.float32, spare=True):
     """Gradients of MICRO batches."""
     ddp.zero_grad_buffer()
     with ddp.no_sync():
-        ddp(batch(MICRO * step, rank), True).square().mean().backward()
-    ddp(batch(MICRO * step + 1, rank), True).square().mean().backward()
+        ddp(batch(MICRO * step, rank, dtype), spare).square().mean().backward()
+    ddp(batch(MICRO * step + 1, rank, dtype), spare).square().mean().backward()
     ddp.finish_grad_sync()
+
+
+def main_grads(ddp):
+    """{name: gradient} where Megatron's optimizers read them."""
+    return {name: p.main_grad for name, p in ddp.module.named_parameters()}
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -110,6 +109,108 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
                 left = pending(fusion, name, total) * (1 if average else 1 / world)
                 error = applied[name] + summed(left) - summed(total)
                 assert error.norm() <= 1e-6 * summed(total).norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_megatron_in_bfloat16_with_unused_parameters(ranks, world, monkeypatch):
+    """Dense: its own bits. Sparse: alike, and nothing is lost but what bf16 rounds."""
+
+    def run(rank):
+        bf16, total, applied = torch.bfloat16, {}, {}
+        plain, ours, sparse = (megatron(monkeypatch, True, dtype=bf16) for _ in range(3))
+        quiet(mode="dense").attach(ours)
+        fusion = force(quiet().attach(sparse))
+        for step in range(4):
+            for each in (plain, ours, sparse):
+                megatron_step(each, step, rank, bf16, spare=step != 1)
+            assert same_on_all_ranks(main_grads(sparse).values())
+            for (name, theirs), mine, few in zip(
+                main_grads(plain).items(), main_grads(ours).values(), main_grads(sparse).values(), strict=True
+            ):
+                assert theirs.dtype == bf16 and torch.equal(theirs, mine)
+                total[name] = total.get(name, 0) + world * theirs.double()
+                applied[name] = applied.get(name, 0) + world * few.double()
+        for name, gradient in total.items():
+            left = summed(pending(fusion, name, gradient))
+            assert (applied[name] + left - gradient).norm() <= 2e-2 * gradient.norm(), name
+        assert any(not torch.equal(applied[name], total[name]) for name in total)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("average, distributed", [(True, False), (False, False), (True, True)])
+def test_megatron_in_halves(ranks, world, average, distributed, monkeypatch):
+    """fp16: all of it, rounded, also of a sum."""
+
+    def run(rank):
+        options = dict(average=average, use_distributed_optimizer=distributed)
+        ours = megatron(monkeypatch, **options)
+        quiet(mode="fp16").attach(ours)
+        megatron_step(ours, 0, rank)
+        assert same_on_all_ranks(main_grads(ours).values())
+        for name, gradient in reference(rank, 1).items():
+            expected = summed(gradient) / (world if average else 1)
+            assert 1e-5 * expected.norm() < (main_grads(ours)[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_megatron_skips_a_step_without_a_trace(ranks, world, monkeypatch):
+    def run(rank):
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
+        fusion = force(quiet(loss_scale=lambda: 8.0).attach(ddp))
+        megatron_step(ddp, 0, rank)
+        before = fusion.state_dict()["residuals"]
+        wrong = ddp.module.second.weight.register_hook(lambda g: g * (float("inf") if rank == 0 else 1))
+        megatron_step(ddp, 1, rank)
+        wrong.remove()
+        assert not main_grads(ddp)["second.weight"].isfinite().all()
+        after = fusion.state_dict()["residuals"]
+        assert before and before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 2), (1, 3), pytest.param(2, 3, marks=pytest.mark.full)])
+def test_parts_of_megatrons_model_plan_alike(ranks, tp, dp, monkeypatch):
+    """Without being told: Megatron's DDP knows the ranks over which the model is divided. Here all of it is copied."""
+
+    def run(rank):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        ddp = megatron(monkeypatch, True)
+        fusion = quiet(mode="layerwise", density=0.05).attach(ddp)
+        for step in range(7):
+            megatron_step(ddp, step, rank // tp)
+        assert fusion.plan.mode == "layerwise" and same_on_all_ranks(main_grads(ddp).values())
+        wrong = ddp.module.second.weight.register_hook(lambda g: g * (float("nan") if rank == 0 else 1))
+        with pytest.raises(FloatingPointError, match="second.weight" if rank % tp == 0 else "of another rank"):
+            megatron_step(ddp, 7, rank // tp)
+        wrong.remove()
+
+    ranks(run, tp * dp)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_megatron_skips_elsewhere_is_refused(ranks, world, monkeypatch):
+    """A stage of a pipeline, and with a loss scale experts, without which they stay with Megatron."""
+
+    def run(rank):
+        net = Net()
+        net.last.weight.allreduce = False  # as experts' are marked
+        ddp = megatron(monkeypatch, True, net=net)
+        with pytest.raises(ValueError, match="a loss scale does not work with Megatron's experts"):
+            quiet(loss_scale=lambda: 1.0).attach(ddp)
+        fusion = force(quiet().attach(ddp))
+        megatron_step(ddp, 0, rank)
+        assert same_on_all_ranks(main_grads(ddp).values()) and "last.weight" not in fusion.state_dict()["residuals"]
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        with pytest.raises(ValueError, match="Megatron's pipeline parallelism"):
+            quiet().attach(megatron(monkeypatch, True))
 
     ranks(run, world)
 
@@ -213,7 +314,8 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
         for step in range(4):
             if step == 3:
                 fusion.detach()
-            engine_step(plain, step, rank, kind), engine_step(ours, step, rank, kind)
+            for made in (plain, ours):
+                engine_step(made, step, rank, kind, spare=step != 1)
             assert all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
         fusion = force(quiet().attach(ours), mode="bucket")
         before = [p.detach().clone() for p in ours.module.parameters()]
@@ -224,6 +326,23 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
         return any(not torch.equal(p, q) for p, q in zip(ours.module.parameters(), before, strict=True))
 
     assert all(ranks(run, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeed_in_halves(ranks, world, deepspeed, stage):
+    """fp16: all of it, rounded."""
+
+    def run(rank):
+        plain, ours = (engine(deepspeed, stage, gradient_clipping=0.0) for _ in range(2))
+        quiet(mode="fp16").attach(ours)
+        engine_step(plain, 0, rank), engine_step(ours, 0, rank)
+        assert same_on_all_ranks(ours.module.parameters())
+        for p, q, start in zip(*(each.parameters() for each in (plain.module, ours.module, Net())), strict=True):
+            step = (p - start).norm()
+            assert 0 < (p - q).norm() <= 1e-3 * step
+
+    ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -278,21 +397,28 @@ def test_deepspeed_resumes_bitwise(ranks, world, deepspeed, stage):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monkeypatch):
-    """fp16: its loss scale begins too high, and residuals do not notice. (DeepSpeed thinks that no CPU has fp16.)"""
+    """fp16: residuals do not notice steps that DeepSpeed skips (it thinks that no CPU has fp16).
+
+    ZeRO 1's loss scale begins too high; in ZeRO 0 DeepSpeed does not scale the loss at all. One is of one rank's gradient.
+    """
     accelerator = deepspeed.accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: True)
     dtypes = [*accelerator.supported_dtypes(), torch.float16]
     monkeypatch.setattr(accelerator, "supported_dtypes", lambda: dtypes)
 
     def run(rank):
-        options = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
+        options = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
         plain, made = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(2))
         fusion = force(quiet().attach(made))
+        for each in (plain, made):
+            each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (12, 0) else g)
         for step in range(16):
+            before, skipped = fusion.state_dict()["residuals"], made.skipped_steps
             engine_step(plain, step, rank, "fp16"), engine_step(made, step, rank, "fp16")
-        assert made.skipped_steps < 16 and (stage == 0 or plain.skipped_steps and made.skipped_steps)
-        residuals = fusion.state_dict()["residuals"]
-        assert residuals and all(r.isfinite().all() and r.abs().max() < 100 for r in residuals.values())
+            after = fusion.state_dict()["residuals"]
+            kept = all(torch.equal(before.get(name, torch.zeros_like(r)), r) for name, r in after.items())
+            assert kept == (made.skipped_steps > skipped)
+        assert 0 < made.skipped_steps < 16 and plain.skipped_steps and after
         assert same_on_all_ranks(made.module.parameters())
 
     ranks(run, world)
@@ -310,6 +436,29 @@ def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, ki
     def run(rank):
         with pytest.raises(ValueError, match=f"SparseFusion does not work with DeepSpeed's {why}"):
             quiet().attach(engine(deepspeed, 1, kind, **more))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, deepspeed):
+    """ZeRO 0 reduces them; a SparseFusion that is attached afterwards knows them, and nothing of this one is left."""
+
+    def run(rank):
+        made = engine(deepspeed, 0)
+        made.module.first.bias.requires_grad_(False)
+        fusion = force(quiet().attach(made))
+        engine_step(made, 0, rank)
+        made.module.first.bias.requires_grad_(True)
+        with pytest.raises(
+            ValueError, match="a gradient of 'first.bias', which had none when SparseFusion was attached"
+        ):
+            engine_step(made, 1, rank)
+        fusion.detach()
+        made.zero_grad()
+        force(quiet().attach(made))
+        engine_step(made, 2, rank)
+        assert same_on_all_ranks(made.module.parameters())
 
     ranks(run, world)
 

@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_ends_training_everywhere(ranks, tp, dp):
             next(made.model.parameters()).register_hook(lambda g: g * float("nan"))
         name = "model.*" if rank % tp == 1 % tp else "a parameter of another rank"
         with pytest.raises(
-            Failure, match=f"step 6: the gradient of {name} is not finite on some rank, so training stops"
+            Failure, match=f"step 7: the gradient of {name} is not finite on some rank, so training stops"
         ):
             tiny.curve(made, 7, start=6)
 

@@ -1,0 +1,304 @@
+"""Attaching sparse gradients to torch's DDP, and planning while it trains; oracles: DDP's own steps, counted bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from fused import Net, backward, force, quiet, same_on_all_ranks
+from sparsefusion import MODES, SparseFusion, observation, trial
+from sparsefusion.curve import Curve
+from sparsefusion.fabric import Fabric
+
+POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_does_not_fit_is_refused_by_name(ranks, world):
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+    def run(rank):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        hooked, ours = DDP(Net()), DDP(Net())
+        hooked.register_comm_hook(None, allreduce_hook)
+        fusion = quiet().attach(ours)
+        builtin = DDP(Net())
+        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            without_buckets = DDP(Net())
+        for target, why in (
+            (hooked, "has the communication hook allreduce_hook"),
+            (builtin, "this DDP takes no communication hook: register_comm_hook"),
+            (
+                DDP(Net(), skip_all_reduce_unused_params=True, find_unused_parameters=True),
+                "skip_all_reduce_unused_params",
+            ),
+            (
+                builtin,
+                "this DDP takes no communication hook: register_comm_hook",
+            ),  # as before: nothing of ours was left
+            (without_buckets, "has the python reducer"),
+            (ours, "another SparseFusion is attached"),
+            (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
+            (DDP(Embedded()), "words has sparse=True"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                quiet().attach(target)
+        with pytest.raises(ValueError, match="attached already"):
+            fusion.attach(DDP(Net()))
+        fusion.detach()
+        for action in (lambda: fusion.plan, fusion.detach, fusion.state_dict, fusion.replan):
+            with pytest.raises(ValueError, match="not attached"):
+                action()
+        fusion.attach(ours)
+        backward(ours, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_that_are_divided_over_the_ranks_are_refused(ranks, world):
+    def run(rank):
+        mesh = init_device_mesh("cpu", (world,))
+        for target in (fully_shard(Net(), mesh=mesh), FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))):
+            with pytest.raises(ValueError, match="this is .*FullySharded|FSDP.*, whose gradients are divided over"):
+                quiet().attach(target)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
+    """fp16 and dense send all; one rank sends nothing."""
+
+    def run(rank):
+        said = []
+        for mode in ("dense", "fp16") if world > 1 else MODES:
+            model = DDP(Net())
+            fusion = SparseFusion(mode=mode, report=said.append).attach(model)
+            backward(model, 0, rank)
+            assert fusion.plan.mode == (mode if world > 1 else "dense") and fusion.state_dict()["plan"]
+        assert not said
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"density": 0}, "density=0 must be above 0"),
+        ({"density": 1.5}, "at most 1"),
+        ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
+        ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
+        ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
+        ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
+        ({"budget": "money"}, "budget='money' is none of bytes, elements"),
+    ],
+)
+def test_wrong_options(options, why):
+    with pytest.raises(ValueError, match=why):
+        SparseFusion(**options)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_static_graph_and_checkpointed_activations(ranks, world):
+    """With both of them DDP hands gradients over when it likes; what is sent does not depend on it."""
+
+    class Checkpointed(Net):
+        def forward(self, x, spare=False):
+            return checkpoint(super().forward, x, spare, use_reentrant=False)
+
+    def run(rank):
+        models = [DDP(Net(), bucket_cap_mb=0.05), DDP(Checkpointed(), bucket_cap_mb=0.05, static_graph=True)]
+        for model in models:
+            force(quiet().attach(model), mode="interleaved")
+        for step in range(5):
+            for model in models:
+                backward(model, step, rank)
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.grad, q.grad)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ddp_ignores_is_left_alone(ranks, world):
+    def run(rank):
+        net = Net()
+        net._ddp_params_and_buffers_to_ignore = ["spare.bias"]
+        model = DDP(net, bucket_cap_mb=0.05)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        names = [name for buffer in fusion.plan.buffers for name in buffer.names]
+        assert fusion.plan.mode == "layerwise" and sorted([*names, "spare.bias"]) == sorted(
+            dict(net.named_parameters())
+        )
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p is not net.spare.bias])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_frozen_after_ddp_was_built(ranks, world):
+    """DDP goes on reducing it."""
+
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.05, find_unused_parameters=True)
+        for p in model.module.first.parameters():
+            p.requires_grad_(False)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        model.module.second.weight.requires_grad_(False)
+        fusion.replan()
+        for step in range(7, 14):
+            backward(model, step, rank)
+        names = {name for buffer in fusion.plan.buffers for name in buffer.names}
+        assert fusion.plan.mode == "layerwise" and names == set(dict(model.module.named_parameters()))
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p.requires_grad])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
+    def run(rank):
+        curve = Curve.fit("all_reduce", world, POINTS)
+        with pytest.raises(ValueError, match="all_gather"):
+            quiet(fabric=Fabric((curve,), {})).attach(DDP(Net()))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
+    def run(rank):
+        def report(text):
+            raise OSError("no paper")
+
+        model = DDP(Net())
+        SparseFusion(0.02, mode="layerwise", report=report).attach(model)
+        for step in range(4):
+            backward(model, step, rank)
+        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
+            backward(model, 4, rank)
+
+    ranks(run, world)
+
+
+# Planning while it runs
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, world):
+    """Where already the smallest message is slow; and the training's random numbers stay its own."""
+    monkeypatch.setattr(observation, "SLOW_S", 0.0)
+
+    def run(rank):
+        said = []
+        for mode in ("layerwise", "bucket", "selective", "interleaved"):
+            model = DDP(Net(), bucket_cap_mb=0.05)
+            fusion, random = SparseFusion(0.02, mode=mode, report=said.append).attach(model), torch.get_rng_state()
+            for step in range(5):
+                assert fusion.plan.mode == "dense"
+                backward(model, step, rank)
+            assert fusion.plan.mode == mode and fusion.plan.sent_numbers[2] == sum(
+                p.numel() for p in model.parameters()
+            )
+            assert len(set(ranks_hashes(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
+            counter = fusion._session.reducer.counter
+            counter.reset()
+            backward(model, 5, rank)
+            dense, sparse, _ = fusion.plan.sent_numbers
+            assert counter.nbytes == 4 * dense + 8 * sparse
+        return said
+
+    found = ranks(run, world)
+    assert [len(said) for said in found] == [4] + [0] * (world - 1)
+    assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 numbers")
+
+
+def ranks_hashes(mine):
+    """Every rank's."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
+    monkeypatch.setattr(trial, "ROUNDS", 2)
+
+    def run(rank):
+        model, said = DDP(Net()), []
+        fusion = SparseFusion(0.02, report=said.append).attach(model)
+        for step in range(5 + trial.longest()):
+            backward(model, step, rank)
+        assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+        return fusion.plan.mode, set(fusion.plan.predicted)
+
+    modes, predicted = zip(*ranks(run, world), strict=True)
+    assert len(set(modes)) == 1
+    assert all(each == set(MODES) - {"auto"} for each in predicted)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_density_that_cannot_help_stays_dense(ranks, world):
+    def run(rank):
+        said = []
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(DDP(Net()))
+        return fusion.plan.mode, fusion._decided, said
+
+    found = ranks(run, world)
+    assert all(mode == "dense" and decided for mode, decided, _ in found)
+    assert "would send more than dense" in found[0][2][0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_density_falls_to_its_own(ranks, world):
+    def run(rank):
+        model, sent = DDP(Net()), []
+        fusion = SparseFusion(0.01, mode="layerwise", density_warmup=10, report=lambda text: None).attach(model)
+        for step in range(20):
+            fusion._session.reducer.counter.reset()
+            backward(model, step, rank)
+            sent.append(fusion._session.reducer.counter.nbytes)
+        return sent, sum(p.numel() for p in model.parameters())
+
+    for sent, total in ranks(run, world):
+        own = sent[-1]
+        assert own == sent[15] < 8 * (0.01 * total + 8)
+        first = next(step for step in range(5, 20) if sent[step])
+        assert all(a > b for a, b in zip(sent[first:10], sent[first + 1 : 11], strict=True))
+        if world == 2:  # a quarter is less than half
+            assert first == 5 and abs(sent[5] / (8 * 0.25 * total) - 1) < 0.01
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_subgroups(ranks, world):
+    """Data parallelism over a part of the world."""
+
+    def run(rank):
+        groups = [dist.new_group(list(range(world))), dist.new_group(list(range(world, 2 * world)))]
+        group, mine = groups[rank // world], rank % world
+        model = DDP(Net(), process_group=group)
+        force(quiet().attach(model))
+        for step in range(2):
+            backward(model, step, rank)
+        gradient = model.module.second.weight.grad
+        first = gradient.clone()
+        dist.broadcast(first, rank - mine, group=group)
+        assert torch.equal(first, gradient)
+        return gradient
+
+    found = ranks(run, 2 * world)
+    assert not torch.equal(found[0], found[-1])

@@ -1,0 +1,239 @@
+"""Checkpoints of sparse gradients in torch's DDP; oracle: the run that was not interrupted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fused import Net, backward, force, pending, quiet, same_on_all_ranks, summed
+from sparsefusion import SparseFusion, trial
+from sparsefusion.curve import Curve
+from sparsefusion.fabric import Fabric
+from sparsefusion.plan import Plan
+
+POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
+
+
+def trained(model, fusion, rank, steps):
+    """Steps of SGD with momentum; its optimizer is kept beside the model."""
+    if not hasattr(model, "optimizer"):
+        model.optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    for step in steps:
+        backward(model, step, rank)
+        model.optimizer.step()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
+    """Bitwise, with a frozen plan, also on a model built afresh, whose DDP first has one bucket with all parameters."""
+
+    def run(rank):
+        for options in ({"mode": "bucket"}, {"sparsifier": "randomk"}, {"mode": "interleaved", "wire": "bf16"}):
+            straight, first, second = (DDP(Net(), bucket_cap_mb=0.05) for _ in range(3))
+            trained(straight, force(quiet().attach(straight), **options), rank, range(12))
+            fusion = force(quiet().attach(first), **options)
+            trained(first, fusion, rank, range(7))
+            path = tmp_path / f"{rank}.pt"
+            torch.save([first.state_dict(), first.optimizer.state_dict(), fusion.state_dict()], path)
+            model, optimizer, state = torch.load(path, weights_only=True)
+            resumed = quiet(density=0.05, **options).attach(second)
+            second.load_state_dict(model)
+            second.optimizer = torch.optim.SGD(second.parameters(), 1e-3, momentum=0.9)
+            second.optimizer.load_state_dict(optimizer)
+            resumed.load_state_dict(state)
+            assert resumed.plan.hash == fusion.plan.hash
+            trained(second, resumed, rank, range(7, 12))
+            assert all(map(torch.equal, straight.parameters(), second.parameters())), options
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path):
+    def save(rank):
+        model = DDP(Net())
+        fusion = force(quiet().attach(model))
+        for step in range(3):
+            backward(model, step, rank)
+        torch.save(fusion.state_dict(), tmp_path / f"{rank}.pt")
+        return pending(fusion, "first.weight", model.module.first.weight)
+
+    mean = sum(ranks(save, 4)) / 4
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
+
+    def load(rank):
+        model = DDP(Net())
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        with pytest.raises(ValueError, match=f"one of 4 ranks, and here are {world}: give load_state_dict the list"):
+            fusion.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=r"3 states of ranks \[0, 1, 2\], and there were 4 ranks"):
+            fusion.load_state_dict(states[:3])
+        fusion.load_state_dict(states)
+        assert fusion.plan.ranks == world and fusion.plan.mode == "layerwise"
+        return summed(pending(fusion, "first.weight", model.module.first.weight)) / world
+
+    for found in ranks(load, world):
+        assert (found - mean).norm() <= 1e-6 * mean.norm()
+
+
+@pytest.mark.parametrize("world", [4, 5])
+def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
+    """A density of 0.3 is worth something on 2 ranks only. What is pending goes with the first step."""
+
+    def save(rank):
+        model = DDP(Net())
+        fusion = force(quiet(density=0.3).attach(model), density=0.3)
+        backward(model, 0, rank)
+        return fusion.state_dict()
+
+    states = ranks(save, 2)
+
+    def load(rank):
+        model, said = DDP(Net()), []
+        fusion = SparseFusion(density=0.3, mode="layerwise", report=said.append).attach(model)
+        fusion.load_state_dict(states)
+        backward(model, 1, rank)
+        assert fusion.plan.mode == "dense" and not fusion.state_dict()["residuals"]
+        return said
+
+    assert "layerwise would send more than dense" in ranks(load, world)[0][-1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
+    """It was frozen when the plan was made."""
+
+    def run(rank):
+        saved, fresh = Net(), DDP(Net())
+        saved.last.weight.requires_grad_(False)
+        saved = DDP(saved)
+        fusion = quiet(mode="layerwise", density=0.05).attach(saved)
+        for step in range(6):
+            backward(saved, step, rank)
+        resumed = quiet(mode="layerwise", density=0.05).attach(fresh)
+        resumed.load_state_dict(fusion.state_dict())
+        for step in range(6, 12):
+            backward(fresh, step, rank)
+            assert same_on_all_ranks([p.grad for p in fresh.parameters()])
+        assert "last.weight" in {name for buffer in resumed.plan.buffers for name in buffer.names}
+        resumed._session.plan = fusion.plan
+        with pytest.raises(RuntimeError, match="the plan has no 'last.weight'"):
+            backward(fresh, 12, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_of_another_budget_is_not_kept(ranks, world):
+    def run(rank):
+        model = DDP(Net())
+        fusion = quiet(mode="selective", density=0.05, budget="elements").attach(model)
+        for step in range(6):
+            backward(model, step, rank)
+        state = fusion.state_dict()
+        fusion.detach()
+        for budget, kept in (("elements", True), ("bytes", False)):
+            resumed = quiet(mode="selective", density=0.05, budget=budget).attach(model)
+            resumed.load_state_dict(state)
+            assert (resumed.plan == Plan.from_json(state["plan"])) == kept and resumed._decided == kept
+            resumed.detach()
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ_are_told_apart(ranks, world):
+    """Other options, or states of other steps: an error on every rank when the next step begins."""
+
+    def run(rank):
+        known = Fabric(tuple(Curve.fit(name, world, POINTS) for name in ("all_reduce", "all_gather")), {})
+        for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}):
+            model = DDP(Net())
+            quiet(**options).attach(model)
+            with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
+                backward(model, 0, rank)
+        model = DDP(Net())
+        fusion = force(quiet(density=0.05, mode="layerwise").attach(model))
+        for step in range(2):
+            backward(model, step, rank)
+            if step == (rank == 1):
+                state = fusion.state_dict()
+        states = [None] * world
+        dist.all_gather_object(states, state)
+        with pytest.raises(
+            ValueError, match="states of different runs or steps: rank 0's of step 1, rank 1's of step 2"
+        ):
+            fusion.load_state_dict(states)
+        fusion.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"were asked something else than rank 0: \(2, .* instead of \(1, "):
+            backward(model, 2, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, world):
+    """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
+    monkeypatch.setattr(trial, "ROUNDS", 2)
+
+    def run(rank):
+        said = []
+        for steps in (9, 20):  # within the warm-up, within the turns
+            saved, fresh = DDP(Net()), DDP(Net())
+            fusion = SparseFusion(0.02, density_warmup=10, report=said.append).attach(saved)
+            for step in range(steps):
+                backward(saved, step, rank)
+            state = fusion.state_dict()
+            assert state["plan"] is None and state["candidates"]
+            resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
+            resumed.load_state_dict(state)
+            for step in range(steps, 17 + trial.longest()):
+                backward(fresh, step, rank)
+            assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
+        return said
+
+    said = ranks(run, world)[0]
+    assert sum("Predicted:" in text for text in said) == 2 == sum("for steps took" in text for text in said)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_planning_anew_interrupts_a_warm_up(ranks, world):
+    def run(rank):
+        model, plain = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1)
+        fusion = quiet(density=0.02, mode="layerwise", density_warmup=50).attach(model)
+        for step in range(8):
+            backward(model, step, rank), backward(plain, step, rank)
+        assert fusion._session.density_ratio > 1
+        fusion.replan()
+        for step in (8, 9):
+            backward(model, step, rank), backward(plain, step, rank)
+        assert fusion._session.density_ratio == 1 and not fusion._session.sends_all
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        for step in range(10, 14):
+            backward(model, step, rank)
+        assert fusion.plan.mode == "layerwise" and fusion.state_dict()["sparse_since"] == 5  # it goes on where it was
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_of_something_else_are_refused(ranks, world):
+    def run(rank):
+        model = DDP(Net())
+        fusion = force(quiet().attach(model))
+        backward(model, 0, rank)
+        state = fusion.state_dict()
+        wrong = {**state, "residuals": {"first.weight": torch.zeros(3)}}
+        for bad, why in (
+            ({}, "not a state of SparseFusion"),
+            ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
+            (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
+            ({**state, "step": 9, "plan": "{}"}, "not a plan of sparsefusion"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                fusion.load_state_dict(bad)
+        after = fusion.state_dict()
+        assert after["step"] == 1 and after["plan"] == state["plan"]
+        assert all(torch.equal(after["residuals"][name], state["residuals"][name]) for name in state["residuals"])
+
+    ranks(run, world)
