@@ -1,5 +1,6 @@
 """`SparseFusion`: sending fewer gradient bytes, attached to somebody else's data parallelism."""
 
+import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -209,6 +210,8 @@ class SparseFusion:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         order = sorted(plans, key=lambda mode: seconds[mode])
+        if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
+            order.remove("offload")  # which is the same, by a detour, without another processor
         close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST]
         session.plan = plans[order[0]]
         if self._sparse_since is None:  # the first step that is not dense

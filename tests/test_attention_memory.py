@@ -53,7 +53,7 @@ def check(ranks, world_size, cases):
         assert shares[0] == 1 and all(0.93 < share < 1.07 for share in shares), (case, shares)
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_bytes_are_the_formulas(world_size, ranks):
     check(ranks, world_size, [(name, 2, True, torch.bfloat16) for name in POINTS])
 

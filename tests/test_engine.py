@@ -233,7 +233,7 @@ def tensors():
     return len(found), sum(t.numel() * t.element_size() for t in found)
 
 
-@pytest.mark.parametrize("family,prefix_bytes", [("mamba", 0), ("zamba2", 100_000)])
+@pytest.mark.parametrize("family,prefix_bytes", [("mamba", 0), pytest.param("zamba2", 100_000, marks=pytest.mark.full)])
 def test_a_thousand_requests_leave_nothing_behind(family, prefix_bytes):
     draw = random.Random(1)
     engine = Engine(load(checkpoint(family)), slots=8, max_length=32, prefix_bytes=prefix_bytes, block=6)

@@ -148,7 +148,7 @@ def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
         assert (weights()[name] - tensor).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize("dp", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_sparse_gradients_are_resumed_bitwise(ranks, here, dp):
     """What has not been sent is in the checkpoint; fewer replicas, and a run that sends all, go on from it as well."""
     sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--global-batch-size", "6"]

@@ -106,7 +106,13 @@ def check_bitwise(ranks, tmp_path, tp, dp, model):
 
 
 @pytest.mark.parametrize(
-    "tp, dp, model", [(2, 1, "mamba2 groups untied"), (1, 2, "mamba2"), (2, 2, "mamba"), (2, 1, "zamba2 untied")]
+    "tp, dp, model",
+    [
+        (2, 1, "mamba2 groups untied"),
+        (1, 2, "mamba2"),
+        (2, 2, "mamba"),
+        pytest.param(2, 1, "zamba2 untied", marks=pytest.mark.full),
+    ],
 )
 def test_resuming_is_bitwise(ranks, tmp_path, tp, dp, model):
     check_bitwise(ranks, tmp_path, tp, dp, model)
@@ -165,10 +171,10 @@ def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
     "before, tp, dp, model, vocab",
     [
         ((2, 1), 1, 1, "mamba2 groups", 61),
-        ((2, 1), 4, 1, "mamba2 groups untied", 61),
+        pytest.param((2, 1), 4, 1, "mamba2 groups untied", 61, marks=pytest.mark.full),
         ((2, 1), 4, 1, "mamba", 9),  # 5 + 4 rows of the vocabulary, then 3 + 3 + 3 + 0
         ((4, 1), 2, 2, "mamba2 untied", 9),
-        ((2, 1), 4, 1, "zamba", 61),
+        pytest.param((2, 1), 4, 1, "zamba", 61, marks=pytest.mark.full),
         ((1, 1), 2, 1, "zamba2 untied", 9),
     ],
 )

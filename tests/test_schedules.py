@@ -439,8 +439,8 @@ def itemsizes(rank, work):
         (3, torch.bfloat16),
         (4, torch.float64),
         (4, torch.bfloat16),
-        (6, torch.float32),
-        (8, torch.bfloat16),
+        pytest.param(6, torch.float32, marks=pytest.mark.full),
+        pytest.param(8, torch.bfloat16, marks=pytest.mark.full),
     ),
 )
 def test_volume_is_what_is_sent(world_size, dtype, ranks):

@@ -86,7 +86,9 @@ def test_parts_of_a_model_plan_alike_and_keep_their_copies_alike(ranks, monkeypa
     assert all(plan == plans[0] for plan in plans)
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 3), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tp, dp", [(1, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 2), (1, 2)))]
+)
 def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):
         straight = trainer(tp)
