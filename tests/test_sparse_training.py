@@ -87,7 +87,7 @@ def test_parts_of_a_model_plan_alike_and_keep_their_copies_alike(ranks, monkeypa
 
 
 @pytest.mark.parametrize(
-    "tp, dp", [(1, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 2), (1, 2)))]
+    "tp, dp", [(1, 3), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(1, 2, marks=pytest.mark.full)]
 )
 def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):
