@@ -17,7 +17,8 @@ class DeepSpeedEngine:
         self._engine, self.module, self._session = engine, engine.module, None
         self._stage = refuse_deepspeed(engine)
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
-        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self._all = dict(engine.module.named_parameters())
+        self.parameters = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.model_group = _model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
@@ -59,7 +60,7 @@ class DeepSpeedEngine:
     def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
         """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
-        names = {p.grad.data_ptr(): name for name, p in self.module.named_parameters() if p.grad is not None}
+        names = {p.grad.data_ptr(): name for name, p in self._all.items() if p.grad is not None}
         gradients = _parts(flat, [names[gradient.data_ptr()] for gradient in bucket], bucket)
 
         def whole():
