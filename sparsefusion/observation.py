@@ -18,7 +18,7 @@ from .timeline import Costs, Tensor, Timeline
 
 WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
 SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2, 1 << 21: 2}  # bytes of messages: times that they are sent
-SLOW_S = 0.1  # larger ones are not sent after this, but two sizes always are
+SLOW_S = 0.05  # larger ones are not sent after this, but two sizes always are
 LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
 
 
@@ -140,7 +140,7 @@ def measured_costs(group, device, numel: int, density: float, sparsifier: str, f
 
 
 def measured_fabric(group, device) -> "Sampled":
-    """All-reduce and all-gather at a few sizes, up to 2 MB or what takes SLOW_S; about a second on links of 100 mbit."""
+    """All-reduce and all-gather at a few sizes, up to 2 MB or what takes SLOW_S; about a second at 100 mbit."""
     calls, points = collective_calls(group, ("all_reduce", "all_gather"), device), {"all_reduce": [], "all_gather": []}
     for nbytes, count in SIZES.items():
         running = [name for name in calls if len(points[name]) < 2 or points[name][-1][1] < SLOW_S]
