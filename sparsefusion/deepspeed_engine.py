@@ -19,10 +19,9 @@ class DeepSpeedEngine:
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
         self._all = dict(engine.module.named_parameters())
         self.parameters = {name: p for name, p in self._all.items() if p.requires_grad}
-        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._names = {id(p): name for name, p in self._all.items()}
         self.model_group = _model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
-        self.itemsize = min(p.element_size() for p in self.parameters.values())
         optimizer = engine.optimizer
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
 

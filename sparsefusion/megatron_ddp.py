@@ -8,6 +8,7 @@ from types import MethodType
 from torch.distributed import get_world_size
 
 from .refusals import refuse_megatron, refuse_partly_skipped
+from .session import usual_dtype
 
 
 class MegatronDDP:
@@ -19,17 +20,15 @@ class MegatronDDP:
         self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
         refuse_megatron(ddp)
         self.model_group = ddp.tp_group if ddp.tp_group.size() > 1 else None
-        first = ddp.bucket_groups[0]
-        self.reduce_scatters = self._config.use_distributed_optimizer
-        self.group = (
-            first.intra_distributed_optimizer_instance_group if self.reduce_scatters else first.data_parallel_group
-        )
+        first, self.reduce_scatters = ddp.bucket_groups[0], self._config.use_distributed_optimizer
+        groups = "intra_distributed_optimizer_instance_group", "data_parallel_group"
+        self.group = getattr(first, groups[0] if self.reduce_scatters else groups[1])
         self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
         names = {id(p): name for name, p in ddp.module.named_parameters()}
         buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
         self.parameters = {names[id(p)]: p for bucket in buckets for p in bucket.params_list}
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self.itemsize = min(bucket.grad_data.element_size() for bucket in buckets)
+        self.dtype = usual_dtype([bucket.grad_data for bucket in buckets])  # which need not be the parameters'
         self._factor = self._factor_of(buckets[0])
         self.early = self._overlaps and self._factor == 1
 

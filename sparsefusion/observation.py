@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from .collectives import all_reduce
-from .selection import add_at, take
+from .plan import Unit
+from .reducer import Reducer
+from .selection import add_at
 from .sweep import collective_calls, repetitions, timed
 from .timeline import Costs, Tensor, Timeline
 
@@ -48,14 +50,14 @@ class Observation:
     """Watches a session's steps; calls `done` with the timeline after 1 + WATCHED of them.
 
     parameters: {name: parameter} of all gradients. itemsize: bytes of a gradient's number. copied: the names of parameters
-    that several ranks over which the model is divided hold.
+    that several ranks over which the model is divided hold. early: gradients may be sent before their atom is complete.
     """
 
-    def __init__(self, parameters, group, itemsize: int, copied, done):
+    def __init__(self, parameters, group, itemsize: int, copied, early: bool, done):
         self._parameters, self._group, self._done = parameters, group, done
-        self._itemsize, self._copied = itemsize, copied
+        self._itemsize, self._copied, self._early = itemsize, copied, early
         self._clock = Clock(next(iter(parameters.values())).device)
-        self._marks, self._atoms, self._steps, self._ended = {}, [], [], None
+        self._marks, self._first, self._atoms, self._steps, self._ended = {}, None, [], [], None
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._noting(name))
             for name, p in parameters.items()
@@ -75,6 +77,7 @@ class Observation:
         """An atom came; of parameters that were not used it is the first that is known."""
         self._atoms.append(names)
         mark = self._clock.mark()
+        self._first = self._first or mark
         for name in names:
             self._marks.setdefault(name, mark)
 
@@ -83,11 +86,14 @@ class Observation:
         ended = self._clock.mark()
         if self._ended is not None:
             ready = {name: self._clock.seconds(self._ended, mark) for name, mark in self._marks.items()}
+            if not self._early:  # nothing is sent before the first atom comes, which may be when backward is over
+                first = self._clock.seconds(self._ended, self._first)
+                ready = {name: max(first, seconds) for name, seconds in ready.items()}
             self._steps.append((ready, self._clock.seconds(self._ended, ended), self._atoms))
-        self._ended, self._marks, self._atoms = self._clock.mark(), {}, []
+        self._ended, self._marks, self._first, self._atoms = self._clock.mark(), {}, None, []
         if len(self._steps) >= WATCHED:
             self.stop(session)
-            self._done(self._timeline())
+            self._done(self._timeline(waits=not session.holds))
 
     def stop(self, session) -> None:
         """Watch no longer."""
@@ -95,7 +101,7 @@ class Observation:
             hook.remove()
         session.watchers.remove(self)
 
-    def _timeline(self) -> Timeline:
+    def _timeline(self, waits) -> Timeline:
         """Medians of the steps, means over the ranks; atoms as in the last step, what never came with the last of them."""
         names, atoms = list(self._parameters), [list(atom) for atom in self._steps[-1][2]]
         atoms[-1] += [name for name in names if not any(name in atom for atom in atoms)]
@@ -108,7 +114,7 @@ class Observation:
             for name, p, at in zip(names, parameters, ready, strict=True)
         ]
         order = sorted(tensors, key=lambda tensor: tensor.ready)
-        return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, step)
+        return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, step, waits)
 
 
 def mean_over_ranks(numbers, group, device) -> list[float]:
@@ -117,14 +123,17 @@ def mean_over_ranks(numbers, group, device) -> list[float]:
     return (total / group.size()).tolist()
 
 
-def measured_costs(group, device, numel: int, density: float, sparsifier: str, fabric=None) -> Costs:
+def measured_costs(
+    group, device, dtype, numel: int, density: float, sparsifier: str, whole="all_reduce", fabric=None
+) -> Costs:
     """What messages cost on the links of `group`, and selecting on its ranks; all of them call this together.
 
-    numel: of the largest gradient. fabric: what messages cost, if that is known.
+    dtype: of gradients. numel: of the largest. whole: the operation with which the framework sends them. fabric: what
+    messages cost, if that is known.
     """
-    fabric = fabric or measured_fabric(group, device)
+    fabric = fabric or measured_fabric(group, device, {"all_reduce", "all_gather", whole})
     sizes = np.unique(np.geomspace(LEAST, max(2 * LEAST, min(numel, MOST)), 4).astype(int))
-    selecting = [_selecting(size, density, sparsifier, device) for size in sizes.tolist()]
+    selecting = [_selecting(size, dtype, density, sparsifier, device) for size in sizes.tolist()]
     k = max(64, int(density * sizes[-1]))
     adding, copying = _adding(int(sizes[-1]), k, device) / k, _copying(int(sizes[-1]), device) / (4 * sizes[-1])
     *selecting, adding, copying = mean_over_ranks([*selecting, adding, copying], group, device)
@@ -136,12 +145,15 @@ def measured_costs(group, device, numel: int, density: float, sparsifier: str, f
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
 
     spare = device.type == "cuda"
-    return Costs(fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, spare=spare)
+    return Costs(
+        fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, spare=spare, whole=whole
+    )
 
 
-def measured_fabric(group, device) -> "Sampled":
-    """All-reduce and all-gather at a few sizes, up to 2 MB or what takes SLOW_S; about a second at 100 mbit."""
-    calls, points = collective_calls(group, ("all_reduce", "all_gather"), device), {"all_reduce": [], "all_gather": []}
+def measured_fabric(group, device, operations) -> "Sampled":
+    """Some operations at a few sizes, up to 2 MB or what takes SLOW_S; of two of them about a second at 100 mbit."""
+    names = sorted(operations)
+    calls, points = collective_calls(group, names, device), {name: [] for name in names}
     for nbytes, count in SIZES.items():
         running = [name for name in calls if len(points[name]) < 2 or points[name][-1][1] < SLOW_S]
         if running:
@@ -171,11 +183,11 @@ class Sampled:
         return float(np.interp(nbytes, *zip(*points, strict=True)))
 
 
-def _selecting(numel, density, sparsifier, device) -> float:
+def _selecting(numel, dtype, density, sparsifier, device) -> float:
     generator = torch.Generator(device).manual_seed(0)  # a training's own is left alone
-    gradient, residual = torch.randn(2, numel, device=device, generator=generator)
-    name = "dgc" if sparsifier == "randomk" else sparsifier
-    return _median(lambda: take(name, [gradient], [residual], max(1, int(density * numel))), device)
+    gradients = {"numbers": torch.randn(numel, device=device, generator=generator).to(dtype)}
+    reducer, unit = Reducer(None, sparsifier), Unit(("numbers",), numel, max(1, int(density * numel)))
+    return _median(lambda: reducer.select(unit, gradients, 1.0), device)
 
 
 def _adding(numel, k, device) -> float:

@@ -21,7 +21,7 @@ PAPER_FLOOR = 0.001
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for. budget: "bytes", or "elements", the paper's, for the compensation of the density."""
+    """What was asked for. budget: "bytes" or "paper", for the compensation of the density."""
 
     density: float
     sparsifier: str = "dgc"
@@ -77,8 +77,8 @@ def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
     """Seconds of a step."""
     if plan.mode in AS_THEY_COME:
         share = 0.5 if plan.mode == "fp16" and timeline.itemsize > 2 else 1
-        return seconds(_whole_loads(timeline, costs, share), False)
-    return seconds(_loads(plan.buffers, wish, timeline, costs), plan.mode == "interleaved")
+        return seconds(_whole_loads(timeline, costs, share), False, timeline.waits)
+    return seconds(_loads(plan.buffers, wish, timeline, costs), plan.mode == "interleaved", timeline.waits)
 
 
 def _whole_loads(timeline, costs, share) -> list[Load]:
@@ -87,8 +87,9 @@ def _whole_loads(timeline, costs, share) -> list[Load]:
     for atom in timeline.atoms:
         nbytes = sum(tensors[name].numel for name in atom) * timeline.itemsize
         cast = costs.copy(nbytes) if share < 1 else 0.0
+        sent = costs.all_reduce(int(share * nbytes)) if share < 1 else costs.message(costs.whole, nbytes)
         ready = max(tensors[name].ready for name in atom)
-        loads.append(Load(ready, cast, costs.all_reduce(int(share * nbytes)), 0.0, costs.copy(nbytes)))
+        loads.append(Load(ready, cast, sent, 0.0, costs.copy(nbytes)))
     return loads
 
 
@@ -104,17 +105,22 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
     sparse = [unit for unit in buffer.units if unit.k]
     sent = sum(unit.k for unit in sparse)
-    gathered = costs.all_reduce if wish.sparsifier == "randomk" else costs.all_gather
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
         select=sum(costs.select(u.numel) for u in sparse if not (u.offload and costs.spare)) + costs.copy(dense),
         reduce=costs.all_reduce(dense - sent_early),
-        gather=gathered(wish.sent_bytes(sent, itemsize)) if sent else 0.0,
+        gather=_exchange(sent, wish, itemsize, costs),
         write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
     )
+
+
+def _exchange(k, wish, itemsize, costs) -> float:
+    """Seconds of sending k selected numbers."""
+    operation = "all_reduce" if wish.sparsifier == "randomk" else "all_gather"
+    return costs.message(operation, wish.sent_bytes(k, itemsize))
 
 
 def _fused(wish, timeline, costs) -> list[Buffer]:
@@ -129,9 +135,12 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
         return max(0.0, ready[j - 1] - (ready[i - 1] if i else 0.0)) + selecting[j] - selecting[i]
 
     def send(i, j):
-        return costs.all_gather(wish.sent_bytes(sent[j] - sent[i], timeline.itemsize))
+        return _exchange(sent[j] - sent[i], wish, timeline.itemsize, costs)
 
-    ends = find_opt_fusion(len(units), compute, send, [sum(unit.numel for unit in atom) for atom in units])
+    if timeline.waits:  # so atoms cannot be sent together
+        ends = range(1, len(units) + 1)
+    else:
+        ends = find_opt_fusion(len(units), compute, send, [sum(unit.numel for unit in atom) for atom in units])
     return [Buffer(tuple(unit for atom in units[i:j] for unit in atom)) for i, j in zip((0, *ends), ends, strict=False)]
 
 
@@ -174,7 +183,7 @@ def _selective(buffers, wish, timeline, costs, interleaved) -> list[Buffer]:
             whole += tensor.numel
     buffers = [_without(buffer, dense) for buffer in buffers]
     loads = _loads(buffers, wish, timeline, costs)
-    allowed = SLACK * seconds(loads, interleaved)
+    allowed = SLACK * seconds(loads, interleaved, timeline.waits)
     for number in range(1, len(buffers)):
         left = [unit for unit in buffers[number].units if unit.k]
         backward = loads[number].ready - loads[number - 1].ready
@@ -182,7 +191,7 @@ def _selective(buffers, wish, timeline, costs, interleaved) -> list[Buffer]:
             buffer = _without(buffers[number], unit.names)
             load = _load(buffer, wish, tensors, timeline.itemsize, costs)
             tried = [*loads[:number], load, *loads[number + 1 :]]
-            if unit.numel > most or seconds(tried, interleaved) > allowed:
+            if unit.numel > most or seconds(tried, interleaved, timeline.waits) > allowed:
                 break
             buffers[number], loads = buffer, tried
     return _compensated(buffers, wish, costs.ranks, timeline.itemsize)
@@ -192,7 +201,7 @@ def _cheaper_whole(tensor, whole, wish, timeline, costs) -> bool:
     """Whether selecting takes as long as is saved by sending less, where `whole` numbers are sent whole anyway."""
     dense = costs.all_reduce((whole + tensor.numel) * timeline.itemsize) - costs.all_reduce(whole * timeline.itemsize)
     k = max(1, math.floor(wish.density * tensor.numel))
-    sparse = costs.all_gather(wish.sent_bytes(100 * k, timeline.itemsize)) / 100  # as a part of a longer message
+    sparse = _exchange(100 * k, wish, timeline.itemsize, costs) / 100  # as a part of a longer message
     return costs.select(tensor.numel) >= dense - sparse
 
 
@@ -241,10 +250,10 @@ def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
 def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str = "bytes") -> float:
     """The density of `sparse` numbers for which as much is sent as of all, if `dense` numbers are sent whole.
 
-    budget: bytes: (density N - dense/ranks) / sparse, at least half the density; elements: the paper's, with dense for
-    dense/ranks, and at least 0.001.
+    budget: bytes: (density N - dense/ranks) / sparse, at least half the density; paper: with dense for dense/ranks, and at
+    least 0.001.
     """
-    if budget == "elements":
+    if budget == "paper":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
     return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - dense / ranks) / sparse))
 

@@ -108,15 +108,15 @@ class Reducer:
             self._before[name] = residual.clone()
 
     def _select_all(self, units, gradients, scale) -> list[Selected]:
-        later = [self._worker.submit(self._select, u, gradients, scale) if u.offload else None for u in units]
-        now = [None if future else self._select(u, gradients, scale) for u, future in zip(units, later, strict=True)]
+        later = [self._worker.submit(self.select, u, gradients, scale) if u.offload else None for u in units]
+        now = [None if future else self.select(u, gradients, scale) for u, future in zip(units, later, strict=True)]
         return [future.result() if future else found for found, future in zip(now, later, strict=True)]
 
     @cached_property
     def _worker(self):
         return ThreadPoolExecutor(1, "sparsefusion-offload")
 
-    def _select(self, unit, gradients, scale) -> Selected:
+    def select(self, unit, gradients, scale) -> Selected:
         """What is sent of a unit; the rest stays in the residuals of its parameters."""
         given = [gradients[name] for name in unit.names]
         for name, gradient in zip(unit.names, given, strict=True):

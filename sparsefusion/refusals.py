@@ -36,9 +36,9 @@ def refuse_megatron(ddp) -> None:
 
 def refuse_partly_skipped(ddp, session) -> None:
     """One of Megatron's that skips steps for gradients that the session does not see."""
-    if session.loss_scale and ddp.expert_parallel_bucket_groups:
+    if session.skips and ddp.expert_parallel_bucket_groups:
         raise ValueError(
-            "SparseFusion with a loss scale does not work with Megatron's experts: a step that overflows in theirs is "
+            "SparseFusion that skips steps does not work with Megatron's experts: a step that overflows in theirs is "
             "skipped, and what was sent of the others in it would be lost"
         )
 

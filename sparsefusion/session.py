@@ -18,16 +18,18 @@ class Session:
     """reducer: what reduces, and holds residuals. sizes: {name: numel} of all gradients. plan: in force.
 
     holds: atoms may wait for others of their buffer; else each is sent when it comes. loss_scale: a function that returns
-    the scale of the gradients, or None: then a step that is not finite is a FloatingPointError, else it is skipped.
+    the scale of the gradients, or None. skips: a step that is not finite is skipped by the training; else it is an error.
     model_group: the ranks over which the model is divided, which skip a step together; or None.
     """
 
     plan: Plan
 
-    def __init__(self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, model_group=None):
+    def __init__(
+        self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, skips=False, model_group=None
+    ):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
-        self.holds, self.loss_scale, self.model_group = holds, loss_scale, model_group
-        reducer.keeps = loss_scale is not None
+        self.holds, self.loss_scale, self.skips, self.model_group = holds, loss_scale, skips, model_group
+        reducer.keeps = skips
         self.unproved = None  # called when the next step begins, to compare ranks
         self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
@@ -36,7 +38,7 @@ class Session:
         self._clear()
 
     def _clear(self):
-        self._arrived, self._early, self._launched, self._next = {}, {}, {}, 0
+        self._handed, self._arrived, self._early, self._launched, self._next = set(), {}, {}, {}, 0
         self._reductions = []
 
     def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factor: float = 1.0) -> "Handle":
@@ -57,6 +59,9 @@ class Session:
             for flat in flats:
                 flat.mul_(factor)
         if self._sparse:
+            if twice := next((name for name in gradients if name in self._handed), None):
+                self._begin_again(twice)
+            self._handed.update(gradients)
             self._arrived.update((name, g) for name, g in gradients.items() if name not in self._launched)
             self._launch(complete=self.holds)
             self._launch_early()
@@ -68,6 +73,15 @@ class Session:
             reduction = WholeReduction(whole(), gradients, checks=self._flushes)
         self._reductions.append(reduction)
         return reduction
+
+    def _begin_again(self, name) -> None:
+        """A backward ended in the middle, and this gradient is another one's. RuntimeError: some of it was sent."""
+        if self._launched:
+            raise RuntimeError(
+                f"the gradient of {name} comes again in step {self.step}: a backward ended in the middle, and what it had "
+                "sent is lost. detach() and attach() begin anew"
+            )
+        self._clear()
 
     @property
     def _sparse(self) -> bool:
@@ -82,12 +96,14 @@ class Session:
     @property
     def _flushes(self) -> bool:
         """Whether residuals may go in this step, which must not be lost if it is skipped."""
-        return self._owes and self.loss_scale is not None and not self._sparse
+        return self._owes and self.skips and not self._sparse
 
     def ready(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient is there whose atom is not: what the plan sends early may leave."""
         self._begin()
         if self.plan.mode == "interleaved" and self._sparse:
+            if name in self._early:
+                self._begin_again(name)
             self._early[name] = gradient
             self._launch_early()
 
@@ -190,10 +206,11 @@ class Session:
         for watcher in [*self.watchers]:
             watcher.step_ended(self)
         self.step += 1
-        if wrong and not self.loss_scale:
+        if wrong and not self.skips:
             raise FloatingPointError(
                 f"step {self.step - 1}: the gradient of {wrong} is not finite on some rank. With a loss scale, give "
-                "SparseFusion(loss_scale=...) the function that returns it: such steps are then skipped"
+                "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
+                "skipped without one"
             )
 
     def _verdict(self) -> str | None:
@@ -253,3 +270,11 @@ def first_not_finite(reductions) -> str | None:
         return None
     wrong = next(r for r in reductions if r.marks and not torch.stack(r.marks).isfinite().all())
     return next((name for name, g in wrong.gradients.items() if not g.isfinite().all()), "a parameter")
+
+
+def usual_dtype(tensors) -> torch.dtype:
+    """That of most numbers of these."""
+    numbers = {}
+    for tensor in tensors:
+        numbers[tensor.dtype] = numbers.get(tensor.dtype, 0) + tensor.numel()
+    return max(numbers, key=numbers.get)

@@ -15,13 +15,14 @@ from .plan import AS_THEY_COME, WIRES, Plan
 from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
 from .refusals import refuse_sparse_gradients
-from .session import Session
+from .session import Session, usual_dtype
 from .states import VERSION, checked_states, mean_residuals
 from .trial import MOST, Trial
 from .warmup import DensityWarmup
 
 CLOSE = 1.3  # auto tries plans that are predicted to take at most this many times the best one's seconds
-BUDGETS = ("bytes", "elements")
+BUDGETS = ("bytes", "paper")
+ON_NONFINITE = ("raise", "skip-known")
 ATTACHED = "_sparsefusion"
 
 
@@ -39,17 +40,17 @@ class SparseFusion:
     of these links, else it is measured. model_group: the ranks over which the model is divided (tensor parallel), which
     then plan, and skip steps, together (Megatron's and DeepSpeed's are known); copied(parameter): whether several of them
     hold it, so that its copies must stay alike (default: without the mark tensor_model_parallel or model_parallel). budget:
-    how the density pays for what goes whole: bytes, or elements, as in the paper. report: is given what is to be read, on
-    the first rank.
+    how the density pays for what goes whole: by bytes, or as in the paper. on_nonfinite: raise, or skip-known, without a
+    loss scale too: the training skips such steps by itself. report: is given what is to be read, on the first rank.
 
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
-    have the same bits. A mean that is not finite is a FloatingPointError on every rank, or with a loss scale a step that is
-    skipped: residuals go back to where they were before it.
+    have the same bits. A mean that is not finite is a FloatingPointError on every rank, or, by default with a loss scale, a
+    step that is skipped: residuals go back to where they were before it.
     """
 
     def __init__(
         self, density=0.01, sparsifier="dgc", mode="auto", wire="fp32", density_warmup=0, loss_scale=None, fabric=None,
-        model_group=None, copied=None, budget="bytes", report=None,
+        model_group=None, copied=None, budget="bytes", on_nonfinite=None, report=None,
     ):  # fmt: skip
         if not 0 < density <= 1:
             raise ValueError(f"density={density} must be above 0 and at most 1")
@@ -57,21 +58,21 @@ class SparseFusion:
             raise ValueError(f"density_warmup={density_warmup} must be a number of steps")
         given = (
             ("sparsifier", sparsifier, SPARSIFIERS), ("mode", mode, MODES), ("wire", wire, WIRES),
-            ("budget", budget, BUDGETS),
+            ("budget", budget, BUDGETS), ("on_nonfinite", on_nonfinite or "raise", ON_NONFINITE),
         )  # fmt: skip
         for name, value, known in given:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
         self.mode, self.density_warmup, self.loss_scale, self.fabric = mode, density_warmup, loss_scale, fabric
         self.wish, self._report = Wish(density, sparsifier, wire, budget), report or _to_stderr
-        self.model_group, self._copied = model_group, copied or _unmarked
+        self.model_group, self._copied, self.on_nonfinite = model_group, copied or _unmarked, on_nonfinite
         self._door = self._session = self._target = None
 
     def attach(self, target) -> "SparseFusion":
         """Reduce the gradients of `target`, a DDP module of torch or Megatron-Core, or a DeepSpeed engine, from now on.
 
         ValueError: anything else; one that has a communication hook, or another SparseFusion; ZeRO 2 and 3; a fabric
-        without these ranks' all-reduce and all-gather.
+        without these ranks' all-reduce and all-gather (and reduce-scatter, if that is what it sends gradients with).
         """
         if self._session:
             raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
@@ -82,11 +83,14 @@ class SparseFusion:
         sizes = {name: p.numel() for name, p in door.parameters.items()}
         device = next(iter(door.parameters.values())).device
         scale = self.loss_scale or getattr(door, "loss_scale", None)
-        for operation in ("all_reduce", "all_gather") if self.fabric and door.group.size() > 1 else ():
+        self._dtype = getattr(door, "dtype", None) or usual_dtype(door.parameters.values())
+        self._whole = "reduce_scatter" if getattr(door, "reduce_scatters", False) else "all_reduce"
+        for operation in ("all_reduce", "all_gather", self._whole) if self.fabric and door.group.size() > 1 else ():
             self.fabric.time(operation, 1, door.group.size())
         reducer = Reducer(door.group, wish.sparsifier, wish.wire)
         model_group = self.model_group or getattr(door, "model_group", None)
-        session = Session(reducer, sizes, device, door.holds, scale, model_group)
+        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else scale is not None
+        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
@@ -95,7 +99,10 @@ class SparseFusion:
         return self
 
     def detach(self) -> None:
-        """The target reduces its own gradients again. What has not been sent yet is dropped. ValueError: not attached."""
+        """The target reduces its own gradients again. What has not been sent yet is dropped. ValueError: not attached.
+
+        torch's DDP takes one communication hook for ever: it goes on without a SparseFusion, but takes no other hook.
+        """
         self._stop_watching()
         self._door.close()
         delattr(self._target, ATTACHED)
@@ -129,18 +136,21 @@ class SparseFusion:
             parameters, copied = self._door.parameters, set()
             if session.model_group is not None and session.model_group.size() > 1:
                 copied = {name for name, p in parameters.items() if self._copied(p)}
-            watcher = Observation(parameters, session.reducer.group, self._door.itemsize, copied, self._observed)
+            early = getattr(self._door, "early", False)
+            watcher = Observation(
+                parameters, session.reducer.group, self._dtype.itemsize, copied, early, self._observed
+            )
             session.watchers.append(watcher)
 
     def _helps(self, density, itemsize=None) -> bool:
         """Whether sparse messages are smaller than dense ones, of numbers of that itemsize; None: the gradients' own."""
         ranks, wish = self._session.reducer.group.size(), replace(self.wish, density=density)
-        return helps(wish, ranks, itemsize or self._door.itemsize, getattr(self._door, "reduce_scatters", False))
+        return helps(wish, ranks, itemsize or self._dtype.itemsize, self._whole == "reduce_scatter")
 
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
-        options = (self.mode, self.wish, self.density_warmup)
+        options = (self.mode, self.wish, self.density_warmup, session.skips)
         absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
         asked = (session.step, *options, absent, session.plan.mode)
 
@@ -169,7 +179,9 @@ class SparseFusion:
         """Plan: the first rank of all does, for all."""
         session, wish = self._session, self.wish
         group, largest = session.reducer.group, max(tensor.numel for tensor in timeline.tensors)
-        costs = measured_costs(group, session.device, largest, wish.density, wish.sparsifier, self.fabric)
+        costs = measured_costs(
+            group, session.device, self._dtype, largest, wish.density, wish.sparsifier, self._whole, self.fabric
+        )
 
         def planned():  # of a divided model, on one rank of each part
             found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}
@@ -197,7 +209,7 @@ class SparseFusion:
     def _considered(self) -> list[str]:
         if self.mode != "auto":
             return [self.mode]
-        modes = ["dense", "fp16"] if self._door.itemsize > 2 else ["dense"]
+        modes = ["dense", "fp16"] if self._dtype.itemsize > 2 else ["dense"]
         if self._helps(self.wish.density, itemsize=2):
             modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
         return modes

@@ -22,13 +22,13 @@ def topk_threshold(magnitudes, k: int) -> float:
 
 
 def dgc_threshold(magnitudes, k: int) -> float:
-    """What somewhat more than k should reach, from a sample of one in 32, at most 65,536."""
-    sampled = min(magnitudes.numel() // 32, 65536)
-    hits = sampled * k / magnitudes.numel()
-    rank = int(hits + 2 * math.sqrt(hits) + 1)
-    if magnitudes.numel() < SMALL or rank >= sampled:
+    """What somewhat more than k should reach, from a sample of one in 33, at most 65,536."""
+    if magnitudes.numel() < SMALL:
         return 0.0
-    return topk_threshold(magnitudes[:: magnitudes.numel() // sampled | 1], rank)
+    sample = magnitudes[:: max(32, magnitudes.numel() // 65536) | 1]
+    hits = len(sample) * k / magnitudes.numel()
+    rank = int(hits + 2 * math.sqrt(hits) + 1)
+    return topk_threshold(sample, rank) if rank < len(sample) else 0.0
 
 
 def gaussiank_threshold(magnitudes, k: int) -> float:

@@ -29,13 +29,15 @@ class Tensor:
 class Timeline:
     """tensors: in the order in which they are ready. atoms: of which the framework hands over several at once, in its order.
 
-    itemsize: bytes of a number. step: measured seconds of a step whose gradients are sent whole.
+    itemsize: bytes of a number. step: measured seconds of a step whose gradients are sent whole. waits: the framework waits
+    for each atom before it goes on.
     """
 
     tensors: tuple[Tensor, ...]
     atoms: tuple[tuple[str, ...], ...]
     itemsize: int
     step: float
+    waits: bool = False
 
     @property
     def numel(self) -> int:
@@ -53,7 +55,7 @@ class Costs:
 
     fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
     selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. spare: whether there is
-    another processor, for what is offloaded.
+    another processor, for what is offloaded. whole: the operation with which the framework sends gradients.
     """
 
     fabric: Fabric
@@ -63,14 +65,19 @@ class Costs:
     copy: Callable[[int], float]
     factor: float = 1.0
     spare: bool = True
+    whole: str = "all_reduce"
 
     def all_reduce(self, nbytes: int) -> float:
         """Of a sum of so many bytes; none, nothing."""
-        return self.factor * self.fabric.time("all_reduce", nbytes, self.ranks) if nbytes else 0.0
+        return self.message("all_reduce", nbytes)
 
     def all_gather(self, nbytes: int) -> float:
         """Of so many bytes of each rank; none, nothing."""
-        return self.factor * self.fabric.time("all_gather", nbytes, self.ranks) if nbytes else 0.0
+        return self.message("all_gather", nbytes)
+
+    def message(self, operation: str, nbytes: int) -> float:
+        """Of any operation."""
+        return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
 
     def corrected(self, measured: float, predicted: float, computed: float) -> "Costs":
         """With the factor with which a step would be predicted to take what it took.
@@ -100,10 +107,10 @@ class Load:
     early_reduce: float = 0.0
 
 
-def seconds(loads, interleaved: bool) -> float:
+def seconds(loads, interleaved: bool, waits: bool = False) -> float:
     """Of a step with these buffers: one thread computes, selects and writes, one link sends, in this order.
 
-    interleaved: a buffer's all-reduce leaves before anything is selected.
+    interleaved: a buffer's all-reduce leaves before anything is selected. waits: the thread goes on when all is written.
     """
     delay, link, arrived = 0.0, 0.0, []
     for load in loads:
@@ -116,8 +123,12 @@ def seconds(loads, interleaved: bool) -> float:
             link = max(link, ready + load.select) + load.gather
         else:
             link = max(link, ready + load.select) + load.reduce + load.gather
+        if waits:
+            delay = link + load.write - load.ready
         arrived.append(link)
     done = loads[-1].ready + delay
+    if waits:
+        return done
     for load, at in zip(loads, arrived, strict=True):
         done = max(done, at) + load.write
     return done

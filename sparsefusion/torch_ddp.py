@@ -17,7 +17,6 @@ class TorchDDP:
         self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
         self.parameters = _reduced(ddp)
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self.itemsize = min(p.element_size() for p in self.parameters.values())
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -42,8 +41,8 @@ class TorchDDP:
         """What DDP calls with each bucket, in its order."""
         flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        names = [self._names[id(p)] for p in bucket.parameters()]
-        gradients = {name: g.view(-1) for name, g in zip(names, bucket.gradients(), strict=True)}
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        gradients = {self._names[id(p)]: gradient.view(-1) for p, gradient in pairs}
         self._session.reduce(gradients, [flat], lambda: hooked["whole"].start(bucket))
         self._futures.append((future, flat))
         if bucket.is_last():
@@ -94,8 +93,6 @@ class _Whole:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 there = self._added_to.get(id(parameter)) == gradient.data_ptr()
                 gradient.div_(self._ranks) if there else gradient.mul_(1 / self._ranks)
-        elif self._divides:
-            flat.div_(self._ranks)
         else:
-            flat.mul_(1 / self._ranks)
+            flat.div_(self._ranks) if self._divides else flat.mul_(1 / self._ranks)
         return torch.distributed.all_reduce(flat, group=self._group, async_op=True)

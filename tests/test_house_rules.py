@@ -72,6 +72,12 @@ def test_packages_import_only_packages_to_their_left():
     assert_none([f"{at(path, node)} imports {rightward(path, node)}" for path, node in found if rightward(path, node)])
 
 
+def test_doors_are_thin():
+    """The adapters of frameworks translate, and do nothing else: fewer than 100 lines each."""
+    doors = [ROOT / "sparsefusion" / name for name in ("torch_ddp.py", "megatron_ddp.py", "deepspeed_engine.py")]
+    assert_none([f"{path}: {count} lines" for path in doors if (count := len(path.read_text().splitlines())) >= 100])
+
+
 def test_megatron_core_is_imported_in_two_files():
     assert_none(importers("megatron") - MEGATRON_FILES)
 

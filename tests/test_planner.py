@@ -93,8 +93,8 @@ def test_density_is_compensated_by_bytes():
             (ranks - 1) * 8 * 0.01 * 1e6 - 2 * (ranks - 1) / ranks * 4 * 4000
         )
     assert compensated(0.01, 50_000, 950_000, 2) == 0.005  # not below half
-    assert compensated(0.01, 4000, 996_000, 2, "elements") == pytest.approx(6000 / 996_000)
-    assert compensated(0.01, 50_000, 950_000, 2, "elements") == 0.001
+    assert compensated(0.01, 4000, 996_000, 2, "paper") == pytest.approx(6000 / 996_000)
+    assert compensated(0.01, 50_000, 950_000, 2, "paper") == 0.001
 
 
 def test_guard():
@@ -146,6 +146,50 @@ def test_a_step_played_out():
     assert seconds(loads, interleaved=False) == 32
     # the sum leaves at 10, ends at 15, the gather at 18; at 21, ends at 26, the gather at 29
     assert seconds(loads, interleaved=True) == 30
+
+
+def test_a_framework_that_waits_played_out():
+    """The second buffer's 20 s of backward begin when the first is written, at 20: ready at 30, sent from 32 until 40."""
+    loads = [Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)]
+    assert seconds(loads, interleaved=False, waits=True) == 41
+    # the first is sent from 10 until 18, and written at 19; the second is ready at 29, sent until 37, written at 38
+    assert seconds(loads, interleaved=True, waits=True) == 38
+
+
+def test_a_framework_that_waits_sends_each_atom():
+    given, price = timeline([100_000] * 6, 3), costs(alpha=1.0)
+    assert len(plan_of("layerwise", Wish(0.01), given, price).buffers) == 1
+    waiting = replace(given, waits=True)
+    assert len(plan_of("layerwise", Wish(0.01), waiting, price).buffers) == 3
+    for mode in ("layerwise", "dense"):
+        late, soon = (
+            predict(plan_of(mode, Wish(0.01), each, price), Wish(0.01), each, price) for each in (waiting, given)
+        )
+        assert late > soon
+
+
+def test_what_has_no_places_is_an_all_reduce():
+    """Random places are known everywhere, so on many ranks a message costs far less than all of theirs."""
+    points = [(1 << i, 1.0 + 1e-3 * (1 << i), 1.0 + 1e-3 * (1 << i)) for i in range(30)]
+    dear = [(n, 100 + s, 100 + s) for n, s, _ in points]
+    curves = (Curve.fit("all_reduce", 4, points), Curve.fit("all_gather", 4, dear))
+    price = replace(costs(ranks=4), fabric=Fabric(curves, {}))
+    given = timeline([100_000] * 4, 4, backward=10.0)
+    plans = [plan_of("layerwise", Wish(0.01, sparsifier=name), given, price) for name in ("randomk", "dgc")]
+    assert [len(plan.buffers) for plan in plans] == [4, 1]
+
+
+def test_a_framework_that_scatters_sums_is_predicted_so():
+    points = [(1 << i, 2.0, 2.0) for i in range(30)]
+    halves = [(n, s / 2, s / 2) for n, s, _ in points]
+    curves = [Curve.fit(name, 2, points) for name in ("all_reduce", "all_gather")]
+    price = replace(costs(), fabric=Fabric((*curves, Curve.fit("reduce_scatter", 2, halves)), {}))
+    given = timeline([100_000], 1)
+    took = [
+        predict(Plan("dense", "dgc", 0.01, "fp32", 2), Wish(0.01), given, replace(price, whole=whole))
+        for whole in ("all_reduce", "reduce_scatter")
+    ]
+    assert took[0] - took[1] == pytest.approx(1.0)
 
 
 def test_what_leaves_early():

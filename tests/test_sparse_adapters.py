@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused import Net, batch, force, pending, quiet, same_on_all_ranks, summed
+from fused import Net, batch, force, pending, plan, quiet, same_on_all_ranks, summed
+from sparsefusion import SparseFusion
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # and seconds, once here instead of in every forked rank
@@ -201,7 +202,7 @@ def test_what_megatron_skips_elsewhere_is_refused(ranks, world, monkeypatch):
         net = Net()
         net.last.weight.allreduce = False  # as experts' are marked
         ddp = megatron(monkeypatch, True, net=net)
-        with pytest.raises(ValueError, match="a loss scale does not work with Megatron's experts"):
+        with pytest.raises(ValueError, match="that skips steps does not work with Megatron's experts"):
             quiet(loss_scale=lambda: 1.0).attach(ddp)
         fusion = force(quiet().attach(ddp))
         megatron_step(ddp, 0, rank)
@@ -248,6 +249,94 @@ def test_megatron_goes_on_after_an_error(ranks, world, overlap, monkeypatch):
         megatron_step(ddp, 2, rank)
         assert same_on_all_ranks(main_grads(ddp).values())
         assert all(p.main_grad.isfinite().all() for p in ddp.module.parameters()) and fusion.state_dict()["step"] == 3
+
+    ranks(run, world)
+
+
+def with_early_units(ddp, ranks):
+    """An attached SparseFusion whose plan has the order in which Megatron's gradients are ready; vectors leave early."""
+    fusion = force(quiet().attach(ddp))
+    sizes = dict(reversed(fusion._session.sizes.items()))
+    fusion._session.plan = plan(sizes, ranks, mode="interleaved", early=True)
+    return fusion
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, monkeypatch):
+    """What it has sent early is not taken for the next one's: that is an error, and attaching again mends it."""
+
+    def run(rank):
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
+        fusion = with_early_units(ddp, world)
+        for step in range(2):
+            megatron_step(ddp, step, rank)
+
+        def fail(gradient):
+            raise KeyError("in the middle")
+
+        wrong = ddp.module.second.weight.register_hook(fail)
+        with pytest.raises(KeyError, match="in the middle"):
+            ddp.zero_grad_buffer()
+            ddp(batch(4, rank), True).square().mean().backward()
+        wrong.remove()
+        with pytest.raises(RuntimeError, match="comes again in step 2: a backward ended in the middle"):
+            megatron_step(ddp, 3, rank)
+        fusion.detach()
+        with_early_units(ddp, world)
+        megatron_step(ddp, 4, rank)
+        assert same_on_all_ranks(main_grads(ddp).values())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_megatron_sends_the_first_gradients_before_a_bucket_is_complete(ranks, world, monkeypatch):
+    """SSFusion-I's l': what is early leaves before the last bucket of its buffer is handed over."""
+
+    def run(rank):
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
+        session = with_early_units(ddp, world)._session
+        events, start, hand_over = [], session.reducer.start, session.reduce
+
+        def started(units, gradients, *others):
+            events.append(("start", set(gradients)))
+            return start(units, gradients, *others)
+
+        def handed_over(gradients, *others):
+            events.append(("bucket", set(gradients)))
+            return hand_over(gradients, *others)
+
+        monkeypatch.setattr(session.reducer, "start", started)
+        monkeypatch.setattr(session, "reduce", handed_over)
+        for step in range(3):
+            events.clear()
+            megatron_step(ddp, step, rank)
+        for buffer in session.plan.buffers:
+            early = {name for unit in buffer.units if unit.early for name in unit.names}
+            buckets = [i for i, (what, names) in enumerate(events) if what == "bucket" and names & set(buffer.names)]
+            assert early and events.index(("start", early)) < buckets[-1]
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world, overlap, monkeypatch):
+    """Without overlap all comes when backward is over: then all gradients are ready at once."""
+
+    def run(rank):
+        seen, planned = [], SparseFusion._planned
+        monkeypatch.setattr(
+            SparseFusion,
+            "_planned",
+            lambda self, timeline, *more: seen.append(timeline) or planned(self, timeline, *more),
+        )
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=overlap)
+        quiet(mode="layerwise").attach(ddp)
+        for step in range(5):
+            megatron_step(ddp, step, rank)
+        if rank == 0:
+            assert not seen[0].waits and (len({tensor.ready for tensor in seen[0].tensors}) == 1) != overlap
 
     ranks(run, world)
 
@@ -402,7 +491,7 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: True)
-    dtypes = [*accelerator.supported_dtypes(), torch.float16]
+    dtypes = list(dict.fromkeys([*accelerator.supported_dtypes(), torch.float16]))
     monkeypatch.setattr(accelerator, "supported_dtypes", lambda: dtypes)
 
     def run(rank):
@@ -440,11 +529,12 @@ def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, ki
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, deepspeed):
-    """ZeRO 0 reduces them; a SparseFusion that is attached afterwards knows them, and nothing of this one is left."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, stage, deepspeed):
+    """DeepSpeed reduces them; a SparseFusion that is attached afterwards knows them, and nothing of this one is left."""
 
     def run(rank):
-        made = engine(deepspeed, 0)
+        made = engine(deepspeed, stage)
         made.module.first.bias.requires_grad_(False)
         fusion = force(quiet().attach(made))
         engine_step(made, 0, rank)
@@ -454,6 +544,8 @@ def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, deep
         ):
             engine_step(made, 1, rank)
         fusion.detach()
+        if stage:  # DeepSpeed does not go on from the middle of a ZeRO 1 reduction
+            return
         made.zero_grad()
         force(quiet().attach(made))
         engine_step(made, 2, rank)

@@ -284,6 +284,30 @@ def test_skipped_steps_leave_no_trace(ranks, world):
     ranks(run, world)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_training_may_skip_what_is_not_finite_by_itself(ranks, world):
+    """on_nonfinite: skip-known without a loss scale leaves no trace; raise is an error also with one."""
+
+    def run(rank):
+        for options in ({"on_nonfinite": "skip-known"}, {"on_nonfinite": "raise", "loss_scale": lambda: 1.0}):
+            model = DDP(Net(), bucket_cap_mb=0.1)
+            fusion = force(quiet(**options).attach(model))
+            backward(model, 0, rank)
+            before = fusion.state_dict()["residuals"]
+            if rank == 0:
+                model.module.second.weight.register_hook(lambda g: g * math.inf)
+            if options["on_nonfinite"] == "raise":
+                with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight"):
+                    backward(model, 1, rank)
+                continue
+            backward(model, 1, rank)
+            assert not model.module.second.weight.grad.isfinite().all()
+            after = fusion.state_dict()["residuals"]
+            assert before and all(torch.equal(before[name], after[name]) for name in before)
+
+    ranks(run, world)
+
+
 def divided(world):
     """The calling rank's data group and model group, where two ranks share a model."""
     parts = [[rank for rank in range(world) if rank % 2 == part] for part in (0, 1)]
@@ -356,7 +380,9 @@ def test_what_a_framework_overwrites_was_looked_at(ranks, world):
     """Two atoms in the same memory, as ZeRO 1 has them; the first one overflows, so no residual may have gone."""
 
     def run(rank):
-        session = Session(Reducer(dist.group.WORLD), {"a": 9, "b": 9}, "cpu", holds=False, loss_scale=lambda: 1.0)
+        session = Session(
+            Reducer(dist.group.WORLD), {"a": 9, "b": 9}, "cpu", holds=False, loss_scale=lambda: 1.0, skips=True
+        )
         session.plan = Plan("dense", "dgc", 0.01, "fp32", world)
         session.restore(0, {name: torch.full((9,), 1.0 + rank) for name in "ab"})
         memory = torch.empty(9)

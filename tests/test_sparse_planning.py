@@ -68,7 +68,7 @@ def test_modules_that_are_divided_over_the_ranks_are_refused(ranks, world):
     def run(rank):
         mesh = init_device_mesh("cpu", (world,))
         for target in (fully_shard(Net(), mesh=mesh), FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))):
-            with pytest.raises(ValueError, match="this is .*FullySharded|FSDP.*, whose gradients are divided over"):
+            with pytest.raises(ValueError, match="this is .*(FullySharded|FSDP).*, whose gradients are divided over"):
                 quiet().attach(target)
 
     ranks(run, world)
@@ -99,7 +99,8 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
         ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
         ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
         ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
-        ({"budget": "money"}, "budget='money' is none of bytes, elements"),
+        ({"budget": "money"}, "budget='money' is none of bytes, paper"),
+        ({"on_nonfinite": "hope"}, "on_nonfinite='hope' is none of raise, skip-known"),
     ],
 )
 def test_wrong_options(options, why):

@@ -127,12 +127,12 @@ def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
 def test_a_plan_of_another_budget_is_not_kept(ranks, world):
     def run(rank):
         model = DDP(Net())
-        fusion = quiet(mode="selective", density=0.05, budget="elements").attach(model)
+        fusion = quiet(mode="selective", density=0.05, budget="paper").attach(model)
         for step in range(6):
             backward(model, step, rank)
         state = fusion.state_dict()
         fusion.detach()
-        for budget, kept in (("elements", True), ("bytes", False)):
+        for budget, kept in (("paper", True), ("bytes", False)):
             resumed = quiet(mode="selective", density=0.05, budget=budget).attach(model)
             resumed.load_state_dict(state)
             assert (resumed.plan == Plan.from_json(state["plan"])) == kept and resumed._decided == kept

@@ -95,6 +95,16 @@ def parts(draw):
     return [m[0].clone() for m in made], [m[1].clone() for m in made], draw(st.integers(1, sum(sizes)))
 
 
+@pytest.mark.parametrize("k", [17_000, 18_000, 18_432, 19_999])
+def test_nearly_all_numbers(k):
+    """Where a sample has hardly enough numbers to say what k of all reach."""
+    gradient, residual = numbers("heavy", 40_000, 0).view(2, -1)
+    total = gradient + residual
+    values, places = take_ref("dgc", [gradient], [residual], k)
+    assert torch.equal(values.abs().sort().values, total.abs().topk(k).values.sort().values)
+    assert torch.equal(total[places.long()], values)
+
+
 @needs_c
 @settings(max_examples=60, deadline=None)
 @given(parts(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([1.0, 0.25]))
