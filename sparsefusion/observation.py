@@ -4,6 +4,7 @@ Seconds are means over the ranks, so that all of them plan alike.
 """
 
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -177,10 +178,12 @@ class Sampled:
     def time(self, operation: str, nbytes: int, ranks: int) -> float:
         """Seconds."""
         points = self.points[operation]
-        (small, before), (large, after) = points[-2:]
-        if nbytes > large:
-            return after + max(0.0, (after - before) / (large - small)) * (nbytes - large)
-        return float(np.interp(nbytes, *zip(*points, strict=True)))
+        if nbytes <= points[0][0]:
+            return points[0][1]
+        end = min(bisect_left(points, (nbytes,)), len(points) - 1)
+        (small, before), (large, after) = points[end - 1], points[end]
+        slope = (after - before) / (large - small)
+        return after + (slope if nbytes <= large else max(0.0, slope)) * (nbytes - large)
 
 
 def _selecting(numel, dtype, density, sparsifier, device) -> float:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -149,5 +150,10 @@ class Plan:
 
 def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
     """Bytes of `count` selected values of gradients of that itemsize in a format; its blocks are filled up."""
-    format = wire_format(wire, torch.float64 if itemsize == 8 else torch.float32)
+    format = _format(wire, itemsize == 8)
     return format.nbytes(padded(count, format.block))
+
+
+@cache
+def _format(wire, double):
+    return wire_format(wire, torch.float64 if double else torch.float32)

@@ -6,6 +6,7 @@ are functions of their arguments alone: ranks that are given the same numbers ge
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from .fusion_cuts import find_opt_fusion
 from .plan import AS_THEY_COME, Buffer, Plan, Unit, value_bytes
@@ -49,18 +50,19 @@ def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
 def plans_of(modes, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> dict[str, Plan]:
     """{mode: plan} of modes (of MODES, but auto). early: gradients may be sent before their atom is complete."""
     fused = _fused(wish, timeline, costs) if set(modes) - set(AS_THEY_COME) else []
-    return {mode: _plan_of(mode, fused, wish, timeline, costs, early) for mode in modes}
+    chosen = cache(lambda interleaved: _selective(fused, wish, timeline, costs, interleaved))
+    return {mode: _plan_of(mode, fused, chosen, wish, timeline, costs, early) for mode in modes}
 
 
-def _plan_of(mode, buffers, wish, timeline, costs, early) -> Plan:
-    """buffers: fused, all of them sparse."""
+def _plan_of(mode, buffers, chosen, wish, timeline, costs, early) -> Plan:
+    """buffers: fused, all of them sparse; chosen(interleaved): of which some units go whole."""
     empty = Plan(mode, wish.sparsifier, wish.density, wish.wire, costs.ranks)
     if mode in AS_THEY_COME:
         return empty
     if mode == "bucket":
         buffers = [_joined(buffer, wish, timeline.by_name()) for buffer in buffers]
     elif mode != "layerwise":
-        buffers = _selective(buffers, wish, timeline, costs, mode == "interleaved")
+        buffers = chosen(mode == "interleaved")
     if mode == "interleaved" and early:
         buffers = _early(buffers, wish, timeline, costs)
     plan = replace(empty, buffers=tuple(buffers))
@@ -134,6 +136,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
     def compute(i, j):
         return max(0.0, ready[j - 1] - (ready[i - 1] if i else 0.0)) + selecting[j] - selecting[i]
 
+    @cache
     def send(i, j):
         return _exchange(sent[j] - sent[i], wish, timeline.itemsize, costs)
 
