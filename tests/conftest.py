@@ -1,5 +1,6 @@
 """One thread, no network, no third-party chatter; the `ranks` fixture; `full` tests only with --full."""
 
+import gc
 import os
 import signal
 
@@ -25,6 +26,12 @@ if (
 def ranks():
     """ranks(function, world_size, *args, timeout=60): the results of function(rank, *args) on forked gloo ranks."""
     return run_ranks
+
+
+def pytest_collection_finish():
+    """What has been imported stays: no collection of garbage looks through it again, neither here nor in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):
