@@ -32,7 +32,7 @@ def decoded(rank, directory, dtype):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
     config = megatron_ssm.Config.read(oracle(name).directory)

@@ -27,7 +27,7 @@ FEW = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):

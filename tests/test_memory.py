@@ -38,7 +38,7 @@ def of_rank(rank, directory, dtype):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_weights_and_cache(name, world_size, oracle, ranks):
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = ranks(of_rank, world_size, oracle(name).directory, dtype)[0]
