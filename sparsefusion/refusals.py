@@ -36,10 +36,10 @@ def refuse_megatron(ddp) -> None:
 
 def refuse_partly_skipped(ddp, session) -> None:
     """One of Megatron's that skips steps for gradients that the session does not see."""
-    if session.skips and ddp.expert_parallel_bucket_groups:
+    if (session.skips or session.loss_scale) and ddp.expert_parallel_bucket_groups:
         raise ValueError(
-            "SparseFusion that skips steps does not work with Megatron's experts: a step that overflows in theirs is "
-            "skipped, and what was sent of the others in it would be lost"
+            "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
+            "in theirs is skipped, and what was sent of the others in it would be lost"
         )
 
 

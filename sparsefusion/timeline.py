@@ -68,15 +68,11 @@ class Costs:
     whole: str = "all_reduce"
 
     def all_reduce(self, nbytes: int) -> float:
-        """Of a sum of so many bytes; none, nothing."""
+        """Of a sum of so many bytes."""
         return self.message("all_reduce", nbytes)
 
-    def all_gather(self, nbytes: int) -> float:
-        """Of so many bytes of each rank; none, nothing."""
-        return self.message("all_gather", nbytes)
-
     def message(self, operation: str, nbytes: int) -> float:
-        """Of any operation."""
+        """Of any operation, in its own meaning of bytes (`Fabric.time`); none, nothing."""
         return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
 
     def corrected(self, measured: float, predicted: float, computed: float) -> "Costs":
@@ -125,10 +121,9 @@ def seconds(loads, interleaved: bool, waits: bool = False) -> float:
             link = max(link, ready + load.select) + load.reduce + load.gather
         if waits:
             delay = link + load.write - load.ready
-        arrived.append(link)
+        else:
+            arrived.append((link, load.write))
     done = loads[-1].ready + delay
-    if waits:
-        return done
-    for load, at in zip(loads, arrived, strict=True):
-        done = max(done, at) + load.write
+    for at, write in arrived:
+        done = max(done, at) + write
     return done

@@ -202,8 +202,12 @@ def test_what_megatron_skips_elsewhere_is_refused(ranks, world, monkeypatch):
         net = Net()
         net.last.weight.allreduce = False  # as experts' are marked
         ddp = megatron(monkeypatch, True, net=net)
-        with pytest.raises(ValueError, match="that skips steps does not work with Megatron's experts"):
-            quiet(loss_scale=lambda: 1.0).attach(ddp)
+        scaled, skips = {"loss_scale": lambda: 1.0}, {"on_nonfinite": "skip-known"}
+        for options in (scaled, skips, scaled | {"on_nonfinite": "raise"}):
+            with pytest.raises(
+                ValueError, match="a loss scale, or skipped steps, does not work with Megatron's experts"
+            ):
+                quiet(**options).attach(ddp)
         fusion = force(quiet().attach(ddp))
         megatron_step(ddp, 0, rank)
         assert same_on_all_ranks(main_grads(ddp).values()) and "last.weight" not in fusion.state_dict()["residuals"]
