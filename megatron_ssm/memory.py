@@ -28,13 +28,15 @@ CUDA_SSD_CHUNK = 256  # tokens for which mamba_chunk_scan_combined keeps a state
 class Memory:
     """Bytes on the rank that has most: one of `ranks` that share a model of `itemsize` bytes per number.
 
-    on_cuda: by mamba-ssm's and causal-conv1d's kernels.
+    on_cuda: by mamba-ssm's and causal-conv1d's kernels. amx: on a CPU with AMX, where torch's attention in 16 bits works on
+    copies of keys and values.
     """
 
     config: Config
     ranks: int = 1
     itemsize: int = 2
     on_cuda: bool = False
+    amx: bool = False
 
     def __post_init__(self):
         self.config.check_ranks(self.ranks)
@@ -148,9 +150,10 @@ class Memory:
         q, kv = (heads // self.ranks * shared.head_dim for heads in (shared.heads, shared.kv_heads))
         mlp, low = shared.feed_forward_size // self.ranks, shared.adapter_rank
         turned = q + kv if shared.rope_theta else 0
+        copied = 2 * q if self.amx and self.itemsize == 2 else 0
         numbers = {
             "shared norm": 4 * H,
-            "attention": 2 * H + 2 * q + 2 * kv + turned,
+            "attention": 2 * H + 2 * q + 2 * kv + turned + copied,
             "attention's adapters": 2 * H + 3 * (q + 2 * kv) + 3 * low if shared.attention_adapters else 0,
             "MLP": H + 4 * mlp,
             "MLP's adapter": 2 * H + 4 * mlp + low if low else 0,

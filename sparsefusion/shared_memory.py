@@ -8,7 +8,7 @@ import ctypes
 import os
 import time
 import weakref
-from functools import cache
+from functools import cache, wraps
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,21 @@ def connect(group, timeout=None, library=None, wanted=True):
     return SharedMemory(library.functions, memory, watch, group.rank(), seconds), ""
 
 
+def _untraced(method):
+    """torch.compiler.disable(method), made when torch first compiles: it imports torch._dynamo, which takes two seconds."""
+    made = {}
+
+    @wraps(method)
+    def call(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if "disabled" not in made:
+            made["disabled"] = torch.compiler.disable(method)
+        return made["disabled"](*args, **kwargs)
+
+    return call
+
+
 class SharedMemory:
     """Memory that the ranks of one machine share; made by `connect`, used by one thread at a time.
 
@@ -95,7 +110,7 @@ class SharedMemory:
         functions.shared_memory_attach(channel, ctypes.addressof(view), rank, self.size, SPINS, self._report)
         self._close = weakref.finalize(self, _release, self._leave, channel, [memory, view], watch, os.getpid())
 
-    @torch.compiler.disable
+    @_untraced
     def all_reduce(self, tensor, format="fp32", counter=None, exact=None, op="sum"):
         """The sum of every rank's `tensor`: a new tensor of its shape and dtype, equal bit for bit on all ranks.
 
@@ -136,7 +151,7 @@ class SharedMemory:
             self._count(counter, format, _bytes_on_wire(tensors, format))
         return tuple(totals) if exact is not None else totals[0]
 
-    @torch.compiler.disable
+    @_untraced
     def all_gather(self, tensor, counter=None) -> torch.Tensor:
         """Every rank's `tensor`, of any dtype, in rank order, on every rank: shape (P, *tensor.shape)."""
         _check_place(tensor)

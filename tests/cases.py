@@ -5,6 +5,7 @@ from functools import cache, cached_property
 
 import pytest
 import torch
+from chosen import by_default
 
 from hf import SMALL, hf_model, precisely
 from megatron_ssm.families import hf_shapes
@@ -63,8 +64,8 @@ CASES = {
     "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, time_step_min=1e-9)),
 }
 
-RARE = ("falcon-wider", "zamba-8-heads", "zamba2-grouped-rope-1-use", "zamba2-no-attention")  # only with --full
-MARKED = [pytest.param(name, marks=pytest.mark.full) if name in RARE else name for name in CASES]
+RARE = ("falcon-wider", "zamba-8-heads", "zamba2-grouped-rope-1-use", "zamba2-no-attention")
+MARKED = by_default(CASES.keys() - set(RARE), CASES)
 
 # Largest error of fp32 logits whose standard deviation is 1 to 4; and the shortest piece of a prompt that equals a
 # one-shot prefill to that: a single token that continues a sequence is not clamped to time_step_limit, which Zamba2 has.

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ FEW = (
 
 @pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+@pytest.mark.parametrize("name", by_default(FEW, CASES))
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):
     """In one file, and in several (from which it is loaded once more); transformers reads them to the same logits."""
     oracle = oracle(name, dtype)

@@ -325,6 +325,12 @@ for line in ("--help", "generate --help", "generate --modle x --prompt x", "gene
 """
 
 
+def test_a_model_loads_no_compiler():
+    """torch._dynamo takes as long to import as all of torch."""
+    line = "import sys, megatron_ssm.generation, sparsefusion.sparse_fusion; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_help_and_errors_of_flags_load_no_torch():
     result = subprocess.run([sys.executable, "-c", NO_TORCH], cwd=ROOT, capture_output=True, text=True, timeout=60)
     lines = [line for line in result.stderr.splitlines() if not line.startswith("megatron_ssm")]

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
@@ -39,7 +40,7 @@ MODELS = {  # name: (family, changes)
 }  # fmt: skip
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.full) if name == "zamba-8-heads-untied" else name for name in MODELS]
+NAMES = by_default(MODELS.keys() - {"falcon", "mamba2-4-groups", "zamba-1-head", "zamba-8-heads-untied"}, MODELS)
 
 
 def groups_of(name):
@@ -153,7 +154,7 @@ def sent_of(messages, tp):
 
 
 SOME = ("mamba", "mamba2-1-group", "zamba2-2-groups-biases")
-SOMETIMES = [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+SOMETIMES = by_default(SOME, MODELS)
 
 
 @worlds

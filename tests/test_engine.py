@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from chosen import by_default
 
 from megatron_ssm import Engine, generate, load
 from megatron_ssm.decoding import PLANS
 from megatron_ssm.request import Request
 from megatron_ssm.text import load_tokenizer
-from serving import VOCAB, checkpoint, families, ids, on_ranks
+from serving import FAMILIES, VOCAB, checkpoint, families, ids, on_ranks
 
 worlds = pytest.mark.parametrize("world", (1, 2))
 
@@ -121,7 +122,7 @@ def played(model, settings, arrivals):
 
 
 @worlds
-@families
+@pytest.mark.parametrize("family", by_default(("mamba", "mamba2", "zamba2"), FAMILIES))
 def test_a_request_is_continued_as_if_alone(ranks, world, family):
     run_scenarios(ranks, world, checkpoint(family), range(3))
 

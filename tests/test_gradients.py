@@ -114,7 +114,7 @@ def test_every_gradient_in_fp32(ranks, tp, name, oracle):
     assert ours <= 2.5 * theirs
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", FEW)
 def test_gradients_through_whole_logits(ranks, tp, name, oracle):
     """model(ids) gathers the logits on every rank; each rank then computes the same loss of them."""

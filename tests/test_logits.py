@@ -294,7 +294,7 @@ def float64_logits(oracle, group=None):
             return torch.cat([model(oracle.ids), decoded, model(oracle.ids, mask)[:, 7:]], dim=1)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", (*BIASED, "mamba2-4-groups"))
 def test_float64_is_float64_throughout(ranks, tp, name, oracle):
     """Every operation is, loss and backward included; then TP N equals our own TP 1 to 1e-10."""

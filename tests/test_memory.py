@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from torch.profiler import ProfilerActivity, profile
 
 import megatron_ssm
@@ -58,13 +59,19 @@ def peak(rank, directory, dtype):
         model(ids, cache=model.new_cache(BATCH, PROMPT), logits_to_keep=1)
     events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
     given = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return max(given), Memory(model.config, dist.get_world_size(), dtype.itemsize).prefill(BATCH, PROMPT)
+    memory = Memory(model.config, dist.get_world_size(), dtype.itemsize, amx=torch.cpu._is_amx_tile_supported())
+    return max(given), memory.prefill(BATCH, PROMPT)
+
+
+MULTIPLIES_BF16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="torch copies 16-bit numbers where the CPU does not multiply them"
+)
 
 
 @pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=MULTIPLIES_BF16)), ids=str)
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, WIDE))
 def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
     """Of many more tokens than are summed, or brought to another type, at once."""
     for module, constant in ((layers, "PIECE"), (weights, "NUMBERS")):

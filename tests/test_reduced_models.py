@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
@@ -36,9 +37,7 @@ AMPLIFIES = {"zamba2": 3}  # rounding, more than the others
 # Each kind of mixer, and both shared blocks.
 FEW = ("mamba", "falcon", "mamba2-1-group", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group")
 cells = pytest.mark.parametrize("tp", (2, 4))
-models = pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in CASES]
-)
+models = pytest.mark.parametrize("name", by_default(FEW, CASES))
 
 
 def bound(name, format):

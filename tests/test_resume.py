@@ -175,7 +175,7 @@ def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
         ((2, 1), 4, 1, "mamba", 9),  # 5 + 4 rows of the vocabulary, then 3 + 3 + 3 + 0
         ((4, 1), 2, 2, "mamba2 untied", 9),
         pytest.param((2, 1), 4, 1, "zamba", 61, marks=pytest.mark.full),
-        ((1, 1), 2, 1, "zamba2 untied", 9),
+        pytest.param((1, 1), 2, 1, "zamba2 untied", 9, marks=pytest.mark.full),
     ],
 )
 def test_another_layout(ranks, tmp_path, before, tp, dp, model, vocab):
@@ -201,7 +201,7 @@ def test_every_other_layout(ranks, tmp_path, before, tp, dp, model):
         (4, 1, "mamba2 groups", 61),
         (4, 1, "mamba2 untied", 2),
         (2, 1, "zamba2 untied", 61),
-        (4, 1, "zamba", 61),
+        pytest.param(4, 1, "zamba", 61, marks=pytest.mark.full),
     ],
 )
 def test_entries_are_whole_and_unpadded(ranks, tmp_path, tp, dp, model, vocab):

@@ -92,7 +92,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("world_size, least", ((6, 2), (8, 2), (9, 3)))
+@pytest.mark.parametrize("world_size, least", ((6, 2), pytest.param(8, 2, marks=pytest.mark.full), (9, 3)))
 def test_some_points_of_more(world_size, least, ranks):
     """Grids of so many rows and columns, where directions cannot be mistaken; and others that share heads."""
     chosen = [
@@ -147,7 +147,7 @@ def test_overlap_makes_no_difference(world_size, rows, cols, ulysses, dtype, lar
             assert (ours - theirs).nan_to_num().abs().max() <= largest
 
 
-@pytest.mark.parametrize("world_size, count", ((4, 2), (6, 2), (8, 2), (6, 3)))
+@pytest.mark.parametrize("world_size, count", ((4, 2), (6, 2), pytest.param(8, 2, marks=pytest.mark.full), (6, 3)))
 def test_disjoint_groups_at_once(world_size, count, ranks):
     """None of them is the world; each has its own problem, and its own grid at every time."""
     size = world_size // count

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from directories import edit_config
@@ -97,7 +98,7 @@ def check_cases(ranks, world, family, seeds, **options_of_ranks):
 
 
 @pytest.mark.parametrize("world", (1, 2))
-@families
+@pytest.mark.parametrize("family", by_default(("mamba", "zamba2"), FAMILIES))
 def test_random_arguments(ranks, world, family):
     check_cases(ranks, world, family, TELLING)
 
@@ -231,7 +232,7 @@ def test_what_a_config_json_asks_for_and_is_not_implemented(tmp_path):
 
 
 @pytest.mark.parametrize("world", (1, 2))
-@families
+@pytest.mark.parametrize("family", by_default(("mamba", "zamba2"), FAMILIES))
 def test_without_a_mask_padding_on_the_left_is_found(ranks, world, family):
     """Where the pad id is no eos; else it is a token like others."""
     directory, prompts = checkpoint(family), words(3, seed=14).clamp(min=1)
@@ -246,7 +247,7 @@ def test_without_a_mask_padding_on_the_left_is_found(ranks, world, family):
 
 
 @pytest.mark.parametrize("world", (1, 2))
-@families
+@pytest.mark.parametrize("family", by_default(("mamba", "zamba2"), FAMILIES))
 def test_a_pad_id_that_is_no_padding(ranks, world, family):
     """Within a row, or at its right: with a mask that says so it is a token like others; without one it is an error."""
     directory, prompts = checkpoint(family), words(3, seed=14).clamp(min=1)

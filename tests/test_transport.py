@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
@@ -162,7 +163,7 @@ IN_C = {"mamba": (2, 2), "mamba2-1-group": (1, 1), "mamba2-2-groups": (1, 0), "z
 
 @worlds
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("format", ("fp32", "fp16", "bf16", "int8", "auto"))
+@pytest.mark.parametrize("format", by_default(("fp32", "int8"), ("fp32", "fp16", "bf16", "int8", "auto")))
 def test_sums_while_decoding(ranks, tp, name, format, place):
     """C does them where layers follow one another; oracle: each layer called by itself, and its sums by Python."""
     directory, in_c = place(name), IN_C[name][tp > 2]
