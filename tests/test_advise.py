@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from cases import CASES, oracle
+from cases import MARKED, oracle
 from megatron_ssm.advise import decoding_shape
 
 __all__ = ["oracle"]
@@ -33,7 +33,7 @@ def decoded(rank, directory, dtype):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MARKED)
 def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
     config = megatron_ssm.Config.read(oracle(name).directory)
     shape = decoding_shape(name, config, world_size, dtype.itemsize, LENGTH)

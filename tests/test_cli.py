@@ -110,6 +110,7 @@ def test_two_local_ranks_print_the_same_text(directory):
     assert answer(*all_of_it(directory), "--tp", 2) == answer(*all_of_it(directory))
 
 
+@pytest.mark.full
 def test_torchrun_replicas_are_silent(directory, tmp_path):
     """Also about what every one of them sees in config.json."""
     copy = shutil.copytree(directory, tmp_path / "copy")
@@ -285,7 +286,7 @@ def smaller_than_its_tokenizer(directory):
 @pytest.mark.parametrize(
     "harm,pattern",
     [
-        (without_tokenizer, r".*/harmed/tokenizer\.json does not exist"),
+        pytest.param(without_tokenizer, r".*/harmed/tokenizer\.json does not exist", marks=pytest.mark.full),
         (truncated, r".*/harmed/model\.safetensors is not a whole safetensors file .*"),
         (smaller_than_its_tokenizer, "the tokenizer is larger than the model: id 256, vocab_size 256"),
     ],

@@ -9,7 +9,7 @@ from chosen import by_default
 from torch.profiler import ProfilerActivity, profile
 
 import megatron_ssm
-from cases import CASES, SEQ, oracle
+from cases import MARKED, SEQ, oracle
 from hf import hf_model
 from megatron_ssm import kernels, layers, weights
 from megatron_ssm.memory import Memory
@@ -38,7 +38,7 @@ def of_rank(rank, directory, dtype):
     return (weights, model.new_cache(3, SEQ).nbytes), (memory.weights, memory.cache(3, SEQ))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_weights_and_cache(name, world_size, oracle, ranks):
     for dtype in (torch.float32, torch.bfloat16):

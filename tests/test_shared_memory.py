@@ -318,7 +318,7 @@ def test_calls_of_all_kinds_and_sizes_one_after_the_other(ranks, world, seed):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_ten_thousand_calls(ranks, world):
     """Also with more ranks than processors."""
 

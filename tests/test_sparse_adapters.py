@@ -437,7 +437,7 @@ def test_deepspeed_in_halves(ranks, world, deepspeed, stage):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("flushed", [False, True])
 def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage, flushed):
@@ -486,7 +486,7 @@ def test_deepspeed_resumes_bitwise(ranks, world, deepspeed, stage):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monkeypatch):
     """fp16: residuals do not notice steps that DeepSpeed skips (it thinks that no CPU has fp16).

@@ -19,7 +19,7 @@ from sparsefusion.session import Session
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_dense_is_ddps_own(ranks, world, view, batched):

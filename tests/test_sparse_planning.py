@@ -129,7 +129,7 @@ def test_a_static_graph_and_checkpointed_activations(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_what_ddp_ignores_is_left_alone(ranks, world):
     def run(rank):
         net = Net()
@@ -147,7 +147,7 @@ def test_what_ddp_ignores_is_left_alone(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_what_is_frozen_after_ddp_was_built(ranks, world):
     """DDP goes on reducing it."""
 

@@ -122,7 +122,7 @@ def pending_of(ranks, directory, replicas):
     return {name: sum(each[name] for each in found) / replicas for name in found[0]}
 
 
-@pytest.mark.parametrize("dp", [3, 2])
+@pytest.mark.parametrize("dp", [3, pytest.param(2, marks=pytest.mark.full)])
 def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
     pending = pending_of(ranks, tmp_path, 5 - dp)
 
@@ -137,7 +137,7 @@ def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
             assert torch.allclose(residual, pending[name], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_sends_all_applies_what_is_pending(ranks, tmp_path, dp):
     """Once: also the gradients of one replica, which sends nothing."""
     pending = pending_of(ranks, tmp_path, 3)

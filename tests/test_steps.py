@@ -52,7 +52,7 @@ ALIKE = [
 
 
 @pytest.mark.parametrize("tp", (1, 2))
-@pytest.mark.parametrize("options", (dict(), dict(dtype=torch.bfloat16)), ids=str)
+@pytest.mark.parametrize("options", (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full)), ids=str)
 @pytest.mark.parametrize("family, changes", [*ALIKE, ("mamba2", dict(n_groups=1))])
 def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path):
     """Oracle: the same model with its layers called, as hooks make it."""

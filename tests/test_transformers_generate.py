@@ -136,7 +136,7 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_defaults(ranks, world):
     """20 new tokens, the checkpoint's eos: those of config.json where no generation_config.json says otherwise."""
     directory, prompts = checkpoint("zamba2"), words(3)
@@ -195,7 +195,7 @@ IN_CONFIG = [  # in config.json, where old checkpoints have them
 ]
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_generation_fields_of_a_config_json(ranks, world, tmp_path):
     """Are honoured where there is no generation_config.json, and overruled by one."""
     directories, prompts = [tmp_path / str(i) for i in range(len(IN_CONFIG))], words(3)

@@ -58,7 +58,7 @@ def everything(model):
 
 @worlds
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", by_default((torch.float64,), (torch.float64, torch.bfloat16)), ids=str)
 def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
     directory = place(name)
 
