@@ -1,6 +1,5 @@
 """`SparseFusion`: sending fewer gradient bytes, attached to somebody else's data parallelism."""
 
-import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -17,10 +16,9 @@ from .reducer import Reducer
 from .refusals import refuse_sparse_gradients
 from .session import Session, usual_dtype
 from .states import VERSION, checked_states, mean_residuals
-from .trial import MOST, Trial
+from .trial import Trial, contestants
 from .warmup import DensityWarmup
 
-CLOSE = 1.3  # auto tries plans that are predicted to take at most this many times the best one's seconds
 BUDGETS = ("bytes", "paper")
 ON_NONFINITE = ("raise", "skip-known")
 ATTACHED = "_sparsefusion"
@@ -221,11 +219,8 @@ class SparseFusion:
         """
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
-        order = sorted(plans, key=lambda mode: seconds[mode])
-        if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
-            order.remove("offload")  # which is the same, by a detour, without another processor
-        close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]][:MOST]
-        session.plan = plans[order[0]]
+        close = contestants(seconds)
+        session.plan = plans[close[0]]
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step + 1
         if self.density_warmup and any(plans[mode].buffers for mode in close):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
-MOST = 4  # plans that take turns
+MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
 BEHIND = 0.25  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
 SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
@@ -18,6 +18,18 @@ SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds
 def longest() -> int:
     """Steps of the longest trial."""
     return MOST * ROUNDS * STEPS
+
+
+def contestants(seconds) -> list[str]:
+    """The modes whose plans take turns, by the predictions {mode: seconds}, the best one first.
+
+    dense takes part if it is close: by its seconds of another time the others could not be judged.
+    """
+    order = sorted(seconds, key=seconds.get)
+    if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
+        order.remove("offload")  # which is the same, by a detour, without another processor
+    close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]]
+    return [*close[: MOST - 1], "dense"] if "dense" in close[MOST:] else close[:MOST]
 
 
 class Trial:

@@ -7,7 +7,18 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion import trial
-from sparsefusion.trial import ROUNDS, STEPS, Trial
+from sparsefusion.trial import ROUNDS, STEPS, Trial, contestants
+
+
+def test_contestants():
+    """The four best of those that are close, and dense if it is."""
+    order = dict(bucket=1.0, interleaved=1.01, layerwise=1.1, offload=1.12, selective=1.2, dense=1.25, fp16=1.31)
+    assert contestants(order) == ["bucket", "interleaved", "layerwise", "dense"]
+    assert contestants(order | {"dense": 1.05}) == ["bucket", "interleaved", "dense", "layerwise"]
+    assert contestants(order | {"dense": 1.4}) == ["bucket", "interleaved", "layerwise", "offload"]
+    assert contestants(order | {"dense": 1.4, "offload": 1.2}) == ["bucket", "interleaved", "layerwise", "selective"]
+    assert contestants({"dense": 1.0, "fp16": 1.31}) == ["dense"]
+    assert contestants({"layerwise": 2.0}) == ["layerwise"]
 
 
 def tried(monkeypatch, tale, dense=1.0, after=0):
