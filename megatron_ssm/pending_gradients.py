@@ -7,6 +7,8 @@ import torch
 
 from sparsefusion.states import mean_residuals
 
+from .training_checkpoint import on_every_rank
+
 NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
 
@@ -31,9 +33,22 @@ def read_pending(directory: Path, trainer) -> None:
     """Go on from the files of a run with as many tensor-parallel ranks, and any number of replicas.
 
     A `training.Trainer` that sends sparsely goes on as they did, or from their mean; another adds the mean to its next
-    gradients. ValueError: there are none; another number of tensor-parallel ranks; a file that is missing, damaged or of
-    another model.
+    gradients. ValueError on every rank: there are none; another number of tensor-parallel ranks; a file that is missing,
+    damaged or of another model.
     """
+    failed = f"cannot resume from {directory}"
+    found = on_every_rank(lambda: _found(directory, trainer), failed, ValueError)
+    if trainer.fusion is None:
+        trainer.unsent = mean_residuals(found, trainer.model.device)
+        return
+    try:
+        trainer.fusion.load_state_dict(found)
+    except ValueError as error:
+        raise ValueError(f"{failed}: {error}") from None
+
+
+def _found(directory, trainer) -> dict | list[dict]:
+    """This rank's state, if there were as many replicas and they send sparsely, else the list of all of its replicas'."""
     layout, groups = _layout(directory), trainer.groups
     if layout is None:
         raise ValueError(f"{directory} has no pending gradients")
@@ -47,12 +62,9 @@ def read_pending(directory: Path, trainer) -> None:
     def state(replica):
         return _read(_file(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
 
-    if trainer.fusion is None:
-        trainer.unsent = mean_residuals([state(replica) for replica in range(replicas)], trainer.model.device)
-    elif replicas == groups.data_ranks:
-        trainer.fusion.load_state_dict(state(groups.data_rank))
-    else:
-        trainer.fusion.load_state_dict([state(replica) for replica in range(replicas)])
+    if trainer.fusion is not None and replicas == groups.data_ranks:
+        return state(groups.data_rank)
+    return [state(replica) for replica in range(replicas)]
 
 
 def _layout(directory) -> tuple[int, int] | None:

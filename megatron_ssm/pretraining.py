@@ -31,7 +31,6 @@ from .training_checkpoint import (
     find_checkpoints,
     load_training,
     newest_checkpoint,
-    on_every_rank,
     save_training,
     saved_decay_steps,
     set_aside,
@@ -67,7 +66,7 @@ def pretrain(options: Options) -> None:
             report.say_decay(saved_decay_steps(found[0]))
             load_training(*found, model, trainer.optimizer)
             if has_pending(found[0]):
-                on_every_rank(lambda: read_pending(found[0], trainer), f"cannot resume from {found[0]}", ValueError)
+                read_pending(found[0], trainer)
         else:
             set_aside(out / "checkpoints")
         done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)

@@ -203,19 +203,20 @@ def _nothing():
     pass
 
 
-def on_every_rank(action, failed: str, kind=Failure) -> None:
-    """Run `action` on all ranks; the first one's OSError, or `kind`, is a `kind` of one line on every rank."""
-    error = None
+def on_every_rank(action, failed: str, kind=Failure):
+    """What `action` returns, on all ranks; the first one's OSError, or `kind`, is a `kind` of one line on every rank."""
+    found = error = None
     try:
-        action()
+        found = action()
     except (OSError, kind) as reason:
         error = f"{failed}: {_one_line(reason)}"
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
-    if found := next(filter(None, errors), None):
-        raise kind(found)
+    if first := next(filter(None, errors), None):
+        raise kind(first)
+    return found
 
 
 def _one_line(error) -> str:

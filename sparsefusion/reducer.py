@@ -18,7 +18,7 @@ from .quantize import at_least_fp32, padded, wire_format
 from .selection import add_at, residual_like, take
 from .sparsify import random_places
 
-PEEK = 64  # numbers of a gradient, one of which is hardly ever 0 in all
+PEEK = 64  # numbers all over a gradient, one of which is hardly ever 0 in all
 
 
 @dataclass
@@ -108,7 +108,11 @@ class Reducer:
             self._before[name] = residual.clone()
 
     def _select_all(self, units, gradients, scale) -> list[Selected]:
-        later = [self._worker.submit(self.select, u, gradients, scale) if u.offload else None for u in units]
+        apart = [u.offload and not gradients[u.names[0]].is_cuda for u in units]  # there, the thread has another stream
+        later = [
+            self._worker.submit(self.select, u, gradients, scale) if there else None
+            for u, there in zip(units, apart, strict=True)
+        ]
         now = [None if future else self.select(u, gradients, scale) for u, future in zip(units, later, strict=True)]
         return [future.result() if future else found for found, future in zip(now, later, strict=True)]
 
@@ -310,7 +314,7 @@ def _of_unused(given, places) -> torch.Tensor | None:
 
 def _is_zero(gradient) -> bool:
     """Whether no number of it is anything else: the parameter was not used."""
-    return not (gradient[:PEEK].any() or gradient.any())
+    return not (gradient[:: -(-len(gradient) // PEEK) or 1].any() or gradient.any())
 
 
 def _within(values, format, ranks):

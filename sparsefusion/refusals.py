@@ -4,11 +4,14 @@ import torch
 from torch import nn
 
 
-def refuse_sparse_gradients(module) -> None:
-    """ValueError: gradients without a fixed size."""
+def refuse_gradients(module, parameters) -> None:
+    """ValueError: gradients without a fixed size, or of complex numbers. parameters: {name: parameter}."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ValueError(f"{name} has sparse=True: SparseFusion selects from whole gradients")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(f"{name} is of {parameter.dtype}: SparseFusion selects from real numbers")
 
 
 def refuse_ddp(ddp) -> None:

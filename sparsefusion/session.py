@@ -95,8 +95,8 @@ class Session:
 
     @property
     def _flushes(self) -> bool:
-        """Whether residuals may go in this step, which must not be lost if it is skipped."""
-        return self._owes and self.skips and not self._sparse
+        """Whether residuals may go in this step, which must not be lost unnoticed."""
+        return self._owes and not self._sparse
 
     def ready(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient is there whose atom is not: what the plan sends early may leave."""

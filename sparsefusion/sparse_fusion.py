@@ -3,17 +3,20 @@
 import sys
 from dataclasses import replace
 from functools import partial
+from numbers import Integral, Real
 
 from . import MODES, SPARSIFIERS
 from .agreement import agree, from_first
+from .attachment import NotCopied
 from .collectives import all_gather_small
 from .doors import door_of
 from .dry_run import dry_run, verdict
+from .fabric import Fabric
 from .observation import Observation, measured_costs
 from .plan import AS_THEY_COME, WIRES, Plan
 from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
-from .refusals import refuse_sparse_gradients
+from .refusals import refuse_gradients
 from .session import Session, usual_dtype
 from .states import VERSION, checked_states, mean_residuals
 from .trial import Trial, contestants
@@ -27,33 +30,47 @@ ATTACHED = "_sparsefusion"
 class SparseFusion:
     """Sends a share of the numbers of gradients, the largest; what is not sent is added to the next step's (error feedback).
 
-    density: the share. sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank,
-    redsync, sidco, randomk. mode: dense; fp16: all of it, rounded (a bucket that is out of its range is sent again as it
-    is); layerwise: so many numbers of every tensor; bucket: so many of a whole buffer; selective: what costs more to select
-    than it saves goes whole; interleaved: that, sent before the rest is selected; offload: selected by another thread on the
-    CPU; auto: whichever is fastest here, and dense if none is faster. wire: the format of sent values: fp32, fp16, bf16,
-    int8 (randomk: fp32). density_warmup: steps in which the density falls from a quarter to its own. loss_scale: a function
-    that returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is known): a promise that a
-    step is skipped, by all optimizers, if a mean of these gradients is not finite, and for nothing else. fabric: a `Fabric`
-    of these links, else it is measured. model_group: the ranks over which the model is divided (tensor parallel), which
-    then plan, and skip steps, together (Megatron's and DeepSpeed's are known); copied(parameter): whether several of them
-    hold it, so that its copies must stay alike (default: without the mark tensor_model_parallel or model_parallel). budget:
-    how the density pays for what goes whole: by bytes, or as in the paper. on_nonfinite: raise, or skip-known, without a
-    loss scale too: the training skips such steps by itself. report: is given what is to be read, on the first rank.
+    density: the share.
+    sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank, redsync, sidco,
+        randomk.
+    mode: dense; fp16: all of it, rounded (a bucket that is out of its range is sent again as it is); layerwise: so many
+        numbers of every tensor; bucket: so many of a whole buffer; selective: what costs more to select than it saves goes
+        whole; interleaved: that, sent before the rest is selected; offload: selected by another thread (not on CUDA);
+        auto: whichever is fastest here, and dense if none is faster.
+    wire: the format of sent values: fp32, fp16, bf16, int8 (randomk: fp32). Residuals have no loss scale: what is below
+        fp16's least number, 6e-8, waits.
+    density_warmup: steps in which the density falls from a quarter to its own.
+    loss_scale: a function that returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is
+        known): a promise that a step is skipped, by all optimizers, if a mean of these gradients is not finite, and for
+        nothing else. Each reduction is a step: accumulate under no_sync, or what earlier reductions sent goes with it.
+    fabric: a `Fabric` of these links, else it is measured.
+    model_group: the ranks over which the model is divided (tensor parallel), which then plan, and skip steps, together
+        (Megatron's and DeepSpeed's are known).
+    copied(parameter): whether several of those hold it, so that its copies must stay alike (default: without the mark
+        tensor_model_parallel or model_parallel).
+    budget: how the density pays for what goes whole: by bytes, or as in the paper.
+    on_nonfinite: raise, or skip-known, without a loss scale too: the training skips such steps by itself.
+    report: is given what is to be read, on the first rank.
 
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
     have the same bits. A mean that is not finite is a FloatingPointError on every rank, or, by default with a loss scale, a
-    step that is skipped: residuals go back to where they were before it.
+    step that is skipped: residuals go back to where they were before it. (But of steps that are dense, with nothing
+    pending, neither: they are the framework's.) ValueError: an option that is none.
     """
 
     def __init__(
         self, density=0.01, sparsifier="dgc", mode="auto", wire="fp32", density_warmup=0, loss_scale=None, fabric=None,
         model_group=None, copied=None, budget="bytes", on_nonfinite=None, report=None,
     ):  # fmt: skip
-        if not 0 < density <= 1:
-            raise ValueError(f"density={density} must be above 0 and at most 1")
-        if density_warmup < 0:
-            raise ValueError(f"density_warmup={density_warmup} must be a number of steps")
+        if not isinstance(density, Real) or not 0 < density <= 1:
+            raise ValueError(f"density={density!r} must be above 0 and at most 1")
+        if not isinstance(density_warmup, Integral) or density_warmup < 0:
+            raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
+        for name, value in dict(loss_scale=loss_scale, copied=copied, report=report).items():
+            if value is not None and not callable(value):
+                raise ValueError(f"{name}={value!r} must be a function")
+        if fabric is not None and not isinstance(fabric, Fabric):
+            raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
         given = (
             ("sparsifier", sparsifier, SPARSIFIERS), ("mode", mode, MODES), ("wire", wire, WIRES),
             ("budget", budget, BUDGETS), ("on_nonfinite", on_nonfinite or "raise", ON_NONFINITE),
@@ -74,10 +91,10 @@ class SparseFusion:
         """
         if self._session:
             raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
-        if getattr(target, ATTACHED, None):
+        if _attached_to(target):
             raise ValueError("another SparseFusion is attached to this model: detach() it first")
         door, wish = door_of(target), self.wish
-        refuse_sparse_gradients(door.module)
+        refuse_gradients(door.module, door.parameters)
         sizes = {name: p.numel() for name, p in door.parameters.items()}
         device = next(iter(door.parameters.values())).device
         scale = self.loss_scale or getattr(door, "loss_scale", None)
@@ -92,7 +109,7 @@ class SparseFusion:
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
-        setattr(target, ATTACHED, self)
+        setattr(target, ATTACHED, NotCopied(self))
         self.replan()
         return self
 
@@ -200,7 +217,7 @@ class SparseFusion:
         costs = corrected(costs, wish, timeline)
         plans = plans_of(self._considered(), wish, timeline, costs, early)
         seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
-        self._say(dry_run(plans, seconds, wish, timeline))
+        self._report(dry_run(plans, seconds, wish, timeline))
         texts = {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}
         return {"dense": timeline.step, "plans": texts}
 
@@ -231,8 +248,8 @@ class SparseFusion:
         self._candidates = candidates
 
         def decided(mode, measured):
-            session.plan, self._decided, self._candidates = plans[mode], True, None
             self._say(verdict(mode, measured))
+            session.plan, self._decided, self._candidates = plans[mode], True, None
 
         tried = {mode: plans[mode] for mode in close}
         wait = max(0, self._sparse_since + self.density_warmup - session.step - 1)
@@ -244,9 +261,10 @@ class SparseFusion:
         )
 
     def _say(self, text: str) -> None:
+        """Have the first rank of all report it, on all ranks together; what goes wrong there is everyone's error."""
         session = self._session
-        if all(group is None or group.rank() == 0 for group in (session.reducer.group, session.model_group)):
-            self._report(text)
+        first = partial(from_first, partial(self._report, text), session.model_group, session.device)
+        from_first(first, session.reducer.group, session.device)
 
     def state_dict(self) -> dict:
         """Of this rank: what has not been sent, the plan, the step. Every rank saves its own."""
@@ -270,18 +288,24 @@ class SparseFusion:
         From a list every rank takes the mean of all residuals, so that what is pending is applied all the same. The saved
         plan is kept, unless other options are asked for now, it would not help among these ranks, or the mode is auto on
         another number of ranks: then there will be a new one. ValueError: a state of something else, of other parameters, of
-        another number of ranks or another rank; or a list that lacks one, or has them of different steps.
+        another number of ranks or another rank; or a list that lacks one, or has them of different steps; on any rank, on
+        all of them.
         """
-        session = self._attached
-        ranks = session.reducer.group.size()
-        states = checked_states(state, session.reducer.group, session.sizes)
+        session, found = self._attached, []
+        group, ranks = session.reducer.group, session.reducer.group.size()
+
+        def check():
+            states = checked_states(state, group, session.sizes)
+            texts = [states[0]["plan"], *(states[0]["candidates"] or {"plans": {}})["plans"].values()]
+            found.append((states, [text and Plan.from_json(text) for text in texts]))
+
+        self._agree(session.model_group, lambda: self._agree(group, check))
+        states, (plan, *undecided) = found[0]
         one, count = states[0], states[0]["ranks"]
-        plan = one["plan"] and Plan.from_json(one["plan"])
-        undecided = [Plan.from_json(text) for text in (one["candidates"] or {"plans": {}})["plans"].values()]
         self._stop_watching()
         session.restore(one["step"], mean_residuals(states, session.device))
         self._sparse_since = one["sparse_since"]
-        if count != ranks and self.mode == "auto":
+        if ranks == 1 or (count != ranks and self.mode == "auto"):
             self.replan()
         elif plan and self._wants(plan, one["budget"]):
             session.plan, self._decided = plan.among(ranks), True
@@ -298,6 +322,12 @@ class SparseFusion:
         wish = Wish(plan.density, plan.sparsifier, plan.wire, budget)
         helps = not plan.buffers or self._helps(plan.density)
         return wish == self.wish and self.mode in ("auto", plan.mode) and helps and plan.fits(self._session.sizes)
+
+
+def _attached_to(target) -> SparseFusion | None:
+    """What is attached to it."""
+    there = getattr(target, ATTACHED, None)
+    return there and there.object
 
 
 def _unmarked(parameter) -> bool:

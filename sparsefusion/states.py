@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 VERSION = 3
+KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "candidates", "residuals"}
 
 
 def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
@@ -11,6 +12,8 @@ def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
     sizes: {name: numel} of this rank's gradients. ValueError: what they are a state of is something else.
     """
     alone = isinstance(state, Mapping)
+    if not alone and not isinstance(state, list | tuple):
+        raise ValueError(f"{type(state).__name__} is no state of SparseFusion, nor a list of them")
     states = [state] if alone else list(state)
     for each in states:
         _check(each, sizes)
@@ -39,6 +42,10 @@ def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
 def _check(state, sizes) -> None:
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"not a state of SparseFusion, or of another version than {VERSION}")
+    if lacking := sorted(KEYS - set(state)):
+        raise ValueError(f"a state of SparseFusion without {', '.join(lacking)}")
+    if not isinstance(state["residuals"], Mapping):
+        raise ValueError(f"a state of SparseFusion whose residuals are a {type(state['residuals']).__name__}")
     for name, residual in state["residuals"].items():
         if sizes.get(name) != residual.numel():
             raise ValueError(

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .attachment import NotCopied
 from .refusals import refuse_ddp
 
 HOOKED = "_sparsefusion_door"  # DDP takes one hook for ever: the door stays, with or without a session behind it
@@ -23,26 +24,27 @@ class TorchDDP:
         hooked = getattr(self._ddp, HOOKED, None)
         if hooked is None:
             refuse_ddp(self._ddp)
-            hooked = {"door": None}
+            hooked = NotCopied({"door": None})
             try:
                 self._ddp.register_comm_hook(hooked, _hook)
             except RuntimeError as error:  # one of torch's own is there
-                self._ddp._comm_hooks.clear()  # of ours, which torch noted and did not take
                 raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
-            hooked["whole"] = _Whole(self._ddp)
+            finally:
+                self._ddp._comm_hooks.clear()  # a note for the python reducer, which a copy would take along
+            hooked.object["whole"] = _Whole(self._ddp)
             setattr(self._ddp, HOOKED, hooked)
-        hooked["door"], self._session, self._futures = self, session, []
+        hooked.object["door"], self._session, self._futures = self, session, []
 
     def close(self) -> None:
         """DDP reduces as it would without a hook."""
-        getattr(self._ddp, HOOKED)["door"] = self._session = None
+        getattr(self._ddp, HOOKED).object["door"] = self._session = None
 
     def hook(self, bucket):
         """What DDP calls with each bucket, in its order."""
-        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
+        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED).object
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        gradients = {self._names[id(p)]: gradient.view(-1) for p, gradient in pairs}
+        names = (self._names[id(parameter)] for parameter in bucket.parameters())
+        gradients = dict(zip(names, (gradient.view(-1) for gradient in bucket.gradients()), strict=True))
         self._session.reduce(gradients, [flat], lambda: hooked["whole"].start(bucket))
         self._futures.append((future, flat))
         if bucket.is_last():
@@ -63,9 +65,8 @@ def _reduced(ddp) -> dict:
 
 
 def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if hooked["door"] is not None:
-        return hooked["door"].hook(bucket)
-    return hooked["whole"].start(bucket).get_future().then(lambda done: done.value()[0])
+    door, whole = hooked.object["door"], hooked.object["whole"]
+    return door.hook(bucket) if door else whole.start(bucket).get_future().then(lambda done: done.value()[0])
 
 
 class _Whole:

@@ -36,18 +36,18 @@ def backward(model, step, rank, spare=True, dtype=torch.float32):
     model(batch(step, rank, dtype), spare).square().mean().backward()
 
 
-def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False):
-    """Two buffers, in backward's order: vectors whole, matrices sparsely, alone or (bucket) together."""
+def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False, whole=None):
+    """Two buffers, in backward's order: `whole` (vectors) whole, the others sparsely, alone or (bucket) together."""
     names = list(sizes)[::-1]
     halves = names[: len(names) // 2], names[len(names) // 2 :]
 
     def units(names):
-        dense = [Unit((name,), sizes[name], early=early) for name in names if sizes[name] < 1000]
-        rest = [name for name in names if sizes[name] >= 1000]
-        if mode == "bucket":
+        rest = [name for name in names if (sizes[name] >= 1000 if whole is None else name not in whole)]
+        dense = [Unit((name,), sizes[name], early=early) for name in names if name not in rest]
+        if mode == "bucket" and rest:
             numel = sum(sizes[name] for name in rest)
-            return (Unit(tuple(rest), numel, int(density * numel)), *dense)
-        sparse = [Unit((n,), sizes[n], int(density * sizes[n]), mode == "offload") for n in rest]
+            return (Unit(tuple(rest), numel, max(1, int(density * numel))), *dense)
+        sparse = [Unit((n,), sizes[n], max(1, int(density * sizes[n])), mode == "offload") for n in rest]
         return (*sparse, *dense)
 
     return Plan(mode, sparsifier, density, wire, ranks, tuple(Buffer(units(half)) for half in halves))

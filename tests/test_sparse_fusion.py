@@ -108,10 +108,12 @@ def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
 @given(st.data())
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_nothing_is_lost_whatever_plan_follows(ranks, world, data):
-    """Property: plans, formats and densities change between steps; what becomes dense is flushed."""
+    """Property: plans, formats and densities change between steps; what becomes dense, any of it or all, is flushed."""
+    names = [name for name, _ in Net().named_parameters()]
     plans = st.fixed_dictionaries({
         "mode": st.sampled_from(SPARSE), "density": st.sampled_from([0.01, 0.1, 0.3]), "wire": st.sampled_from(WIRES),
-        "sparsifier": st.sampled_from(SPARSIFIERS),
+        "sparsifier": st.sampled_from(SPARSIFIERS), "early": st.booleans(),
+        "whole": st.sets(st.sampled_from(names)) | st.just(set(names)),
     })  # fmt: skip
     changes = data.draw(st.dictionaries(st.integers(0, 7), plans, max_size=4))
 
@@ -128,7 +130,7 @@ def test_pending_gradients_leave_when_all_is_sent_again(ranks, world):
         fusion, total = force(quiet().attach(ours)), 0
         for step in range(4):
             if step == 3:
-                fusion._session.plan = plan(fusion._session.sizes, world, density=0)  # all of it whole
+                fusion._session.plan = plan(sizes := fusion._session.sizes, world, whole=sizes)
             backward(reference, step, rank), backward(ours, step, rank)
             total = (
                 total + reference.second.weight.grad.double() * world - ours.module.second.weight.grad.double() * world
@@ -206,7 +208,8 @@ def test_unused_parameters_keep_what_is_pending(ranks, world):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
     def run(rank):
-        for options in [{"mode": mode} for mode in SPARSE] + [{"sparsifier": name} for name in SPARSIFIERS]:
+        wires = [{"mode": mode, "wire": wire} for mode in ("layerwise", "bucket") for wire in WIRES]
+        for options in [{"mode": mode} for mode in SPARSE[2:]] + [{"sparsifier": name} for name in SPARSIFIERS] + wires:
             model = DDP(Net(), bucket_cap_mb=0.1)
             fusion = force(quiet().attach(model), **options)
             backward(model, 0, rank)
@@ -215,6 +218,21 @@ def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
             with pytest.raises(FloatingPointError, match=r"step 1: the gradient of \S+ is not finite"):
                 backward(model, 1, rank)
             assert all(residual.isfinite().all() for residual in fusion.state_dict()["residuals"].values())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_pending_is_not_lost_unnoticed_in_a_dense_step(ranks, world):
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.1)
+        fusion = force(quiet(mode="layerwise").attach(model))
+        backward(model, 0, rank)
+        fusion.replan()
+        if rank == 0:
+            model.module.second.weight.register_hook(lambda g: g * math.nan)
+        with pytest.raises(FloatingPointError, match="step 1: the gradient of .* is not finite on some rank"):
+            backward(model, 1, rank)
 
     ranks(run, world)
 

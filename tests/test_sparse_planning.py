@@ -1,5 +1,9 @@
 """Attaching sparse gradients to torch's DDP, and planning while it trains; oracles: DDP's own steps, counted bytes."""
 
+import copy
+import io
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +26,11 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
         def __init__(self):
             super().__init__()
             self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+    class Waves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.modes = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
     def run(rank):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -48,6 +57,7 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
             (ours, "another SparseFusion is attached"),
             (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
             (DDP(Embedded()), "words has sparse=True"),
+            (DDP(Waves()), "modes is of torch.complex64: SparseFusion selects from real numbers"),
         ):
             with pytest.raises(ValueError, match=why):
                 quiet().attach(target)
@@ -59,6 +69,28 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
                 action()
         fusion.attach(ours)
         backward(ours, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_copy_is_ddp_alone(ranks, world):
+    """As an average of weights makes it, of a model that is attached or was; and can be attached."""
+
+    def run(rank):
+        plain, ours = DDP(Net()), DDP(Net())
+        fusion = force(quiet().attach(ours))
+        copies = [copy.deepcopy(ours)]
+        fusion.detach()
+        copies.append(copy.deepcopy(ours))
+        for each in (plain, *copies):
+            backward(each, 0, rank)
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), each.parameters(), strict=True))
+        file = io.BytesIO()
+        torch.save(copies[0], file)
+        sparse = force(quiet().attach(copies[0]))
+        backward(copies[0], 1, rank)
+        assert world == 1 or sparse.state_dict()["residuals"]
 
     ranks(run, world)
 
@@ -95,10 +127,15 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
     [
         ({"density": 0}, "density=0 must be above 0"),
         ({"density": 1.5}, "at most 1"),
+        ({"density": "0.01"}, "density='0.01' must be above 0"),
+        ({"loss_scale": 1024.0}, "loss_scale=1024.0 must be a function"),
+        ({"report": "log.txt"}, "report='log.txt' must be a function"),
+        ({"fabric": "fabric.json"}, "fabric='fabric.json' must be a Fabric"),
         ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
         ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
         ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
         ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
+        ({"density_warmup": math.nan}, "density_warmup=nan must be a number of steps"),
         ({"budget": "money"}, "budget='money' is none of bytes, paper"),
         ({"on_nonfinite": "hope"}, "on_nonfinite='hope' is none of raise, skip-known"),
     ],
@@ -191,6 +228,27 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
             backward(model, step, rank)
         with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
             backward(model, 4, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
+    monkeypatch.setattr(trial, "ROUNDS", 1)
+
+    def run(rank):
+        said = []
+
+        def report(text):
+            said.append(text)
+            if len(said) > 1:
+                raise OSError("no paper")
+
+        model = DDP(Net())
+        SparseFusion(0.02, report=report).attach(model)
+        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
+            for step in range(6 + trial.longest()):
+                backward(model, step, rank)
 
     ranks(run, world)
 

@@ -76,6 +76,24 @@ def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path)
         assert (found - mean).norm() <= 1e-6 * mean.norm()
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_rounds_nothing(ranks, world):
+    def save(rank):
+        model = DDP(Net())
+        fusion = quiet(mode="fp16").attach(model)
+        backward(model, 0, rank)
+        return fusion.state_dict()
+
+    states = ranks(save, world)
+
+    def load(rank):
+        fusion = quiet(mode="fp16").attach(DDP(Net()))
+        fusion.load_state_dict(states)
+        return fusion.plan.mode
+
+    assert ranks(load, 1) == ["dense"]
+
+
 @pytest.mark.parametrize("world", [4, 5])
 def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
     """A density of 0.3 is worth something on 2 ranks only. What is pending goes with the first step."""
@@ -226,12 +244,18 @@ def test_states_of_something_else_are_refused(ranks, world):
         wrong = {**state, "residuals": {"first.weight": torch.zeros(3)}}
         for bad, why in (
             ({}, "not a state of SparseFusion"),
+            (None, "NoneType is no state of SparseFusion, nor a list of them"),
+            ([], "no states at all"),
+            ({"version": state["version"], "residuals": {}}, "a state of SparseFusion without budget, candidates"),
+            ({**state, "residuals": None}, "whose residuals are a NoneType"),
             ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
             (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
             ({**state, "step": 9, "plan": "{}"}, "not a plan of sparsefusion"),
         ):
             with pytest.raises(ValueError, match=why):
                 fusion.load_state_dict(bad)
+        with pytest.raises(ValueError, match="whose residuals are a NoneType"):  # on one rank
+            fusion.load_state_dict({**state, "residuals": None} if rank == 1 else state)
         after = fusion.state_dict()
         assert after["step"] == 1 and after["plan"] == state["plan"]
         assert all(torch.equal(after["residuals"][name], state["residuals"][name]) for name in state["residuals"])

@@ -178,8 +178,9 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
                 read_pending(tmp_path, divided)
         dist.barrier()
         path = tmp_path / f"pending-tensor-0-of-1-replica-{rank}-of-{world}.pt"
-        path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(ValueError, match=f"replica-{rank}-of-{world}.pt is missing or damaged"):
+        if rank == 1:
+            path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(ValueError, match=f"cannot resume from .*replica-1-of-{world}.pt is missing or damaged"):
             read_pending(tmp_path, made)
 
     ranks(run, world)
