@@ -64,7 +64,10 @@ CASES = {
     "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, time_step_min=1e-9)),
 }
 
-RARE = ("falcon-wider", "zamba-8-heads", "zamba2-grouped-rope-1-use", "zamba2-no-attention")
+RARE = (
+    "mamba-no-conv-bias", "mamba2-4-groups", "falcon-wider", "zamba-1-head", "zamba-8-heads", "zamba2-grouped-rope-1-use",
+    "zamba2-no-attention",
+)  # fmt: skip
 MARKED = by_default(CASES.keys() - set(RARE), CASES)
 
 # Largest error of fp32 logits whose standard deviation is 1 to 4; and the shortest piece of a prompt that equals a

@@ -29,7 +29,7 @@ FEW = (
 
 
 @pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", by_default((torch.bfloat16,), (torch.float32, torch.bfloat16)))
 @pytest.mark.parametrize("name", by_default(FEW, CASES))
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):
     """In one file, and in several (from which it is loaded once more); transformers reads them to the same logits."""

@@ -354,6 +354,7 @@ def test_a_reader_who_has_gone_is_no_error(directory, tp):
     assert (result.returncode, said(result.stderr)) == (0, b"")
 
 
+@pytest.mark.full
 def test_a_reader_who_goes_after_one_byte(directory):
     command = [*PYTHON, *map(str, all_of_it(directory)), "--prompt", "a"]
     script = '"$@" | head -c 1; exit "${PIPESTATUS[0]}"'

@@ -273,6 +273,7 @@ def corpus():
     return module
 
 
+@pytest.mark.full
 def test_corpus_holds_out_text_that_training_does_not_repeat(corpus, tmp_path):
     train_paths, held_out_paths = corpus.write_corpus(tmp_path)
     train, held_out = read_documents([tmp_path / "train"]), read_documents([tmp_path / "held_out"])

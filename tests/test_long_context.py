@@ -1,5 +1,6 @@
 """The example that trains a transformers model over ranks; oracle: its losses on one rank."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,13 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+ALONE = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # torchrun sets its own
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def losses(ranks, *flags):
     """Of two steps, with 101 tokens, which divide over no ranks."""
-    program = ["--", "examples/long_context.py", "--seq-length", "101", "--steps", "2", *flags]
-    result = subprocess.run([*COMMAND, str(ranks), *program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    program = ["examples/long_context.py", "--seq-length", "101", "--steps", "2", *flags]
+    command = [*COMMAND, str(ranks), "--"] if ranks > 1 else [sys.executable]
+    result = subprocess.run(
+        [*command, *program], cwd=ROOT, env=os.environ | ALONE, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return [float(number) for number in re.findall(r"loss ([\d.]+)", result.stdout)]
 

@@ -583,6 +583,7 @@ def test_an_error_is_all_that_the_script_prints(here):
     assert (code, out, err) == (2, "", "pretrain.py: cannot read none: No such file or directory\n")
 
 
+@pytest.mark.full
 def test_other_ranks_are_silent(here):
     assert script("--data", "none", RANK="1", WORLD_SIZE="2") == (2, "", "")
 
