@@ -46,7 +46,7 @@ def of_all(cases):
 def check(ranks, world_size, cases):
     """The most that a rank takes is within 7 % of the formula."""
     cases = [case for case in cases if case[0] != "Ulysses" or world_size == 2]  # two key/value heads
-    results = zip(*ranks(lambda rank: of_all(cases), world_size), strict=True)
+    results = zip(*ranks(lambda rank: of_all(cases), world_size, timeout=300), strict=True)
     for case, of_ranks in zip(cases, results, strict=True):
         most = [max(each) for each in zip(*(measured for measured, _ in of_ranks), strict=True)]
         shares = [ours / formula for ours, formula in zip(most, of_ranks[0][1], strict=True)]
