@@ -139,11 +139,11 @@ class SparseFusion:
         session, wish = self._attached, self.wish
         self._stop_watching()
         empty = Plan("dense", wish.sparsifier, wish.density, wish.wire, session.reducer.group.size())
-        session.plan, self._decided, session.unproved = empty, True, self._compare
+        session.plan, self._decided, session.unproved, self._notice = empty, True, self._compare, None
         if self.mode in AS_THEY_COME and empty.ranks > 1:
             session.plan = Plan(self.mode, wish.sparsifier, wish.density, wish.wire, empty.ranks)
         elif not self._helps(wish.density) and self.mode != "auto" and empty.ranks > 1:
-            self._say(
+            self._notice = (
                 f"{self.mode} would send more than dense on {empty.ranks} ranks with density {wish.density}: dense"
             )
         elif empty.ranks > 1:
@@ -174,6 +174,9 @@ class SparseFusion:
             return asked
 
         self._agree(session.model_group, of_replicas)
+        if self._notice:  # of all ranks, as is known now
+            self._say(self._notice)
+            self._notice = None
 
     def _agree(self, group, asked) -> None:
         """ValueError on every rank of `group` (None: this one) that asked() is not alike, or what it raises."""

@@ -316,7 +316,10 @@ def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
 def test_a_density_that_cannot_help_stays_dense(ranks, world):
     def run(rank):
         said = []
-        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(DDP(Net()))
+        model = DDP(Net())
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(model)
+        for step in range(2):
+            backward(model, step, rank)
         return fusion.plan.mode, fusion._decided, said
 
     found = ranks(run, world)

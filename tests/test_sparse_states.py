@@ -165,7 +165,8 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
 
     def run(rank):
         known = Fabric(tuple(Curve.fit(name, world, POINTS) for name in ("all_reduce", "all_gather")), {})
-        for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}):
+        helpful = {"density": 0.01 if rank else 0.9, "mode": "layerwise"}  # on one of them, and the other says so
+        for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}, helpful):
             model = DDP(Net())
             quiet(**options).attach(model)
             with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
