@@ -91,7 +91,7 @@ class SparseFusion:
         """
         if self._session:
             raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
-        if _attached_to(target):
+        if getattr(target, ATTACHED, None):
             raise ValueError("another SparseFusion is attached to this model: detach() it first")
         door, wish = door_of(target), self.wish
         refuse_gradients(door.module, door.parameters)
@@ -325,12 +325,6 @@ class SparseFusion:
         wish = Wish(plan.density, plan.sparsifier, plan.wire, budget)
         helps = not plan.buffers or self._helps(plan.density)
         return wish == self.wish and self.mode in ("auto", plan.mode) and helps and plan.fits(self._session.sizes)
-
-
-def _attached_to(target) -> SparseFusion | None:
-    """What is attached to it."""
-    there = getattr(target, ATTACHED, None)
-    return there and there.object
 
 
 def _unmarked(parameter) -> bool:
