@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from sparsefusion.states import mean_residuals
+from sparsefusion.states import checked_states, mean_residuals
 
 from .training_checkpoint import on_every_rank
 
@@ -64,7 +64,10 @@ def _found(directory, trainer) -> dict | list[dict]:
 
     if trainer.fusion is not None and replicas == groups.data_ranks:
         return state(groups.data_rank)
-    return [state(replica) for replica in range(replicas)]
+    states = [state(replica) for replica in range(replicas)]
+    if trainer.fusion is None:
+        checked_states(states, None, {name: p.numel() for name, p in trainer.named_parameters() if p.requires_grad})
+    return states
 
 
 def _layout(directory) -> tuple[int, int] | None:

@@ -135,9 +135,12 @@ class Trainer:
         fused_adam.zero_gradients(self.optimizer)
         return Step(loss, float(norm), rate)
 
+    def named_parameters(self):
+        """(name, parameter), by the names that `fusion` knows."""
+        return (self.loss if self.groups.data is None else self.loss.module).named_parameters()
+
     def _add_unsent(self):
-        loss = self.loss if self.groups.data is None else self.loss.module
-        for name, parameter in loss.named_parameters() if self.unsent else ():
+        for name, parameter in self.named_parameters() if self.unsent else ():
             if name in self.unsent and parameter.grad is not None:
                 parameter.grad += self.unsent[name].view_as(parameter).to(parameter.grad)
         self.unsent = {}

@@ -145,10 +145,7 @@ def measured_costs(
             return selecting[-1] * count / sizes[-1]
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
 
-    spare = device.type == "cuda"
-    return Costs(
-        fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, spare=spare, whole=whole
-    )
+    return Costs(fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, whole=whole)
 
 
 def measured_fabric(group, device, operations) -> "Sampled":

@@ -110,7 +110,7 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
-        select=sum(costs.select(u.numel) for u in sparse if not (u.offload and costs.spare)) + costs.copy(dense),
+        select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense),
         reduce=costs.all_reduce(dense - sent_early),
         gather=_exchange(sent, wish, itemsize, costs),
         write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),

@@ -85,10 +85,10 @@ class Reducer:
         """
         for name, gradient in gradients.items():
             residual = self.residuals.get(name)
-            if residual is not None and not _is_zero(gradient):
-                self._keep(name, residual)
-                gradient.copy_(gradient.to(residual.dtype).add_(residual, alpha=scale))
-                del self.residuals[name]
+            if residual is None or (_is_zero(gradient) and not _is_zero(residual)):
+                continue
+            gradient.copy_(gradient.to(residual.dtype).add_(residual, alpha=scale))
+            self._before.setdefault(name, self.residuals.pop(name))
 
     def start_fp16(self, gradients, flats) -> "HalfReduction":
         """Start averaging `flats`, tensors that the gradients are parts of, in float16; all of it, without residuals."""
@@ -287,7 +287,8 @@ def finite_mark(tensor) -> torch.Tensor:
     """A number, float64, that is finite if all of the tensor's are: if the smallest and the largest are."""
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
-    return (0 * torch.stack(tensor.aminmax()).double()).sum()
+    least, most = tensor.aminmax()
+    return 0 * least.double() + 0 * most.double()  # not stacked: autocast would refuse to, in float16
 
 
 def _is_exact(gradient) -> bool:

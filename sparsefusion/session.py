@@ -34,6 +34,7 @@ class Session:
         self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
         self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
+        self._pending = False  # whether this rank had residuals when the step began
         self.watchers = []  # told of steps that begin and end, and of atoms that arrive
         self._clear()
 
@@ -114,7 +115,7 @@ class Session:
             self.unproved()
             self.unproved = None
         self.settle()
-        self._begun = True
+        self._begun, self._pending = True, bool(self.reducer.residuals)
         self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
         for watcher in [*self.watchers]:
             watcher.step_began(self)
@@ -203,9 +204,9 @@ class Session:
         wrong = self._verdict()
         self._clear()
         self._begun, self._skipped = False, wrong is not None
+        self.step += 1
         for watcher in [*self.watchers]:
             watcher.step_ended(self)
-        self.step += 1
         if wrong and not self.skips:
             raise FloatingPointError(
                 f"step {self.step - 1}: the gradient of {wrong} is not finite on some rank. With a loss scale, give "
@@ -216,16 +217,19 @@ class Session:
     def _verdict(self) -> str | None:
         """The name of a gradient whose mean is not finite, or that there is one; the same verdict on all ranks.
 
-        What a framework has reduced counts if residuals went with it; of some frameworks a rank has only a part of that.
+        What a framework has reduced counts if residuals may have gone with it, of any rank; of some frameworks a rank has
+        only a part of that.
         """
-        wrong, left = first_not_finite(self._reductions), bool(self.reducer.residuals)
+        wrong, left, pending = first_not_finite(self._reductions), bool(self.reducer.residuals), self._pending
         if not (self._sparse or self._half or self._flushes):
-            return wrong
+            return None
         groups = (self.reducer.group if self._flushes else None, self.model_group)
         for group in (group for group in groups if group is not None):
-            seen = torch.tensor([wrong is not None, left], dtype=torch.float32, device=self.device)
-            bad, left = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
+            seen = torch.tensor([wrong is not None, left, pending], dtype=torch.float32, device=self.device)
+            bad, left, pending = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
             wrong = wrong or ("a parameter of another rank" if bad else None)
+        if not (self._sparse or self._half or pending):
+            wrong = None
         if self._sparse:
             self._owes = True
         elif self._flushes and not wrong:  # else all is as it was before

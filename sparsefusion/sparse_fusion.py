@@ -1,6 +1,7 @@
 """`SparseFusion`: sending fewer gradient bytes, attached to somebody else's data parallelism."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Integral, Real
@@ -78,8 +79,8 @@ class SparseFusion:
         for name, value, known in given:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-        self.mode, self.density_warmup, self.loss_scale, self.fabric = mode, density_warmup, loss_scale, fabric
-        self.wish, self._report = Wish(density, sparsifier, wire, budget), report or _to_stderr
+        self.mode, self.density_warmup, self.loss_scale, self.fabric = mode, int(density_warmup), loss_scale, fabric
+        self.wish, self._report = Wish(float(density), sparsifier, wire, budget), report or _to_stderr
         self.model_group, self._copied, self.on_nonfinite = model_group, copied or _unmarked, on_nonfinite
         self._door = self._session = self._target = None
 
@@ -242,7 +243,7 @@ class SparseFusion:
         close = contestants(seconds)
         session.plan = plans[close[0]]
         if self._sparse_since is None:  # the first step that is not dense
-            self._sparse_since = session.step + 1
+            self._sparse_since = session.step
         if self.density_warmup and any(plans[mode].buffers for mode in close):
             self._warm_up()
         if self.mode != "auto" or close == ["dense"]:
@@ -251,11 +252,11 @@ class SparseFusion:
         self._candidates = candidates
 
         def decided(mode, measured):
-            self._say(verdict(mode, measured))
             session.plan, self._decided, self._candidates = plans[mode], True, None
+            self._say(verdict(mode, measured))
 
         tried = {mode: plans[mode] for mode in close}
-        wait = max(0, self._sparse_since + self.density_warmup - session.step - 1)
+        wait = max(0, self._sparse_since + self.density_warmup - session.step)
         session.watchers.append(Trial(session, tried, candidates["dense"], wait, decided))
 
     def _warm_up(self):
@@ -291,8 +292,8 @@ class SparseFusion:
         From a list every rank takes the mean of all residuals, so that what is pending is applied all the same. The saved
         plan is kept, unless other options are asked for now, it would not help among these ranks, or the mode is auto on
         another number of ranks: then there will be a new one. ValueError: a state of something else, of other parameters, of
-        another number of ranks or another rank; or a list that lacks one, or has them of different steps; on any rank, on
-        all of them.
+        another number of ranks or another rank; a list that lacks one, or has them of different steps, or is given on some
+        ranks only; on any rank, on all of them.
         """
         session, found = self._attached, []
         group, ranks = session.reducer.group, session.reducer.group.size()
@@ -301,6 +302,7 @@ class SparseFusion:
             states = checked_states(state, group, session.sizes)
             texts = [states[0]["plan"], *(states[0]["candidates"] or {"plans": {}})["plans"].values()]
             found.append((states, [text and Plan.from_json(text) for text in texts]))
+            return "its own state" if isinstance(state, Mapping) else "the list of all states"
 
         self._agree(session.model_group, lambda: self._agree(group, check))
         states, (plan, *undecided) = found[0]

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 VERSION = 3
 KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "candidates", "residuals"}
 
@@ -9,7 +11,8 @@ KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "c
 def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
     """`state`, this rank's or a list of all ranks' of a run, as a list.
 
-    sizes: {name: numel} of this rank's gradients. ValueError: what they are a state of is something else.
+    group: of those who go on; None: of a list it is not asked. sizes: {name: numel} of this rank's gradients. ValueError:
+    what they are a state of is something else.
     """
     alone = isinstance(state, Mapping)
     if not alone and not isinstance(state, list | tuple):
@@ -47,6 +50,8 @@ def _check(state, sizes) -> None:
     if not isinstance(state["residuals"], Mapping):
         raise ValueError(f"a state of SparseFusion whose residuals are a {type(state['residuals']).__name__}")
     for name, residual in state["residuals"].items():
+        if not isinstance(residual, torch.Tensor):
+            raise ValueError(f"a state whose residual of {name!r} is a {type(residual).__name__}")
         if sizes.get(name) != residual.numel():
             raise ValueError(
                 f"a state with {residual.numel()} numbers of {name!r}; here it has {sizes.get(name, 'none')}"

@@ -54,8 +54,8 @@ class Costs:
     """Seconds, among `ranks` ranks.
 
     fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
-    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. spare: whether there is
-    another processor, for what is offloaded. whole: the operation with which the framework sends gradients.
+    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. whole: the operation
+    with which the framework sends gradients.
     """
 
     fabric: Fabric
@@ -64,7 +64,6 @@ class Costs:
     add: Callable[[int], float]
     copy: Callable[[int], float]
     factor: float = 1.0
-    spare: bool = True
     whole: str = "all_reduce"
 
     def all_reduce(self, nbytes: int) -> float:

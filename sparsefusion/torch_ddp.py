@@ -3,7 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .attachment import NotCopied
+from .attachment import KeptHook
 from .refusals import refuse_ddp
 
 HOOKED = "_sparsefusion_door"  # DDP takes one hook for ever: the door stays, with or without a session behind it
@@ -24,28 +24,28 @@ class TorchDDP:
         hooked = getattr(self._ddp, HOOKED, None)
         if hooked is None:
             refuse_ddp(self._ddp)
-            hooked = NotCopied({"door": None})
+            hooked = KeptHook()
             try:
                 self._ddp.register_comm_hook(hooked, _hook)
             except RuntimeError as error:  # one of torch's own is there
                 raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
             finally:
                 self._ddp._comm_hooks.clear()  # a note for the python reducer, which a copy would take along
-            hooked.object["whole"] = _Whole(self._ddp)
+            hooked.whole = _Whole(self._ddp)
             setattr(self._ddp, HOOKED, hooked)
-        hooked.object["door"], self._session, self._futures = self, session, []
+        hooked.door, self._session, self._futures = self, session, []
 
     def close(self) -> None:
         """DDP reduces as it would without a hook."""
-        getattr(self._ddp, HOOKED).object["door"] = self._session = None
+        getattr(self._ddp, HOOKED).door = self._session = None
 
     def hook(self, bucket):
         """What DDP calls with each bucket, in its order."""
-        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED).object
+        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         names = (self._names[id(parameter)] for parameter in bucket.parameters())
         gradients = dict(zip(names, (gradient.view(-1) for gradient in bucket.gradients()), strict=True))
-        self._session.reduce(gradients, [flat], lambda: hooked["whole"].start(bucket))
+        self._session.reduce(gradients, [flat], lambda: hooked.whole.start(bucket))
         self._futures.append((future, flat))
         if bucket.is_last():
             ended, self._futures = self._futures, []
@@ -65,8 +65,8 @@ def _reduced(ddp) -> dict:
 
 
 def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    door, whole = hooked.object["door"], hooked.object["whole"]
-    return door.hook(bucket) if door else whole.start(bucket).get_future().then(lambda done: done.value()[0])
+    door = hooked.door
+    return door.hook(bucket) if door else hooked.whole.start(bucket).get_future().then(lambda done: done.value()[0])
 
 
 class _Whole:

@@ -27,7 +27,7 @@ def contestants(seconds) -> list[str]:
     """
     order = sorted(seconds, key=seconds.get)
     if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
-        order.remove("offload")  # which is the same, by a detour, without another processor
+        order.remove("offload")  # which is the same, by a thread that is waited for
     close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]]
     return [*close[: MOST - 1], "dense"] if "dense" in close[MOST:] else close[:MOST]
 

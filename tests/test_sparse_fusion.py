@@ -161,9 +161,12 @@ def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
     """50 steps of parameters that stay bit-identical; parameter groups, AdamW, autocast, clipping of the mean."""
 
     def run(rank):
-        for mode, wire, sparsifier in zip(SPARSE, ("fp32", "int8", "bf16", "fp16", "int8"), SPARSIFIERS, strict=False):
+        rest = zip(("fp32", "int8", "bf16", "fp16", "int8"), SPARSIFIERS, strict=False)
+        for mode, options in [*zip(SPARSE, rest, strict=True), *((mode, None) for mode in ("dense", "fp16", "auto"))]:
             model = DDP(Net(), bucket_cap_mb=0.1)
-            force(quiet().attach(model), mode=mode, wire=wire, sparsifier=sparsifier)
+            fusion = quiet(mode=mode).attach(model)
+            if options:
+                force(fusion, mode=mode, wire=options[0], sparsifier=options[1])
             groups = [{"params": [p], "lr": 1e-3 * (1 + i % 2)} for i, p in enumerate(model.parameters())]
             optimizer = torch.optim.AdamW(groups)
             for step in range(50):
@@ -229,10 +232,42 @@ def test_what_is_pending_is_not_lost_unnoticed_in_a_dense_step(ranks, world):
         fusion = force(quiet(mode="layerwise").attach(model))
         backward(model, 0, rank)
         fusion.replan()
+        before = fusion.state_dict()["residuals"]
         if rank == 0:
             model.module.second.weight.register_hook(lambda g: g * math.nan)
         with pytest.raises(FloatingPointError, match="step 1: the gradient of .* is not finite on some rank"):
             backward(model, 1, rank)
+        after = fusion.state_dict()["residuals"]
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_dense_step_with_nothing_pending_is_the_frameworks_own_affair(ranks, world):
+    """Also the first one of a resumed run, and after sparse steps in which a parameter was never used."""
+
+    def with_nan(model, step, rank):
+        bad = model.module.first.weight.register_hook(lambda g: g * math.nan)
+        backward(model, step, rank, spare=False)
+        bad.remove()
+        assert model.module.first.weight.grad.isnan().all()
+
+    def run(rank):
+        first, second = (DDP(Net(), find_unused_parameters=True) for _ in range(2))
+        fusion = quiet(mode="dense").attach(first)
+        backward(first, 0, rank)
+        resumed = quiet(mode="dense").attach(second)
+        resumed.load_state_dict(fusion.state_dict())
+        with_nan(second, 1, rank)
+        fusion.detach()
+        fusion = force(quiet(mode="layerwise").attach(first))
+        backward(first, 1, rank, spare=False)
+        assert "spare.weight" in fusion.state_dict()["residuals"]
+        fusion.replan()
+        backward(first, 2, rank, spare=False)
+        assert not fusion.state_dict()["residuals"]
+        with_nan(first, 3, rank)
 
     ranks(run, world)
 

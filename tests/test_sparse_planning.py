@@ -1,9 +1,13 @@
 """Attaching sparse gradients to torch's DDP, and planning while it trains; oracles: DDP's own steps, counted bytes."""
 
 import copy
+import gc
 import io
 import math
+import weakref
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,11 +90,31 @@ def test_a_copy_is_ddp_alone(ranks, world):
         for each in (plain, *copies):
             backward(each, 0, rank)
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), each.parameters(), strict=True))
+        fusion.attach(ours)
         file = io.BytesIO()
-        torch.save(copies[0], file)
-        sparse = force(quiet().attach(copies[0]))
-        backward(copies[0], 1, rank)
-        assert world == 1 or sparse.state_dict()["residuals"]
+        torch.save(ours, file)
+        file.seek(0)
+        for each in (*copies, torch.load(file, weights_only=False)):
+            sparse = force(quiet().attach(each))
+            backward(each, 1, rank)
+            assert world == 1 or sparse.state_dict()["residuals"]
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_that_is_dropped_goes_with_what_is_attached(ranks, world):
+    def run(rank):
+        for detached in (False, True):
+            model = DDP(Net())
+            fusion = force(quiet().attach(model))
+            backward(model, 0, rank)
+            if detached:
+                fusion.detach()
+            left = weakref.ref(model.module), weakref.ref(fusion)
+            del model, fusion
+            gc.collect()
+            assert left[0]() is None and left[1]() is None
 
     ranks(run, world)
 
@@ -143,6 +167,10 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
 def test_wrong_options(options, why):
     with pytest.raises(ValueError, match=why):
         SparseFusion(**options)
+
+
+def test_any_kind_of_number_is_a_density():
+    assert SparseFusion(Fraction(1, 100), density_warmup=np.int64(3)).wish == SparseFusion(0.01).wish
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -234,7 +262,9 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
+    """And what it was about to say is in force."""
     monkeypatch.setattr(trial, "ROUNDS", 1)
+    monkeypatch.setattr(trial, "CLOSE", 1e9)
 
     def run(rank):
         said = []
@@ -245,10 +275,12 @@ def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
                 raise OSError("no paper")
 
         model = DDP(Net())
-        SparseFusion(0.02, report=report).attach(model)
+        fusion = SparseFusion(0.02, report=report).attach(model)
         with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
             for step in range(6 + trial.longest()):
                 backward(model, step, rank)
+        state = fusion.state_dict()
+        assert state["plan"] and state["candidates"] is None and state["step"] == step + 1
 
     ranks(run, world)
 

@@ -249,6 +249,7 @@ def test_states_of_something_else_are_refused(ranks, world):
             ([], "no states at all"),
             ({"version": state["version"], "residuals": {}}, "a state of SparseFusion without budget, candidates"),
             ({**state, "residuals": None}, "whose residuals are a NoneType"),
+            ({**state, "residuals": {"first.weight": [0.0]}}, "whose residual of 'first.weight' is a list"),
             ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
             (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
             ({**state, "step": 9, "plan": "{}"}, "not a plan of sparsefusion"),
@@ -257,6 +258,10 @@ def test_states_of_something_else_are_refused(ranks, world):
                 fusion.load_state_dict(bad)
         with pytest.raises(ValueError, match="whose residuals are a NoneType"):  # on one rank
             fusion.load_state_dict({**state, "residuals": None} if rank == 1 else state)
+        states = [None] * world
+        dist.all_gather_object(states, state)
+        with pytest.raises(ValueError, match="'its own state' instead of 'the list of all states'"):
+            fusion.load_state_dict(state if rank == 1 else states)
         after = fusion.state_dict()
         assert after["step"] == 1 and after["plan"] == state["plan"]
         assert all(torch.equal(after["residuals"][name], state["residuals"][name]) for name in state["residuals"])

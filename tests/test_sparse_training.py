@@ -169,8 +169,11 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
         with pytest.raises(ValueError, match="has no pending gradients"):
             read_pending(tmp_path, made)
         dist.barrier()
+        made.fusion._session.reducer.residuals = {"none": torch.zeros(3)}
         write_pending(tmp_path, made)
         dist.barrier()
+        with pytest.raises(ValueError, match="cannot resume from .*a state with 3 numbers of 'none'; here it has none"):
+            read_pending(tmp_path, trainer(1, gradient_mode="dense", global_batch_size=8))
         if world == 4:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             divided = trainer(2, global_batch_size=8)
