@@ -70,7 +70,7 @@ def quickly(monkeypatch):
 # Logits
 
 
-@cells
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @models
 def test_logits(ranks, tp, name, oracle):
     """The same bits on every rank; near the exact model's, and not the same; "fp32" is a callable that sums exactly."""

@@ -97,7 +97,7 @@ def check_cases(ranks, world, family, seeds, **options_of_ranks):
         assert found == expected, options
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 @pytest.mark.parametrize("family", by_default(("mamba", "zamba2"), FAMILIES))
 def test_random_arguments(ranks, world, family):
     check_cases(ranks, world, family, TELLING)
