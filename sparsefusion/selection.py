@@ -18,7 +18,7 @@ SIGNATURES = {
     "selection_add": [POINTER, INT, POINTER, POINTER, SIZE, FLOAT],
 }
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}
-SLICE, SAMPLED, MOST_SAMPLED = 64, 32, 65536  # selection.c's
+SLICE, SAMPLED, MOST_SAMPLED = 64, 64, 16384  # selection.c's
 
 
 class _Segment(ctypes.Structure):

@@ -8,7 +8,7 @@
 
 #include "native.h"
 
-enum { SLICE = 64, SMALL = 16384, SAMPLED = 32, MOST_SAMPLED = 65536 };
+enum { SLICE = 64, SMALL = 16384, SAMPLED = 64, MOST_SAMPLED = 16384 };
 
 /* Flat parts of what is selected from; places count through all of them, one after the other. gradient: of `type`, or
    NULL for none. residual: receives gradient * scale + residual, 0 where a number was taken. */
