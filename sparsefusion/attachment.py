@@ -19,11 +19,10 @@ class NotCopied:
 class KeptHook(NotCopied):
     """What torch's DDP keeps for ever as its hook's state, where Python sees no cycle: so the door is held weakly.
 
-    whole: DDP's own reduction.
+    whole: DDP's own reduction. object: a weak reference to the door, or None.
     """
 
     def __init__(self):
-        super().__init__(None)
         self.door = self.whole = None
 
     @property

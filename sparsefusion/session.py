@@ -221,14 +221,15 @@ class Session:
         only a part of that.
         """
         wrong, left, pending = first_not_finite(self._reductions), bool(self.reducer.residuals), self._pending
-        if not (self._sparse or self._half or self._flushes):
+        ours = self._sparse or self._half
+        if not (ours or self._flushes):
             return None
         groups = (self.reducer.group if self._flushes else None, self.model_group)
         for group in (group for group in groups if group is not None):
             seen = torch.tensor([wrong is not None, left, pending], dtype=torch.float32, device=self.device)
             bad, left, pending = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
             wrong = wrong or ("a parameter of another rank" if bad else None)
-        if not (self._sparse or self._half or pending):
+        if not (ours or pending):
             wrong = None
         if self._sparse:
             self._owes = True
