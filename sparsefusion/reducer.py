@@ -204,11 +204,12 @@ class Reduction:
             self.marks.append(finite_mark(mean))
             self._write_dense(mean)
         if self._sent:
+            sums = [self._emptied(s.unit) for s in self._selected]  # while the message is under way
             (received,) = self._sent.wait()
             random = self._reducer.sparsifier == "randomk"
             parts = self._added_up(received) if random else self._of_all_ranks(received)
-            for s, part in zip(self._selected, parts, strict=True):
-                self._write(s.unit, part, self._scale / ranks)
+            for s, total, part in zip(self._selected, sums, parts, strict=True):
+                self._write(s.unit, total, part, self._scale / ranks)
 
     def _write_dense(self, mean) -> None:
         gradients = [self.gradients[name] for unit in self._dense for name in unit.names]
@@ -231,10 +232,14 @@ class Reduction:
         parts = zip(values.split(lengths, 1), places.split(counts, 1), strict=True)
         return [list(zip(v[:, : p.shape[1]], p, strict=True)) for v, p in parts]
 
-    def _write(self, unit, parts, scale) -> None:
+    def _emptied(self, unit) -> list[torch.Tensor]:
+        """Where a unit's means are going to be added up: its gradients, or, if they are too coarse, other memory."""
+        gradients = [self.gradients[name] for name in unit.names]
+        return [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
+
+    def _write(self, unit, sums, parts, scale) -> None:
         """Gradients of a unit from values and places, added up in the order of the ranks, in at least fp32."""
         gradients = [self.gradients[name] for name in unit.names]
-        sums = [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
         for values, places in parts:
             add_at(sums, values, places, scale)
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
