@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.observation import Sampled
+from sparsefusion.places import PLACE_BYTES
 from sparsefusion.plan import Buffer, Plan
 from sparsefusion.planner import Wish, plans_of
 from sparsefusion.sweep import repetitions
@@ -109,7 +110,7 @@ class Contestant:
             return {"bytes": 8 * (ranks - 1) / ranks * numel, "messages": None}
         dense, sparse, _ = plan.sent_numbers
         messages = [any(unit.k == 0 for unit in b.units) + any(unit.k for unit in b.units) for b in plan.buffers]
-        return {"bytes": (ranks - 1) * (8 / ranks * dense + 8 * sparse), "messages": sum(messages)}
+        return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + PLACE_BYTES) * sparse), "messages": sum(messages)}
 
 
 def measure(out) -> None:

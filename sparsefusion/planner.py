@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from .fusion_cuts import find_opt_fusion
+from .places import PLACE_BYTES
 from .plan import AS_THEY_COME, Buffer, Plan, Unit, value_bytes
 from .timeline import Costs, Load, Timeline, seconds
 
 DENSE_NUMEL, DENSE_DIMS = 2048, 2  # smaller gradients, or of fewer dimensions, go whole in plans that may choose
 LARGEST_DENSE = 0.05  # of all numbers: a larger gradient is never sent whole to save its selection
 SLACK = 1.01  # a step may become this much longer while Eq. 2 sends more of a buffer whole
+GUARDED = 4  # bytes of an index, by which a density is judged
 MOST_PLACES = 2**31 - 1  # that have an index of 32 bits
 LEAST_COMPENSATION = 0.5  # of the density that was asked for
 PAPER_FLOOR = 0.001
@@ -29,20 +31,21 @@ class Wish:
     wire: str = "fp32"
     budget: str = "bytes"
 
-    def sent_bytes(self, k: int, itemsize: int) -> int:
+    def sent_bytes(self, k: int, itemsize: int, of_place: int = PLACE_BYTES) -> int:
         """Of k numbers selected from gradients of that itemsize: values and places, or with randomk values alone."""
         values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, k, itemsize)
-        return values if self.sparsifier == "randomk" else values + 4 * k
+        return values if self.sparsifier == "randomk" else values + of_place * k
 
 
 def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
     """Whether sparse messages are smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
-    itemsize: bytes of a number in the cheapest dense message allowed. reduce_scatters: the framework sends half as much.
+    With an index of 4 bytes, though 2 are sent: what selecting takes is worth a quarter. itemsize: bytes of a number in the
+    cheapest dense message allowed. reduce_scatters: the framework sends half as much.
     """
     if ranks == 1:
         return False
-    each = wish.sent_bytes(1 << 20, itemsize) / (1 << 20)
+    each = wish.sent_bytes(1 << 20, itemsize, GUARDED) / (1 << 20)
     sent = 2 * each if wish.sparsifier == "randomk" else each * ranks
     return wish.density * sent < (1 if reduce_scatters else 2) * itemsize
 
@@ -252,6 +255,8 @@ def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
 
 def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str = "bytes") -> float:
     """The density of `sparse` numbers for which as much is sent as of all, if `dense` numbers are sent whole.
+
+    A number that is sent sparsely counts as twice one in an all-reduce's message, as with an index of 4 bytes.
 
     budget: bytes: (density N - dense/ranks) / sparse, at least half the density; paper: with dense for dense/ranks, and at
     least 0.001.

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
 
 from .collectives import Counter, begin_all_gather, begin_all_reduce
+from .places import bytes_of_places, decode_places, dtype_of_places, encode_places
 from .plan import Unit
 from .quantize import at_least_fp32, padded, wire_format
 from .selection import add_at, residual_like, take
@@ -154,7 +156,7 @@ class Reducer:
         return Selected(unit, values, places.int())
 
     def _message(self, selected) -> torch.Tensor:
-        """uint8: all values in the format of the wire, each unit's from a new block, then all places.
+        """uint8: all values in the format of the wire, each unit's from a new block; then all places, through all units.
 
         What rounding takes from values stays.
         """
@@ -170,8 +172,11 @@ class Reducer:
             lost = lost.where(lost.isfinite(), 0)
             for s, part in zip(selected, lost.split(lengths), strict=True):
                 add_at([self.residuals[name] for name in s.unit.names], part[: len(s.values)], s.places)
-        places = torch.cat([s.places for s in selected])
-        return torch.cat([encoded[0], places.view(torch.uint8)])
+        starts, numel = _starts(selected)
+        places = torch.cat(
+            [s.places.to(dtype_of_places(numel)) + start for s, start in zip(selected, starts, strict=True)]
+        )
+        return torch.cat([encoded[0], encode_places(places, numel)])
 
     def _lengths(self, selected) -> list[int]:
         """Of each unit's values in a message."""
@@ -225,12 +230,13 @@ class Reduction:
     def _of_all_ranks(self, messages):
         """Of each unit, [(values, places)] of every rank."""
         lengths, counts = self._reducer._lengths(self._selected), [len(s.values) for s in self._selected]
-        bytes_of_values = messages.shape[1] - 4 * sum(counts)
+        starts, numel = _starts(self._selected)
+        bytes_of_values = messages.shape[1] - bytes_of_places(sum(counts), numel)
         values = self._reducer._decoded(messages[:, :bytes_of_values], _dtype_of(self._selected))
         self.marks.append(finite_mark(values))
-        places = messages[:, bytes_of_values:].clone(memory_format=torch.contiguous_format).view(torch.int32)
-        parts = zip(values.split(lengths, 1), places.split(counts, 1), strict=True)
-        return [list(zip(v[:, : p.shape[1]], p, strict=True)) for v, p in parts]
+        places = decode_places(messages[:, bytes_of_values:], sum(counts), numel)
+        parts = zip(values.split(lengths, 1), places.split(counts, 1), starts, strict=True)
+        return [list(zip(v[:, : p.shape[1]], (p - start).int(), strict=True)) for v, p, start in parts]
 
     def _emptied(self, unit) -> list[torch.Tensor]:
         """Where a unit's means are going to be added up: its gradients, or, if they are too coarse, other memory."""
@@ -299,6 +305,12 @@ def finite_mark(tensor) -> torch.Tensor:
 def _is_exact(gradient) -> bool:
     """Whether means are added up in its own dtype."""
     return gradient.dtype == at_least_fp32(gradient.dtype)
+
+
+def _starts(selected) -> tuple[list[int], int]:
+    """Where each unit's numbers begin, one after the other, and how many there are."""
+    *starts, numel = accumulate((s.unit.numel for s in selected), initial=0)
+    return starts, numel
 
 
 def _dtype_of(selected) -> torch.dtype:

@@ -473,6 +473,29 @@ def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
     ranks(run, world)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_places_of_several_large_units(ranks, world):
+    """Of 205,000 numbers in three units, the last one of a single number in all 65,536: the mean of what is largest."""
+    sizes = {"a": 69_000, "b": 70_001, "c": 65_999}
+
+    def run(rank):
+        every = [torch.randn(205_000, generator=torch.Generator().manual_seed(each)) for each in range(world)]
+        for wire in WIRES:
+            units = [Unit((name,), n, k) for (name, n), k in zip(sizes.items(), (700, 69, 1), strict=True)]
+            gradients = dict(zip(sizes, every[rank].clone().split([*sizes.values()]), strict=True))
+            Reducer(dist.group.WORLD, "topk", wire).start(units, gradients).wait()
+            for unit, *parts in zip(units, *(x.split([*sizes.values()]) for x in every), strict=True):
+                mean = torch.zeros(unit.numel)
+                for part in parts:
+                    largest = part.abs().topk(unit.k).indices
+                    mean[largest] += part[largest] / world
+                found = gradients[unit.names[0]]
+                assert not found[mean == 0].any(), (wire, unit.names)
+                assert found.allclose(mean, rtol=0.02, atol=0.02), (wire, unit.names)
+
+    ranks(run, world)
+
+
 def test_what_is_pending_survives_a_narrow_format():
     """Residuals far below float16's smallest number, flushed into gradients that a loss scale has made larger."""
     reducer, gradient = Reducer(None), torch.ones(10, dtype=torch.float16)
