@@ -137,7 +137,11 @@ def measured_costs(
     selecting = [_selecting(size, dtype, density, sparsifier, device) for size in sizes.tolist()]
     k = max(64, int(density * sizes[-1]))
     adding, copying = _adding(int(sizes[-1]), k, device) / k, _copying(int(sizes[-1]), device) / (4 * sizes[-1])
-    *selecting, adding, copying = mean_over_ranks([*selecting, adding, copying], group, device)
+    launching, finishing = _messaging(group, dtype, sparsifier, device)
+    launching = max(0.0, launching - selecting[0])  # which is a part of it
+    *selecting, adding, copying, launching, finishing = mean_over_ranks(
+        [*selecting, adding, copying, launching, finishing], group, device
+    )
 
     @cache
     def select(count):
@@ -145,7 +149,10 @@ def measured_costs(
             return selecting[-1] * count / sizes[-1]
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
 
-    return Costs(fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, whole=whole)
+    return Costs(
+        fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, whole=whole,
+        launch=launching, finish=finishing,
+    )  # fmt: skip
 
 
 def measured_fabric(group, device, operations) -> "Sampled":
@@ -188,6 +195,22 @@ def _selecting(numel, dtype, density, sparsifier, device) -> float:
     gradients = {"numbers": torch.randn(numel, device=device, generator=generator).to(dtype)}
     reducer, unit = Reducer(None, sparsifier), Unit(("numbers",), numel, max(1, int(density * numel)))
     return _median(lambda: reducer.select(unit, gradients, 1.0), device)
+
+
+def _messaging(group, dtype, sparsifier, device) -> tuple[float, float]:
+    """What a small sparse message takes until it is under way, and when it is here; medians of three, after one more."""
+    reducer, unit = Reducer(group, sparsifier), Unit(("numbers",), LEAST, LEAST // 64)
+    gradients, clock, rows = {"numbers": torch.ones(LEAST, dtype=dtype, device=device)}, Clock(device), []
+    for _ in range(4):
+        marks = [clock.mark()]
+        reduction = reducer.start([unit], gradients)
+        marks.append(clock.mark())
+        reduction.sent.wait()
+        marks.append(clock.mark())
+        reduction.wait()
+        marks.append(clock.mark())
+        rows.append((clock.seconds(*marks[:2]), clock.seconds(*marks[2:])))
+    return tuple(map(median, zip(*rows[1:], strict=True)))
 
 
 def _adding(numel, k, device) -> float:

@@ -111,12 +111,13 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     sparse = [unit for unit in buffer.units if unit.k]
     sent = sum(unit.k for unit in sparse)
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
+    messages = (dense > 0) + (sent > 0)
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
-        select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense),
+        select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense) + messages * costs.launch,
         reduce=costs.all_reduce(dense - sent_early),
         gather=_exchange(sent, wish, itemsize, costs),
-        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
+        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks) + messages * costs.finish,
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
     )
@@ -137,7 +138,8 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
     sent = _sums([sum(unit.k for unit in atom) for atom in units])
 
     def compute(i, j):
-        return max(0.0, ready[j - 1] - (ready[i - 1] if i else 0.0)) + selecting[j] - selecting[i]
+        backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
+        return max(0.0, backward) + selecting[j] - selecting[i] + costs.launch + costs.finish
 
     @cache
     def send(i, j):

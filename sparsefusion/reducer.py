@@ -190,11 +190,11 @@ class Reducer:
 
 
 class Reduction:
-    """Gradients under way; `wait()` writes their means and may be called again, for nothing."""
+    """Gradients under way; `wait()` writes their means and may be called again, for nothing. sent: the sparse message."""
 
     def __init__(self, reducer, dense, whole, selected, sent, gradients, scale):
-        self._reducer, self._dense, self._whole, self._selected, self._sent = reducer, dense, whole, selected, sent
-        self.gradients, self._scale, self.written = gradients, scale, False
+        self._reducer, self._dense, self._whole, self._selected = reducer, dense, whole, selected
+        self.sent, self.gradients, self._scale, self.written = sent, gradients, scale, False
         self.marks = []  # once written: what is finite if the means are
 
     def wait(self) -> None:
@@ -208,9 +208,9 @@ class Reduction:
                 mean.div_(ranks)
             self.marks.append(finite_mark(mean))
             self._write_dense(mean)
-        if self._sent:
+        if self.sent:
             sums = [self._emptied(s.unit) for s in self._selected]  # while the message is under way
-            (received,) = self._sent.wait()
+            (received,) = self.sent.wait()
             random = self._reducer.sparsifier == "randomk"
             parts = self._added_up(received) if random else self._of_all_ranks(received)
             for s, total, part in zip(self._selected, sums, parts, strict=True):

@@ -55,7 +55,8 @@ class Costs:
 
     fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
     selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. whole: the operation
-    with which the framework sends gradients.
+    with which the framework sends gradients. launch, finish: of the thread that computes, for each message of ours, however
+    small, before it leaves and after it came.
     """
 
     fabric: Fabric
@@ -65,6 +66,8 @@ class Costs:
     copy: Callable[[int], float]
     factor: float = 1.0
     whole: str = "all_reduce"
+    launch: float = 0.0
+    finish: float = 0.0
 
     def all_reduce(self, nbytes: int) -> float:
         """Of a sum of so many bytes."""
