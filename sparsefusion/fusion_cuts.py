@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 MOST_CUTS = 128  # places to cut at; of more, COARSE are tried first, then moved
-COARSE = 48
+COARSE = 40
 
 
 def find_opt_fusion(count: int, compute: Callable, send: Callable, weights=None) -> tuple[int, ...]:

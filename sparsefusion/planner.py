@@ -215,7 +215,7 @@ def _cheaper_whole(tensor, whole, wish, timeline, costs) -> bool:
 
 def _without(buffer, names) -> Buffer:
     """With those parameters sent whole."""
-    return Buffer(tuple(replace(unit, k=0) if unit.names[0] in names else unit for unit in buffer.units))
+    return Buffer(tuple(replace(u, k=0) if u.k and u.names[0] in names else u for u in buffer.units))
 
 
 def _excluded(units, backward, sending: Load, costs) -> int:
@@ -279,7 +279,7 @@ def _early(buffers, wish, timeline, costs) -> list[Buffer]:
         ]
         count = min(range(len(tried)), key=lambda count: seconds(tried[count], True))
         loads, chosen = tried[count], {unit.names for unit in dense[:count]}
-        found.append(Buffer(tuple(replace(unit, early=unit.names in chosen) for unit in buffer.units)))
+        found.append(Buffer(tuple(replace(u, early=True) if u.names in chosen else u for u in buffer.units)))
     return found
 
 
@@ -289,7 +289,7 @@ def _early_loads(load, dense, tensors, itemsize, costs) -> list[Load]:
     ready = [0.0, *(tensors[unit.names[0]].ready for unit in dense)]
     reduce = [costs.all_reduce(n) for n in nbytes]
     late = [costs.all_reduce(nbytes[-1] - n) for n in nbytes]
-    return [replace(load, early=e, early_reduce=r, reduce=rest) for e, r, rest in zip(ready, reduce, late, strict=True)]
+    return [load._replace(early=e, early_reduce=r, reduce=rest) for e, r, rest in zip(ready, reduce, late, strict=True)]
 
 
 def _offloaded(plan, wish, timeline, costs) -> Plan:
@@ -301,6 +301,6 @@ def _offloaded(plan, wish, timeline, costs) -> Plan:
             finished = max(done, tensors[unit.names[0]].ready) + costs.select(unit.numel)
             fits = unit.k and unit is not buffer.units[-1] and finished <= end
             done = finished if fits else done
-            units.append(replace(unit, offload=bool(fits)))
+            units.append(replace(unit, offload=True) if fits else unit)
         buffers.append(Buffer(tuple(units)))
     return replace(plan, buffers=tuple(buffers))

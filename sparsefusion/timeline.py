@@ -5,6 +5,7 @@ Seconds of a step count from the end of the last one; so they include what an op
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .fabric import Fabric
 
@@ -88,8 +89,7 @@ class Costs:
         return replace(self, factor=min(MOST_CORRECTED, max(1 / MOST_CORRECTED, waited / expected)))
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What is done for a buffer. ready: the second at which its gradients are there; select: seconds of it.
 
     reduce, gather: of its two messages; write: seconds of writing what they brought into gradients. early: when what leaves
@@ -115,12 +115,11 @@ def seconds(loads, interleaved: bool, waits: bool = False) -> float:
         ready = load.ready + delay
         if load.early_reduce:
             link = max(link, load.early + delay) + load.early_reduce
+        selected = ready + load.select
+        leaves = ready if interleaved else selected
+        link = (link if link > leaves else leaves) + load.reduce  # faster than max, and planning is mostly this
+        link = (link if link > selected else selected) + load.gather
         delay += load.select
-        if interleaved:
-            link = max(link, ready) + load.reduce
-            link = max(link, ready + load.select) + load.gather
-        else:
-            link = max(link, ready + load.select) + load.reduce + load.gather
         if waits:
             delay = link + load.write - load.ready
         else:
