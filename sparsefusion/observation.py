@@ -23,6 +23,7 @@ WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
 SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2, 1 << 21: 2}  # bytes of messages: times that they are sent
 SLOW_S = 0.05  # larger ones are not sent after this, but two sizes always are
 LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
+SMALL = 64  # numbers of a message of which handling is measured
 
 
 class Clock:
@@ -124,24 +125,20 @@ def mean_over_ranks(numbers, group, device) -> list[float]:
     return (total / group.size()).tolist()
 
 
-def measured_costs(
-    group, device, dtype, numel: int, density: float, sparsifier: str, whole="all_reduce", fabric=None
-) -> Costs:
+def measured_costs(group, device, dtype, numel: int, wish, whole="all_reduce", fabric=None) -> Costs:
     """What messages cost on the links of `group`, and selecting on its ranks; all of them call this together.
 
-    dtype: of gradients. numel: of the largest. whole: the operation with which the framework sends them. fabric: what
-    messages cost, if that is known.
+    dtype: of gradients. numel: of the largest. wish: a `Wish`. whole: the operation with which the framework sends
+    gradients. fabric: what messages cost, if that is known.
     """
     fabric = fabric or measured_fabric(group, device, {"all_reduce", "all_gather", whole})
     sizes = np.unique(np.geomspace(LEAST, max(2 * LEAST, min(numel, MOST)), 4).astype(int))
-    selecting = [_selecting(size, dtype, density, sparsifier, device) for size in sizes.tolist()]
-    k = max(64, int(density * sizes[-1]))
+    selecting = [_selecting(size, dtype, wish, device) for size in sizes.tolist()]
+    k = max(64, int(wish.density * sizes[-1]))
     adding, copying = _adding(int(sizes[-1]), k, device) / k, _copying(int(sizes[-1]), device) / (4 * sizes[-1])
-    launching, finishing = _messaging(group, dtype, sparsifier, device)
-    launching = max(0.0, launching - selecting[0])  # which is a part of it
-    *selecting, adding, copying, launching, finishing = mean_over_ranks(
-        [*selecting, adding, copying, launching, finishing], group, device
-    )
+    handling = _handling(group, dtype, wish, device)
+    *selecting, adding, copying, handling = mean_over_ranks([*selecting, adding, copying, handling], group, device)
+    sending = fabric.time(wish.operation, wish.sent_bytes(SMALL, dtype.itemsize), group.size())
 
     @cache
     def select(count):
@@ -151,7 +148,7 @@ def measured_costs(
 
     return Costs(
         fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying, whole=whole,
-        launch=launching, finish=finishing,
+        handle=max(0.0, handling - selecting[0] - sending),
     )  # fmt: skip
 
 
@@ -190,27 +187,18 @@ class Sampled:
         return after + (slope if nbytes <= large else max(0.0, slope)) * (nbytes - large)
 
 
-def _selecting(numel, dtype, density, sparsifier, device) -> float:
+def _selecting(numel, dtype, wish, device) -> float:
     generator = torch.Generator(device).manual_seed(0)  # a training's own is left alone
     gradients = {"numbers": torch.randn(numel, device=device, generator=generator).to(dtype)}
-    reducer, unit = Reducer(None, sparsifier), Unit(("numbers",), numel, max(1, int(density * numel)))
+    reducer, unit = Reducer(None, wish.sparsifier), Unit(("numbers",), numel, max(1, int(wish.density * numel)))
     return _median(lambda: reducer.select(unit, gradients, 1.0), device)
 
 
-def _messaging(group, dtype, sparsifier, device) -> tuple[float, float]:
-    """What a small sparse message takes until it is under way, and when it is here; medians of three, after one more."""
-    reducer, unit = Reducer(group, sparsifier), Unit(("numbers",), LEAST, LEAST // 64)
-    gradients, clock, rows = {"numbers": torch.ones(LEAST, dtype=dtype, device=device)}, Clock(device), []
-    for _ in range(4):
-        marks = [clock.mark()]
-        reduction = reducer.start([unit], gradients)
-        marks.append(clock.mark())
-        reduction.sent.wait()
-        marks.append(clock.mark())
-        reduction.wait()
-        marks.append(clock.mark())
-        rows.append((clock.seconds(*marks[:2]), clock.seconds(*marks[2:])))
-    return tuple(map(median, zip(*rows[1:], strict=True)))
+def _handling(group, dtype, wish, device) -> float:
+    """What a small sparse message takes, selecting for it and sending it included; median of seven, after one more."""
+    reducer, unit = Reducer(group, wish.sparsifier, wish.wire), Unit(("numbers",), LEAST, SMALL)
+    gradients = {"numbers": torch.ones(LEAST, dtype=dtype, device=device)}
+    return _median(lambda: reducer.start([unit], gradients).wait(), device, 7)
 
 
 def _adding(numel, k, device) -> float:
@@ -224,8 +212,8 @@ def _copying(numel, device) -> float:
     return _median(lambda: target.copy_(source), device)
 
 
-def _median(function, device) -> float:
-    """Of three times, after one more."""
+def _median(function, device, count=3) -> float:
+    """Of so many times, after one more."""
     run = timed(function, device)
     run()
-    return median(run() for _ in range(3))
+    return median(run() for _ in range(count))

@@ -31,17 +31,25 @@ class Wish:
     wire: str = "fp32"
     budget: str = "bytes"
 
+    @property
+    def operation(self) -> str:
+        """With which selected numbers are sent."""
+        return "all_reduce" if self.sparsifier == "randomk" else "all_gather"
+
     def sent_bytes(self, k: int, itemsize: int, of_place: int = PLACE_BYTES) -> int:
-        """Of k numbers selected from gradients of that itemsize: values and places, or with randomk values alone."""
+        """Of k numbers selected from gradients of that itemsize: values and places, or with randomk values alone.
+
+        But for what places take for each 65,536 numbers that are selected from, 4 bytes.
+        """
         values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, k, itemsize)
         return values if self.sparsifier == "randomk" else values + of_place * k
 
 
 def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
-    """Whether sparse messages are smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
+    """Whether sparse messages are clearly smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
-    With an index of 4 bytes, though 2 are sent: what selecting takes is worth a quarter. itemsize: bytes of a number in the
-    cheapest dense message allowed. reduce_scatters: the framework sends half as much.
+    With an index of 4 bytes, though 2 are sent: what selecting takes is worth the difference. itemsize: bytes of a number
+    in the cheapest dense message allowed. reduce_scatters: the framework sends half as much.
     """
     if ranks == 1:
         return False
@@ -111,13 +119,12 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     sparse = [unit for unit in buffer.units if unit.k]
     sent = sum(unit.k for unit in sparse)
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
-    messages = (dense > 0) + (sent > 0)
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
-        select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense) + messages * costs.launch,
+        select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense) + (sent > 0) * costs.handle,
         reduce=costs.all_reduce(dense - sent_early),
         gather=_exchange(sent, wish, itemsize, costs),
-        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks) + messages * costs.finish,
+        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
     )
@@ -125,8 +132,7 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
 
 def _exchange(k, wish, itemsize, costs) -> float:
     """Seconds of sending k selected numbers."""
-    operation = "all_reduce" if wish.sparsifier == "randomk" else "all_gather"
-    return costs.message(operation, wish.sent_bytes(k, itemsize))
+    return costs.message(wish.operation, wish.sent_bytes(k, itemsize))
 
 
 def _fused(wish, timeline, costs) -> list[Buffer]:
@@ -139,7 +145,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
 
     def compute(i, j):
         backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
-        return max(0.0, backward) + selecting[j] - selecting[i] + costs.launch + costs.finish
+        return max(0.0, backward) + selecting[j] - selecting[i] + costs.handle
 
     @cache
     def send(i, j):
@@ -256,12 +262,10 @@ def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
 
 
 def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str = "bytes") -> float:
-    """The density of `sparse` numbers for which as much is sent as of all, if `dense` numbers are sent whole.
+    """The density of `sparse` numbers for which about as much is sent as of all, if `dense` numbers are sent whole.
 
-    A number that is sent sparsely counts as twice one in an all-reduce's message, as with an index of 4 bytes.
-
-    budget: bytes: (density N - dense/ranks) / sparse, at least half the density; paper: with dense for dense/ranks, and at
-    least 0.001.
+    budget: bytes: (density N - dense/ranks) / sparse, at least half the density, which is as much with an index of 4 bytes
+    (of 2, dense/ranks would be 4/3 of it); paper: with dense for dense/ranks, and at least 0.001.
     """
     if budget == "paper":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))

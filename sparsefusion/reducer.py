@@ -190,11 +190,11 @@ class Reducer:
 
 
 class Reduction:
-    """Gradients under way; `wait()` writes their means and may be called again, for nothing. sent: the sparse message."""
+    """Gradients under way; `wait()` writes their means and may be called again, for nothing."""
 
     def __init__(self, reducer, dense, whole, selected, sent, gradients, scale):
-        self._reducer, self._dense, self._whole, self._selected = reducer, dense, whole, selected
-        self.sent, self.gradients, self._scale, self.written = sent, gradients, scale, False
+        self._reducer, self._dense, self._whole, self._selected, self._sent = reducer, dense, whole, selected, sent
+        self.gradients, self._scale, self.written = gradients, scale, False
         self.marks = []  # once written: what is finite if the means are
 
     def wait(self) -> None:
@@ -208,13 +208,13 @@ class Reduction:
                 mean.div_(ranks)
             self.marks.append(finite_mark(mean))
             self._write_dense(mean)
-        if self.sent:
-            sums = [self._emptied(s.unit) for s in self._selected]  # while the message is under way
-            (received,) = self.sent.wait()
+        if self._sent:
+            self._empty()  # while the message is under way
+            (received,) = self._sent.wait()
             random = self._reducer.sparsifier == "randomk"
             parts = self._added_up(received) if random else self._of_all_ranks(received)
-            for s, total, part in zip(self._selected, sums, parts, strict=True):
-                self._write(s.unit, total, part, self._scale / ranks)
+            for s, part in zip(self._selected, parts, strict=True):
+                self._write(s.unit, part, self._scale / ranks)
 
     def _write_dense(self, mean) -> None:
         gradients = [self.gradients[name] for unit in self._dense for name in unit.names]
@@ -238,14 +238,16 @@ class Reduction:
         parts = zip(values.split(lengths, 1), places.split(counts, 1), starts, strict=True)
         return [list(zip(v[:, : p.shape[1]], (p - start).int(), strict=True)) for v, p, start in parts]
 
-    def _emptied(self, unit) -> list[torch.Tensor]:
-        """Where a unit's means are going to be added up: its gradients, or, if they are too coarse, other memory."""
-        gradients = [self.gradients[name] for name in unit.names]
-        return [g.zero_() if _is_exact(g) else residual_like(g) for g in gradients]
+    def _empty(self) -> None:
+        """Nothing in gradients that means are added up in. Their numbers were read: nothing selects without looking."""
+        for name in (name for s in self._selected for name in s.unit.names):
+            if _is_exact(self.gradients[name]):
+                self.gradients[name].zero_()
 
-    def _write(self, unit, sums, parts, scale) -> None:
+    def _write(self, unit, parts, scale) -> None:
         """Gradients of a unit from values and places, added up in the order of the ranks, in at least fp32."""
         gradients = [self.gradients[name] for name in unit.names]
+        sums = [g if _is_exact(g) else residual_like(g) for g in gradients]
         for values, places in parts:
             add_at(sums, values, places, scale)
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):

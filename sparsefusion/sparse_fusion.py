@@ -145,7 +145,7 @@ class SparseFusion:
             session.plan = Plan(self.mode, wish.sparsifier, wish.density, wish.wire, empty.ranks)
         elif not self._helps(wish.density) and self.mode != "auto" and empty.ranks > 1:
             self._notice = (
-                f"{self.mode} would send more than dense on {empty.ranks} ranks with density {wish.density}: dense"
+                f"dense: {self.mode} would not send clearly less, on {empty.ranks} ranks with density {wish.density}"
             )
         elif empty.ranks > 1:
             self._decided = False
@@ -159,7 +159,7 @@ class SparseFusion:
             session.watchers.append(watcher)
 
     def _helps(self, density, itemsize=None) -> bool:
-        """Whether sparse messages are smaller than dense ones, of numbers of that itemsize; None: the gradients' own."""
+        """Whether sparse messages are clearly smaller than dense ones, of that itemsize; None: the gradients' own."""
         ranks, wish = self._session.reducer.group.size(), replace(self.wish, density=density)
         return helps(wish, ranks, itemsize or self._dtype.itemsize, self._whole == "reduce_scatter")
 
@@ -198,9 +198,7 @@ class SparseFusion:
         """Plan: the first rank of all does, for all."""
         session, wish = self._session, self.wish
         group, largest = session.reducer.group, max(tensor.numel for tensor in timeline.tensors)
-        costs = measured_costs(
-            group, session.device, self._dtype, largest, wish.density, wish.sparsifier, self._whole, self.fabric
-        )
+        costs = measured_costs(group, session.device, self._dtype, largest, wish, self._whole, self.fabric)
 
         def planned():  # of a divided model, on one rank of each part
             found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}

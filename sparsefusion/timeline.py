@@ -56,8 +56,8 @@ class Costs:
 
     fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
     selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. whole: the operation
-    with which the framework sends gradients. launch, finish: of the thread that computes, for each message of ours, however
-    small, before it leaves and after it came.
+    with which the framework sends gradients. handle: of the thread that computes, for each sparse message, however small,
+    beside selecting for it and sending it.
     """
 
     fabric: Fabric
@@ -67,8 +67,7 @@ class Costs:
     copy: Callable[[int], float]
     factor: float = 1.0
     whole: str = "all_reduce"
-    launch: float = 0.0
-    finish: float = 0.0
+    handle: float = 0.0
 
     def all_reduce(self, nbytes: int) -> float:
         """Of a sum of so many bytes."""

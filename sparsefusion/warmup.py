@@ -6,7 +6,7 @@ from collections.abc import Callable
 class DensityWarmup:
     """Watches a session: in step t of `steps` since `since` the density is max(density, 0.25^(1 + 4 t / steps)).
 
-    helps(density): whether that sends less than all; else all is sent.
+    helps(density): whether that sends clearly less than all; else all is sent.
     """
 
     def __init__(self, density: float, steps: int, since: int, helps: Callable[[float], bool]):

@@ -156,6 +156,21 @@ def test_a_framework_that_waits_played_out():
     assert seconds(loads, interleaved=True, waits=True) == 38
 
 
+def test_what_each_sparse_message_takes_of_the_thread():
+    """Messages take as much longer as there are sparse ones; where they take much, fewer are sent."""
+    given, cheap = timeline([100_000, 10] * 8, 8), costs(alpha=1e-6)
+    dear = replace(cheap, handle=0.003)
+    for mode in MODES:
+        plan = plan_of(mode, Wish(0.01), given, cheap)
+        took = predict(plan, Wish(0.01), given, dear) - predict(plan, Wish(0.01), given, cheap)
+        sparse = sum(any(unit.k for unit in buffer.units) for buffer in plan.buffers)
+        assert sparse > 1 and took == pytest.approx(0.003 * sparse, rel=0.2)
+        assert len(plan_of(mode, Wish(0.01), given, dear).buffers) < len(plan.buffers)
+    for mode in ("dense", "fp16"):
+        plan = plan_of(mode, Wish(0.01), given, dear)
+        assert predict(plan, Wish(0.01), given, dear) == predict(plan, Wish(0.01), given, cheap)
+
+
 def test_a_framework_that_waits_sends_each_atom():
     given, price = timeline([100_000] * 6, 3), costs(alpha=1.0)
     assert len(plan_of("layerwise", Wish(0.01), given, price).buffers) == 1

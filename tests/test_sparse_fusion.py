@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, backward, batch, force, pending, plan, quiet, same_on_all_ranks, summed
 from sparsefusion import SPARSIFIERS
+from sparsefusion.collectives import begin_all_gather
 from sparsefusion.plan import WIRES, Plan, Unit
-from sparsefusion.reducer import Reducer
+from sparsefusion.reducer import Reducer, Reduction, Selected
 from sparsefusion.session import Session
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
@@ -492,6 +493,27 @@ def test_places_of_several_large_units(ranks, world):
                 found = gradients[unit.names[0]]
                 assert not found[mean == 0].any(), (wire, unit.names)
                 assert found.allclose(mean, rtol=0.02, atol=0.02), (wire, unit.names)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world):
+    """Their places alone: gradients of as many numbers would need 16 GB."""
+    most = 2**31 - 1
+
+    def run(rank):
+        reducer, places = Reducer(dist.group.WORLD), [[0, 1, most - 1], [most - 2, most - 1], [1]]
+        selected = [
+            Selected(Unit((str(n),), numel, len(at)), torch.ones(len(at)), torch.tensor(at, dtype=torch.int32) - rank)
+            for n, (at, numel) in enumerate(zip(places, (most, most, 2), strict=True))
+        ]
+        selected[0].places.clamp_(0)
+        sent = begin_all_gather(reducer._message(selected), reducer.group)
+        parts = Reduction(reducer, [], None, selected, sent, {}, 1.0)._of_all_ranks(sent.wait()[0])
+        assert [[p.tolist() for _, p in of_ranks] for of_ranks in parts] == [
+            [[max(0, place - each) for place in at] for each in range(world)] for at in places
+        ]
 
     ranks(run, world)
 
