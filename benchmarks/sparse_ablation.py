@@ -1,8 +1,9 @@
-"""SSFusion's steps one by one, and what planning costs (about 15 min; root).
+"""SSFusion's steps one by one, and what planning costs (about 27 min; root).
 
-The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others are
-selected brings nothing on a CPU. Planning 500 gradients in all modes takes 50 ms at most. Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients, and they take turns, each a step
-that does not count and one that does; medians. The last one is the plan of the one before, measured a second time.
+The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others
+are selected brings nothing on a CPU. Planning 500 gradients in all modes takes 50 ms at most. Every contestant trains a
+copy of a Mamba-2 of 24 layers with 410 gradients, and they take turns, each a step that does not count and one that
+does; medians. The last one is the plan of the one before, measured a second time.
 """
 
 import time
