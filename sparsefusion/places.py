@@ -6,6 +6,8 @@ shorter (of less than one number in about 32,768), the places as they are.
 
 import torch
 
+from .quantize import view_bytes
+
 BLOCK, PLACE_BYTES = 1 << 16, 2
 
 
@@ -22,18 +24,13 @@ def encode_places(places: torch.Tensor, numel: int) -> torch.Tensor:
 def decode_places(encoded: torch.Tensor, k: int, numel: int) -> torch.Tensor:
     """(rows, k), of the dtype of places below `numel`, of rows of what `encode_places` returns."""
     if not _in_blocks(k, numel):
-        return _numbers(encoded, dtype_of_places(numel))
+        return view_bytes(encoded, dtype_of_places(numel))
     parts = encoded.split([encoded.shape[1] - PLACE_BYTES * k, PLACE_BYTES * k], 1)
-    below, lower = map(_numbers, parts, (torch.int32, torch.int16))
+    below, lower = map(view_bytes, parts, (torch.int32, torch.int16))
     counts = torch.diff(below, append=below.new_full((len(below), 1), k))
     first = torch.arange(0, below.numel(), below.shape[1], dtype=torch.int32, device=encoded.device)  # of each row
     blocks = torch.repeat_interleave(counts.flatten(), output_size=lower.numel()).view_as(lower) - first[:, None]
     return blocks.to(dtype_of_places(numel)).mul_(BLOCK).add_(lower).add_(BLOCK // 2)
-
-
-def _numbers(encoded, dtype):
-    """Of rows of bytes, wherever these begin."""
-    return encoded.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def dtype_of_places(numel: int) -> torch.dtype:

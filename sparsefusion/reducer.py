@@ -239,7 +239,7 @@ class Reduction:
         return [list(zip(v[:, : p.shape[1]], (p - start).int(), strict=True)) for v, p, start in parts]
 
     def _empty(self) -> None:
-        """Nothing in gradients that means are added up in. Their numbers were read: nothing selects without looking."""
+        """Zeros for means to be added up in. All was selected from, on CUDA too: selectors wait for what they find."""
         for name in (name for s in self._selected for name in s.unit.names):
             if _is_exact(self.gradients[name]):
                 self.gradients[name].zero_()
