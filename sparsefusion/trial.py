@@ -11,7 +11,7 @@ from .collectives import all_reduce
 
 MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
-BEHIND = 0.25  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
+BEHIND = 0.2  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
 SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
 
 
@@ -87,7 +87,8 @@ class Trial:
         order = sorted(self._seconds, key=seconds.get)
         rounds = len(self._rounds[order[0]])
         most = (1 + BEHIND / math.sqrt(rounds)) * seconds[order[0]]
-        left = [mode for mode in order if seconds[mode] <= most]
+        unsure = not self._is_sure(order[0])
+        left = [mode for mode in order if seconds[mode] <= most or (mode == "dense" and unsure)]
         if len(left) > 1 and rounds < ROUNDS:
             self._begin_round(session, left)
             return

@@ -61,9 +61,9 @@ def test_the_fastest_stays(ranks, monkeypatch, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_plan_may_be_the_further_behind_the_less_is_known(ranks, monkeypatch, world):
     def run(rank):
-        _, _, steps = tried(monkeypatch, {"a": [0.48], "b": [0.4]})  # 1.2: within 1 + 0.25, not 1 + 0.25 / sqrt(2)
+        _, _, steps = tried(monkeypatch, {"a": [0.47], "b": [0.4]})  # 1.175: within 1 + 0.2, not 1 + 0.2 / sqrt(2)
         assert steps.count("a") == 2 * STEPS
-        mode, _, steps = tried(monkeypatch, {"a": [0.48, 0.38], "b": [0.4]})  # a bad start
+        mode, _, steps = tried(monkeypatch, {"a": [0.47, 0.38], "b": [0.4]})  # a bad start
         assert mode == "a" and steps.count("a") == ROUNDS * STEPS
 
     ranks(run, world)
@@ -76,6 +76,8 @@ def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch
         assert tried(monkeypatch, {"a": [0.94], "dense": [1.0]})[0] == "a"
         assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "a"  # in 6 rounds of 8
         assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "dense"
+        mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.5], "dense": [1.0]})  # far ahead before it is sure
+        assert mode == "a" and steps.count("dense") == 4 * STEPS
         assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.52)[0] == "dense"  # dense was watched before
         assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.6)[0] == "a"
 
