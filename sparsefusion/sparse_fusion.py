@@ -253,9 +253,8 @@ class SparseFusion:
             session.plan, self._decided, self._candidates = plans[mode], True, None
             self._say(verdict(mode, measured))
 
-        tried = {mode: plans[mode] for mode in close}
         wait = max(0, self._sparse_since + self.density_warmup - session.step)
-        session.watchers.append(Trial(session, tried, candidates["dense"], wait, decided))
+        session.watchers.append(Trial(session, plans, close, candidates["dense"], wait, decided))
 
     def _warm_up(self):
         self._session.watchers.append(

@@ -33,16 +33,18 @@ def contestants(seconds) -> list[str]:
 
 
 class Trial:
-    """plans: {mode: plan}, in the order in which they are tried; all ranks' are the same. after: steps to wait before.
+    """plans: {mode: plan}, dense's too. turns: the modes that begin, in this order; all ranks' are the same.
 
-    dense: the seconds of a dense step. done: called with the mode that is best, and {mode: seconds}.
+    dense: the seconds of a dense step that was watched; if the best is not surely faster, it may only have met a slow
+    minute, and dense takes turns as well. after: steps to wait before. done: called with the mode that is best, and
+    {mode: seconds}.
     """
 
-    def __init__(self, session, plans, dense: float, after: int, done):
+    def __init__(self, session, plans, turns, dense: float, after: int, done):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
-        self._samples, self._rounds = {mode: [] for mode in plans}, {mode: [] for mode in plans}
+        self._samples, self._rounds = {}, []  # {mode: seconds} of all steps that count; {mode: median} of each round
         self._ended = None
-        self._begin_round(session, list(plans))
+        self._begin_round(session, turns)
 
     def _begin_round(self, session, modes):
         self._turns = [mode for mode in modes for _ in range(STEPS)]
@@ -75,28 +77,28 @@ class Trial:
     def _end_round(self, session):
         """By the slowest rank's medians, the same numbers everywhere."""
         for mode, seconds in self._seconds.items():
-            self._samples[mode] += seconds
+            self._samples.setdefault(mode, []).extend(seconds)
         medians = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
         medians = torch.tensor(medians, dtype=torch.float64, device=session.device)
         for group in filter(None, (session.reducer.group, session.model_group)):
             medians = all_reduce(medians, group, op=dist.ReduceOp.MAX)
-        medians = medians.tolist()
-        for mode in self._seconds:
-            self._rounds[mode].append(medians.pop(0))
-        seconds = dict(zip(self._plans, medians, strict=True))
-        order = sorted(self._seconds, key=seconds.get)
-        rounds = len(self._rounds[order[0]])
-        most = (1 + BEHIND / math.sqrt(rounds)) * seconds[order[0]]
-        unsure = not self._is_sure(order[0])
-        left = [mode for mode in order if seconds[mode] <= most or (mode == "dense" and unsure)]
-        if len(left) > 1 and rounds < ROUNDS:
+        medians = iter(medians.tolist())
+        self._rounds.append({mode: next(medians) for mode in self._seconds})
+        seconds = {mode: next(medians) for mode in self._samples}
+        best, *others = sorted(self._seconds, key=seconds.get)
+        most, sure = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best], self._is_sure(best)
+        left = [best, *(mode for mode in others if seconds[mode] <= most)]
+        if not sure and "dense" not in left:
+            left = [*left[: MOST - 1], "dense"]
+        if len(left) > 1 and len(self._rounds) < ROUNDS:
             self._begin_round(session, left)
             return
         session.watchers.remove(self)
-        self._done(left[0] if self._is_sure(left[0]) else "dense", {"dense": self._dense, **seconds})
+        self._done(best if sure else "dense", {"dense": self._dense, **seconds})
 
     def _is_sure(self, mode) -> bool:
-        """Whether it was clearly faster than dense, mostly, when both had their turns."""
-        mine, dense = self._rounds[mode], self._rounds.get("dense") or [self._dense] * ROUNDS
-        sure = [a <= SURE * b for a, b in zip(mine, dense, strict=False)]
+        """Whether it was clearly faster than dense, mostly, when both had their turns; if dense had none, than it was."""
+        rounds = [each for each in self._rounds if mode in each]
+        beside = [each for each in rounds if "dense" in each] or rounds
+        sure = [each[mode] <= SURE * each.get("dense", self._dense) for each in beside]
         return sum(sure) >= MOSTLY * len(sure)

@@ -21,8 +21,11 @@ def test_contestants():
     assert contestants({"layerwise": 2.0}) == ["layerwise"]
 
 
-def tried(monkeypatch, tale, dense=1.0, after=0):
-    """The mode that is decided for, measured seconds, and the modes of all steps; tale(mode, round) is a step's seconds."""
+def tried(monkeypatch, tale, dense=1.0, after=0, turns=None):
+    """The mode that is decided for, measured seconds, and the modes of all steps.
+
+    tale: {mode: a step's seconds in each round, the last ones in all others}. turns: the modes that begin; else all.
+    """
     modes, clock, taken, decided = list(tale), [0.0], [], []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
     session = SimpleNamespace(
@@ -33,7 +36,14 @@ def tried(monkeypatch, tale, dense=1.0, after=0):
         reducer=SimpleNamespace(group=dist.group.WORLD),
     )
     session.watchers.append(
-        Trial(session, {mode: mode for mode in modes}, dense, after, lambda *found: decided.append(found))
+        Trial(
+            session,
+            {mode: mode for mode in [*modes, "dense"]},
+            turns or modes,
+            dense,
+            after,
+            lambda *found: decided.append(found),
+        )
     )
     while session.watchers and len(taken) < 1000:
         taken.append(session.plan)
@@ -78,8 +88,25 @@ def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch
         assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "dense"
         mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.5], "dense": [1.0]})  # far ahead before it is sure
         assert mode == "a" and steps.count("dense") == 4 * STEPS
-        assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.52)[0] == "dense"  # dense was watched before
-        assert tried(monkeypatch, {"a": [0.5], "b": [0.51]}, dense=0.6)[0] == "a"
+        alike = {"a": [0.5], "b": [0.51], "dense": [0.52]}
+        assert tried(monkeypatch, alike, dense=0.52, turns=["a", "b"])[0] == "dense"
+        mode, _, steps = tried(monkeypatch, alike, dense=0.6, turns=["a", "b"])
+        assert mode == "a" and "dense" not in steps  # it was watched before, and slower
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_slow_minute_after_dense_was_watched(ranks, monkeypatch, world):
+    """Then dense takes turns, too, in place of the last one if there would be too many."""
+
+    def run(rank):
+        tale = {"a": [0.9, 0.5], "b": [1.2, 0.6], "dense": [1.0]}
+        mode, _, steps = tried(monkeypatch, tale, dense=0.8, turns=["a", "b"])
+        assert mode == "a" and "dense" not in steps[: 2 * STEPS] and steps[3 * STEPS : 4 * STEPS] == ["dense"] * STEPS
+        tale = {mode: [0.9, 0.5] for mode in "abcd"} | {"dense": [1.0]}
+        _, _, steps = tried(monkeypatch, tale, dense=0.8, turns=[*"abcd"])
+        assert steps.count("d") == STEPS and "dense" in steps and steps.count("c") > 2 * STEPS
 
     ranks(run, world)
 
