@@ -197,8 +197,8 @@ class SparseFusion:
     def _observed(self, timeline) -> None:
         """Plan: the first rank of all does, for all."""
         session, wish = self._session, self.wish
-        group, numel = session.reducer.group, timeline.numel
-        costs = measured_costs(group, session.device, self._dtype, numel, wish, self._whole, self.fabric)
+        group = session.reducer.group
+        costs = measured_costs(group, session.device, self._dtype, timeline.numel, wish, self._whole, self.fabric)
 
         def planned():  # of a divided model, on one rank of each part
             found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}

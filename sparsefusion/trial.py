@@ -86,7 +86,8 @@ class Trial:
         self._rounds.append({mode: next(medians) for mode in self._seconds})
         seconds = {mode: next(medians) for mode in self._samples}
         best, *others = sorted(self._seconds, key=seconds.get)
-        most, sure = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best], self._is_sure(best)
+        most = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best]
+        sure = self._is_sure(best)
         left = [best, *(mode for mode in others if seconds[mode] <= most)]
         if not sure and "dense" not in left:
             left = [*left[: MOST - 1], "dense"]
