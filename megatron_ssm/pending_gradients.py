@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from sparsefusion.agreement import from_first
 from sparsefusion.states import checked_states, mean_residuals
 
 from .training_checkpoint import on_every_rank
@@ -25,8 +27,9 @@ def write_pending(directory: Path, trainer) -> None:
 
 
 def has_pending(directory: Path) -> bool:
-    """Whether a checkpoint has any."""
-    return _layout(directory) is not None
+    """Whether a checkpoint has any, as the first rank sees it; all ranks ask together."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return from_first(lambda: _layout(directory) is not None, group, None)
 
 
 def read_pending(directory: Path, trainer) -> None:

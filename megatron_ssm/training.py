@@ -142,8 +142,7 @@ class Trainer:
     def _add_unsent(self):
         for name, parameter in self.named_parameters() if self.unsent else ():
             if name in self.unsent and parameter.grad is not None:
-                parameter.grad += self.unsent[name].view_as(parameter).to(parameter.grad)
-        self.unsent = {}
+                parameter.grad += self.unsent.pop(name).view_as(parameter).to(parameter.grad)
 
     def _backward(self, inputs, labels, last):
         """Add one micro-batch's gradient; replicas exchange theirs with the last one. Returns its share of the loss."""

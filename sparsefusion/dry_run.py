@@ -4,7 +4,10 @@ from .plan import AS_THEY_COME
 
 
 def dry_run(plans, seconds, wish, timeline) -> str:
-    """A table of the modes that are considered, with the predicted step and the bytes that a rank gives to collectives."""
+    """A table of the plans {mode: plan}: predicted seconds, what a rank gives to collectives, in how many buffers.
+
+    Bytes of places leave out 4 for each 65,536 numbers that are selected from.
+    """
     ranks = next(iter(plans.values())).ranks
     lines = [
         f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} numbers in "
@@ -12,12 +15,16 @@ def dry_run(plans, seconds, wish, timeline) -> str:
     ]
     for mode, plan in plans.items():
         nbytes = _bytes(plan, wish, timeline)
-        lines.append(f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB in {_messages(plan, timeline)}")
+        whole, selected, numel = plan.sent_numbers if plan.buffers else (1, 0, 1)
+        lines.append(
+            f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB, {(whole + selected) / numel:6.1%} of "
+            f"all numbers, in {_messages(plan, timeline)}"
+        )
     return "\n".join(lines)
 
 
 def verdict(mode, measured) -> str:
-    """Of a trial."""
+    """What a trial found: the mode that stays, and {mode: seconds} of a step of those that had turns, and of dense."""
     tried = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
     return f"sparsefusion: {mode}, for steps took: {tried}"
 

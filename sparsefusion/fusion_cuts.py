@@ -1,4 +1,4 @@
-"""Which neighbouring gradients to send together: FindOptFusion, exactly (Cupcake's problem, gradcomm.md A.2).
+"""Which neighbouring gradients to send together: FindOptFusion, exactly (the problem of Cupcake, Wang et al., MLSys 2023).
 
 Gradients become ready one after the other; a group of them is first computed and selected from, then sent, while the next
 group is computed. Of all ways to cut them into groups the one is found whose last message arrives first.

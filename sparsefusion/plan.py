@@ -31,6 +31,10 @@ class Unit:
     offload: bool = False
     early: bool = False
 
+    def __post_init__(self):
+        if not 0 <= self.k <= self.numel:
+            raise ValueError(f"k={self.k} of {self.names} must be from 0 to its {self.numel} numbers")
+
     def at(self, density_ratio: float) -> "Unit":
         """The same with as many times the k."""
         if not self.k or density_ratio == 1:
@@ -77,13 +81,10 @@ class Plan:
     predicted: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        if (
-            self.mode not in MODES
-            or self.mode == "auto"
-            or self.sparsifier not in SPARSIFIERS
-            or self.wire not in WIRES
-        ):
-            raise ValueError(f"no plan has mode {self.mode!r}, sparsifier {self.sparsifier!r} and wire {self.wire!r}")
+        modes = tuple(mode for mode in MODES if mode != "auto")
+        for what, known in (("mode", modes), ("sparsifier", SPARSIFIERS), ("wire", WIRES)):
+            if getattr(self, what) not in known:
+                raise ValueError(f"{what}={getattr(self, what)!r} is none of a plan's: {', '.join(known)}")
 
     @property
     def sent_numbers(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Which gradients to send whole, which sparsely, how densely, and in which buffers (SSFusion, resolved in gradcomm.md A).
+"""Which gradients to send whole, which sparsely, how densely, and in which buffers: SSFusion (Ming et al.), section IV.
 
 `plans_of` makes the plans of some modes from a timeline and costs; `predict` says how long a step with one would take. Both
 are functions of their arguments alone: ranks that are given the same numbers get the same plan.
@@ -45,17 +45,22 @@ class Wish:
         return values if self.sparsifier == "randomk" else values + of_place * k
 
 
-def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False) -> bool:
+def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False, halves=False) -> bool:
     """Whether sparse messages are clearly smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
-    With an index of 4 bytes, though 2 are sent: what selecting takes is worth the difference. itemsize: bytes of a number
-    in the cheapest dense message allowed. reduce_scatters: the framework sends half as much.
+    With an index of 4 bytes, though 2 are sent: what selecting takes is worth the difference. itemsize: bytes of a
+    gradient's number. reduce_scatters: the framework sends half as much. halves: or they are all-reduced in 16 bits.
     """
     if ranks == 1:
         return False
+    whole = (1 if reduce_scatters else 2) * itemsize
+    return wish.density * _sent_on(ranks, wish, itemsize) < (min(whole, 2 * 2) if halves else whole)
+
+
+def _sent_on(ranks, wish, itemsize) -> float:
+    """Bytes of a selected number, sent once to each of these ranks: what compares with 2 x the bytes of one all-reduced."""
     each = wish.sent_bytes(1 << 20, itemsize, GUARDED) / (1 << 20)
-    sent = 2 * each if wish.sparsifier == "randomk" else each * ranks
-    return wish.density * sent < (1 if reduce_scatters else 2) * itemsize
+    return 2 * each if wish.sparsifier == "randomk" else each * ranks
 
 
 def plans_of(modes, wish: Wish, timeline: Timeline, costs: Costs, early: bool = False) -> dict[str, Plan]:
@@ -253,7 +258,8 @@ def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
     sparse = sum(unit.numel for buffer in buffers for unit in buffer.units if unit.k)
     if not sparse:
         return buffers
-    density = compensated(wish.density, sum(numbers), sparse, ranks, wish.budget)
+    worth = 2 * itemsize / _sent_on(ranks, wish, itemsize)
+    density = compensated(wish.density, sum(numbers), sparse, worth, wish.budget)
 
     def changed(unit):
         return replace(unit, k=max(1, math.floor(density * unit.numel))) if unit.k else unit
@@ -261,15 +267,16 @@ def _compensated(buffers, wish, ranks, itemsize) -> list[Buffer]:
     return [Buffer(tuple(changed(unit) for unit in buffer.units)) for buffer in buffers]
 
 
-def compensated(density: float, dense: int, sparse: int, ranks: int, budget: str = "bytes") -> float:
+def compensated(density: float, dense: int, sparse: int, worth: float, budget: str = "bytes") -> float:
     """The density of `sparse` numbers for which about as much is sent as of all, if `dense` numbers are sent whole.
 
-    budget: bytes: (density N - dense/ranks) / sparse, at least half the density, which is as much with an index of 4 bytes
-    (of 2, dense/ranks would be 4/3 of it); paper: with dense for dense/ranks, and at least 0.001.
+    worth: how many selected numbers take the bytes of one that is sent whole: 1/ranks if both are of 4 bytes, and so is an
+    index. budget: bytes: (density N - worth dense) / sparse, at least half the density; paper: with dense for worth dense,
+    and at least 0.001.
     """
     if budget == "paper":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
-    return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - dense / ranks) / sparse))
+    return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - worth * dense) / sparse))
 
 
 def _early(buffers, wish, timeline, costs) -> list[Buffer]:

@@ -1,7 +1,8 @@
 """Means of gradients over ranks: some whole, of others what was selected; what is not sent waits for the next step.
 
-Error feedback (gradcomm.md A.5): v = gradient + residual; what leaves v is what is applied, bit for bit, whatever the
-format on the wire; the rest is the residual. So applied means times ranks, and residuals, add up to all gradients.
+Error feedback (Seide et al., 2014; SSFusion, section II-C): v = gradient + residual; what leaves v is what is applied, bit
+for bit, whatever the format on the wire; the rest is the residual. So applied means times ranks, and residuals, add up to
+all gradients.
 """
 
 from collections.abc import Mapping
@@ -126,8 +127,10 @@ class Reducer:
         """What is sent of a unit; the rest stays in the residuals of its parameters."""
         given = [gradients[name] for name in unit.names]
         for name, gradient in zip(unit.names, given, strict=True):
-            if name not in self.residuals:
-                self.residuals[name] = residual_like(gradient)
+            residual = self.residuals.get(name)
+            if residual is None:
+                residual = residual_like(gradient)
+            self.residuals[name] = residual.to(at_least_fp32(gradient.dtype))  # a loaded one may be of another
             self._keep(name, self.residuals[name])
         residuals = [self.residuals[name] for name in unit.names]
         if self.sparsifier == "randomk":

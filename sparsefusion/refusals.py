@@ -1,7 +1,40 @@
-"""Targets whose gradients cannot be taken over, by name; all raise ValueError."""
+"""Options that are none, and targets whose gradients cannot be taken over, by name; all raise ValueError."""
+
+from numbers import Integral, Real
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+
+from . import MODES, SPARSIFIERS
+from .fabric import Fabric
+from .plan import WIRES
+
+KNOWN = {
+    "sparsifier": SPARSIFIERS,
+    "mode": MODES,
+    "wire": WIRES,
+    "budget": ("bytes", "paper"),
+    "on_nonfinite": ("raise", "skip-known"),
+}
+
+
+def refuse_options(density, density_warmup, fabric, model_group, functions, names) -> None:
+    """Of a `SparseFusion`. functions: {option: function or None}. names: {option: one of KNOWN's}."""
+    if not isinstance(density, Real) or not 0 < density <= 1:
+        raise ValueError(f"density={density!r} must be above 0 and at most 1")
+    if not isinstance(density_warmup, Integral) or density_warmup < 0:
+        raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
+    if fabric is not None and not isinstance(fabric, Fabric):
+        raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
+    if model_group is not None and not isinstance(model_group, ProcessGroup):
+        raise ValueError(f"model_group={model_group!r} must be a process group that this rank is in")
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}={value!r} must be a function")
+    for name, value in names.items():
+        if value not in KNOWN[name]:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(KNOWN[name])}")
 
 
 def refuse_gradients(module, parameters) -> None:
@@ -28,6 +61,9 @@ def refuse_megatron(ddp) -> None:
     """One of Megatron's that reduces over two groups, or nothing, or whose steps are skipped by ranks it does not know."""
     if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
         raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
+    for option in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation"):
+        if getattr(ddp.ddp_config, option, False):
+            raise ValueError(f"SparseFusion does not work with Megatron's {option}")
     if not ddp.bucket_groups:
         raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
     stages = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]

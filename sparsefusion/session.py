@@ -170,9 +170,12 @@ class Session:
         self.reducer.residuals = dict(residuals)
 
     def abandon(self) -> None:
-        """An error ended the step that has begun, on all ranks; the next gradients are of another one."""
+        """An error ended the step that has begun, on all ranks; the next gradients are of another one.
+
+        Residuals that had gone with it come back.
+        """
         self._clear()
-        self._begun = False
+        self._begun, self._skipped = False, self._skipped or self._begun
 
     def wait(self, names) -> None:
         """Block until the means of these are in their gradients."""

@@ -4,34 +4,29 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
 
-from . import MODES, SPARSIFIERS
 from .agreement import agree, from_first
 from .attachment import NotCopied
-from .collectives import all_gather_small
+from .collectives import Counter, all_gather_small
 from .doors import door_of
 from .dry_run import dry_run, verdict
-from .fabric import Fabric
 from .observation import Observation, measured_costs
-from .plan import AS_THEY_COME, WIRES, Plan
+from .plan import AS_THEY_COME, Plan
 from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
-from .refusals import refuse_gradients
+from .refusals import refuse_gradients, refuse_options
 from .session import Session, usual_dtype
 from .states import VERSION, checked_states, mean_residuals
 from .trial import Trial, contestants
 from .warmup import DensityWarmup
 
-BUDGETS = ("bytes", "paper")
-ON_NONFINITE = ("raise", "skip-known")
 ATTACHED = "_sparsefusion"
 
 
 class SparseFusion:
     """Sends a share of the numbers of gradients, the largest; what is not sent is added to the next step's (error feedback).
 
-    density: the share.
+    density: the share, of all numbers.
     sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank, redsync, sidco,
         randomk.
     mode: dense; fp16: all of it, rounded (a bucket that is out of its range is sent again as it is); layerwise: so many
@@ -53,6 +48,11 @@ class SparseFusion:
     on_nonfinite: raise, or skip-known, without a loss scale too: the training skips such steps by itself.
     report: is given what is to be read, on the first rank.
 
+    A step sends an all-reduce of each of the framework's buckets (dense, fp16), or, of each buffer of the plan, an
+    all-gather of k values and places (randomk: an all-reduce of values) and an all-reduce of what goes whole. Every rank
+    keeps a residual of each gradient that is sent sparsely, at least fp32, 4 bytes a number, and another one where steps may
+    be skipped.
+
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
     have the same bits. A mean that is not finite is a FloatingPointError on every rank, or, by default with a loss scale, a
     step that is skipped: residuals go back to where they were before it. (But of steps that are dense, with nothing
@@ -63,22 +63,10 @@ class SparseFusion:
         self, density=0.01, sparsifier="dgc", mode="auto", wire="fp32", density_warmup=0, loss_scale=None, fabric=None,
         model_group=None, copied=None, budget="bytes", on_nonfinite=None, report=None,
     ):  # fmt: skip
-        if not isinstance(density, Real) or not 0 < density <= 1:
-            raise ValueError(f"density={density!r} must be above 0 and at most 1")
-        if not isinstance(density_warmup, Integral) or density_warmup < 0:
-            raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
-        for name, value in dict(loss_scale=loss_scale, copied=copied, report=report).items():
-            if value is not None and not callable(value):
-                raise ValueError(f"{name}={value!r} must be a function")
-        if fabric is not None and not isinstance(fabric, Fabric):
-            raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
-        given = (
-            ("sparsifier", sparsifier, SPARSIFIERS), ("mode", mode, MODES), ("wire", wire, WIRES),
-            ("budget", budget, BUDGETS), ("on_nonfinite", on_nonfinite or "raise", ON_NONFINITE),
+        refuse_options(
+            density, density_warmup, fabric, model_group, dict(loss_scale=loss_scale, copied=copied, report=report),
+            dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, on_nonfinite=on_nonfinite or "raise"),
         )  # fmt: skip
-        for name, value, known in given:
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
         self.mode, self.density_warmup, self.loss_scale, self.fabric = mode, int(density_warmup), loss_scale, fabric
         self.wish, self._report = Wish(float(density), sparsifier, wire, budget), report or _to_stderr
         self.model_group, self._copied, self.on_nonfinite = model_group, copied or _unmarked, on_nonfinite
@@ -87,8 +75,9 @@ class SparseFusion:
     def attach(self, target) -> "SparseFusion":
         """Reduce the gradients of `target`, a DDP module of torch or Megatron-Core, or a DeepSpeed engine, from now on.
 
-        ValueError: anything else; one that has a communication hook, or another SparseFusion; ZeRO 2 and 3; a fabric
-        without these ranks' all-reduce and all-gather (and reduce-scatter, if that is what it sends gradients with).
+        On every rank, with the same options, between steps; sends nothing yet. ValueError: anything else; one that has a
+        communication hook, or another SparseFusion; ZeRO 2 and 3; pipelines; complex or sparse gradients; a fabric without
+        these ranks' all-reduce and all-gather (and reduce-scatter, if that is what it sends gradients with).
         """
         if self._session:
             raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
@@ -111,7 +100,11 @@ class SparseFusion:
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
         setattr(target, ATTACHED, NotCopied(self))
-        self.replan()
+        try:
+            self.replan()
+        except Exception:  # of any kind: `copied` may raise
+            self.detach()
+            raise
         return self
 
     def detach(self) -> None:
@@ -130,13 +123,21 @@ class SparseFusion:
         return self._attached.plan
 
     @property
+    def counter(self) -> Counter:
+        """Calls and bytes that this rank gave to collectives, but for the framework's own. ValueError: not attached."""
+        return self._attached.reducer.counter
+
+    @property
     def _attached(self) -> Session:
         if self._session is None:
             raise ValueError("SparseFusion is not attached: attach(model) comes first")
         return self._session
 
     def replan(self) -> None:
-        """Watch dense steps again, and plan anew, on all ranks together; residuals go with the first of those steps."""
+        """Watch dense steps again, and plan anew, on all ranks together; residuals go with the first of those steps.
+
+        Sends nothing itself. ValueError: not attached.
+        """
         session, wish = self._attached, self.wish
         self._stop_watching()
         empty = Plan("dense", wish.sparsifier, wish.density, wish.wire, session.reducer.group.size())
@@ -144,9 +145,7 @@ class SparseFusion:
         if self.mode in AS_THEY_COME and empty.ranks > 1:
             session.plan = Plan(self.mode, wish.sparsifier, wish.density, wish.wire, empty.ranks)
         elif not self._helps(wish.density) and self.mode != "auto" and empty.ranks > 1:
-            self._notice = (
-                f"dense: {self.mode} would not send clearly less, on {empty.ranks} ranks with density {wish.density}"
-            )
+            self._notice = f"sparsefusion: dense, as {self._no_less(self.mode)}"
         elif empty.ranks > 1:
             self._decided = False
             parameters, copied = self._door.parameters, set()
@@ -158,10 +157,13 @@ class SparseFusion:
             )
             session.watchers.append(watcher)
 
-    def _helps(self, density, itemsize=None) -> bool:
-        """Whether sparse messages are clearly smaller than dense ones, of that itemsize; None: the gradients' own."""
+    def _helps(self, density, halves=False) -> bool:
+        """Whether sparse messages are clearly smaller than dense ones, or fp16's."""
         ranks, wish = self._session.reducer.group.size(), replace(self.wish, density=density)
-        return helps(wish, ranks, itemsize or self._dtype.itemsize, self._whole == "reduce_scatter")
+        return helps(wish, ranks, self._dtype.itemsize, self._whole == "reduce_scatter", halves)
+
+    def _no_less(self, what) -> str:
+        return f"{what} would not send clearly less, on {self.plan.ranks} ranks with density {self.wish.density}"
 
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
@@ -219,7 +221,8 @@ class SparseFusion:
         costs = corrected(costs, wish, timeline)
         plans = plans_of(self._considered(), wish, timeline, costs, early)
         seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
-        self._report(dry_run(plans, seconds, wish, timeline))
+        none = "" if any(plan.buffers for plan in plans.values()) else f"\n  {self._no_less('sparse messages')}"
+        self._report(dry_run(plans, seconds, wish, timeline) + none)
         texts = {mode: plan.predicting(seconds).to_json() for mode, plan in plans.items()}
         return {"dense": timeline.step, "plans": texts}
 
@@ -227,7 +230,7 @@ class SparseFusion:
         if self.mode != "auto":
             return [self.mode]
         modes = ["dense", "fp16"] if self._dtype.itemsize > 2 else ["dense"]
-        if self._helps(self.wish.density, itemsize=2):
+        if self._helps(self.wish.density, halves=True):
             modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
         return modes
 
@@ -254,7 +257,8 @@ class SparseFusion:
             self._say(verdict(mode, measured))
 
         wait = max(0, self._sparse_since + self.density_warmup - session.step)
-        session.watchers.append(Trial(session, plans, close, candidates["dense"], wait, decided))
+        trial = Trial(session, plans, close, candidates["dense"], wait, decided, candidates.get("trial"))
+        session.watchers.append(trial)
 
     def _warm_up(self):
         self._session.watchers.append(
@@ -268,9 +272,13 @@ class SparseFusion:
         from_first(first, session.reducer.group, session.device)
 
     def state_dict(self) -> dict:
-        """Of this rank: what has not been sent, the plan, the step. Every rank saves its own."""
+        """Of this rank: what has not been sent ({name: residual (numel,)}), the plan, the step. Every rank saves its own.
+
+        For `torch.save`, and `torch.load` with weights_only. ValueError: not attached. RuntimeError: a step has begun.
+        """
         session = self._attached
         session.settle()
+        trial = next((watcher for watcher in session.watchers if isinstance(watcher, Trial)), None)
         return {
             "version": VERSION,
             "ranks": session.reducer.group.size(),
@@ -279,7 +287,7 @@ class SparseFusion:
             "sparse_since": self._sparse_since,
             "budget": self.wish.budget,
             "plan": session.plan.to_json() if self._decided else None,
-            "candidates": self._candidates,
+            "candidates": trial and {**self._candidates, "trial": trial.progress},
             "residuals": {name: residual.clone() for name, residual in session.reducer.residuals.items()},
         }
 

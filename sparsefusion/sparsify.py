@@ -16,6 +16,9 @@ TRIES = 10
 STAGES, FIRST_SHARE = 3, 0.25  # of SIDCo: the stages it begins with; what the first one leaves
 
 
+# Of thresholds: magnitudes (n,), floating, finite, none below 0; 1 <= k <= n.
+
+
 def topk_threshold(magnitudes, k: int) -> float:
     """The k-th largest."""
     return magnitudes.topk(k).values[-1].item()
@@ -92,7 +95,6 @@ def _reaching(magnitudes, threshold) -> int:
 
 
 THRESHOLDS = {
-    "topk": topk_threshold,
     "dgc": dgc_threshold,
     "gaussiank": gaussiank_threshold,
     "redsync": redsync_threshold,
@@ -101,7 +103,7 @@ THRESHOLDS = {
 
 
 def select(sparsifier: str, x, k: int) -> torch.Tensor:
-    """Places (k,), int64, ascending, of numbers of `x` (n,) with large magnitudes; sparsifier: one of THRESHOLDS.
+    """Places (k,), int64, ascending, of numbers of `x` (n,) with large magnitudes; sparsifier: topk, or one of THRESHOLDS.
 
     What is not finite comes first. Padding is place n - 1 again.
     """

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from .plan import Plan
+
 VERSION = 3
 KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "candidates", "residuals"}
 
@@ -47,15 +49,46 @@ def _check(state, sizes) -> None:
         raise ValueError(f"not a state of SparseFusion, or of another version than {VERSION}")
     if lacking := sorted(KEYS - set(state)):
         raise ValueError(f"a state of SparseFusion without {', '.join(lacking)}")
+    for what, least in (("step", 0), ("ranks", 1), ("rank", 0), ("sparse_since", 0)):
+        given = state[what]
+        if (given is not None or what != "sparse_since") and not (type(given) is int and given >= least):
+            raise ValueError(f"a state of SparseFusion whose {what} is {given!r}")
     if not isinstance(state["residuals"], Mapping):
         raise ValueError(f"a state of SparseFusion whose residuals are a {type(state['residuals']).__name__}")
     for name, residual in state["residuals"].items():
-        if not isinstance(residual, torch.Tensor):
-            raise ValueError(f"a state whose residual of {name!r} is a {type(residual).__name__}")
-        if sizes.get(name) != residual.numel():
-            raise ValueError(
-                f"a state with {residual.numel()} numbers of {name!r}; here it has {sizes.get(name, 'none')}"
-            )
+        _check_residual(name, residual, sizes)
+    if state["plan"] is not None:
+        Plan.from_json(state["plan"])
+    if state["candidates"] is not None:
+        _check_candidates(state["candidates"])
+
+
+def _check_residual(name, residual, sizes) -> None:
+    if not isinstance(residual, torch.Tensor):
+        raise ValueError(f"a state whose residual of {name!r} is a {type(residual).__name__}")
+    if sizes.get(name) != residual.numel():
+        raise ValueError(f"a state with {residual.numel()} numbers of {name!r}; here it has {sizes.get(name, 'none')}")
+    if residual.dim() != 1 or residual.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"a state whose residual of {name!r} is {residual.dtype} of shape {tuple(residual.shape)}, not flat and fp32"
+        )
+
+
+def _check_candidates(candidates) -> None:
+    """Plans that take turns, each with all predictions, and how far their trial is."""
+    try:
+        plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
+        progress, modes = candidates["trial"], set(plans)
+        measured = [progress["samples"], *progress["rounds"], {"dense": candidates["dense"]}]
+        measured += [plan.predicted for plan in plans.values()]
+        numbers = [seconds for each in measured for seconds in each.values()]
+        fits = all(plan.mode == mode and set(plan.predicted) == modes for mode, plan in plans.items())
+        fits = fits and {*progress["turns"], *(mode for each in measured for mode in each)} <= modes
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a state whose candidates are none of SparseFusion: {error!r}") from None
+    flat = [each for seconds in numbers for each in (seconds if isinstance(seconds, list) else [seconds])]
+    if not (fits and progress["turns"] and all(isinstance(seconds, float) for seconds in flat)):
+        raise ValueError("a state whose candidates do not belong together")
 
 
 def mean_residuals(states, device) -> dict:

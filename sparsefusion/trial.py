@@ -37,14 +37,21 @@ class Trial:
 
     dense: the seconds of a dense step that was watched; if the best is not surely faster, it may only have met a slow
     minute, and dense takes turns as well. after: steps to wait before. done: called with the mode that is best, and
-    {mode: seconds}.
+    {mode: seconds}. progress: of one that goes on here, from its last complete round.
     """
 
-    def __init__(self, session, plans, turns, dense: float, after: int, done):
+    def __init__(self, session, plans, turns, dense: float, after: int, done, progress=None):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
-        self._samples, self._rounds = {}, []  # {mode: seconds} of all steps that count; {mode: median} of each round
-        self._ended = None
-        self._begin_round(session, turns)
+        progress = progress or {"samples": {}, "rounds": [], "turns": turns}
+        self._samples = {mode: [*seconds] for mode, seconds in progress["samples"].items()}  # of all steps that count
+        self._rounds, self._ended = [*progress["rounds"]], None  # {mode: median} of each
+        self._begin_round(session, progress["turns"])
+
+    @property
+    def progress(self) -> dict:
+        """For `torch.save`: the rounds that are complete, and who has turns now."""
+        samples = {mode: [*seconds] for mode, seconds in self._samples.items()}
+        return {"samples": samples, "rounds": [*self._rounds], "turns": list(self._seconds)}
 
     def _begin_round(self, session, modes):
         self._turns = [mode for mode in modes for _ in range(STEPS)]

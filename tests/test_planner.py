@@ -88,13 +88,13 @@ def test_equation_2():
 def test_density_is_compensated_by_bytes():
     """(P-1) 8 rho' n_s = (P-1) 8 rho N - 2 (P-1)/P 4 n_d."""
     for ranks in (2, 4):
-        density = compensated(0.01, 4000, 996_000, ranks)
+        density = compensated(0.01, 4000, 996_000, 1 / ranks)
         assert (ranks - 1) * 8 * density * 996_000 == pytest.approx(
             (ranks - 1) * 8 * 0.01 * 1e6 - 2 * (ranks - 1) / ranks * 4 * 4000
         )
-    assert compensated(0.01, 50_000, 950_000, 2) == 0.005  # not below half
-    assert compensated(0.01, 4000, 996_000, 2, "paper") == pytest.approx(6000 / 996_000)
-    assert compensated(0.01, 50_000, 950_000, 2, "paper") == 0.001
+    assert compensated(0.01, 50_000, 950_000, 1 / 2) == 0.005  # not below half
+    assert compensated(0.01, 4000, 996_000, 1 / 2, "paper") == pytest.approx(6000 / 996_000)
+    assert compensated(0.01, 50_000, 950_000, 1 / 2, "paper") == 0.001
 
 
 def test_guard():
@@ -103,6 +103,11 @@ def test_guard():
         for share, itemsize, scattered in ((1, 4, False), (1 / 2, 2, False), (1 / 2, 4, True), (4 / 3, 8, False)):
             assert helps(Wish(0.99 * share / ranks), ranks, itemsize, scattered)
             assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, scattered)
+    for scattered in (False, True):  # against fp16, which is all-reduced
+        assert helps(Wish(0.49 / 4), 4, 4, scattered, halves=True) and not helps(
+            Wish(0.51 / 4), 4, 4, scattered, halves=True
+        )
+    assert helps(Wish(0.24 / 4), 4, 2, True, halves=True) and not helps(Wish(0.26 / 4), 4, 2, True, halves=True)
     assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2)
     assert not helps(Wish(0.01), 1, 4)
 
@@ -268,7 +273,7 @@ def test_plans_are_hashed_and_changes_are_noticed():
     for text in (json.dumps(made), "{}", "[", plan.to_json().replace('"version": 1', '"version": 9')):
         with pytest.raises(ValueError, match="plan of sparsefusion"):
             Plan.from_json(text)
-    with pytest.raises(ValueError, match="no plan has mode 'auto'"):
+    with pytest.raises(ValueError, match="mode='auto' is none of a plan's: dense, fp16"):
         Plan("auto", "dgc", 0.01, "fp32", 2)
 
 

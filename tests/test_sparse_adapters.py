@@ -240,6 +240,48 @@ def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_megatron_keeps_what_was_pending_when_an_error_ends_a_dense_step(ranks, world, monkeypatch):
+    """Of which some buckets had been sent: then it goes with the next step."""
+
+    def run(rank):
+        ddp = megatron(monkeypatch, True)
+        fusion = force(quiet().attach(ddp))
+        megatron_step(ddp, 0, rank)
+        before = fusion.state_dict()["residuals"]
+        flush(fusion)
+        kind, last = type(ddp.bucket_groups[0]), ddp.bucket_groups[-1]
+        start = kind.start_grad_sync
+
+        def failing(group, *arguments):
+            if group is last:
+                raise KeyError("in the middle")
+            start(group, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "start_grad_sync", failing)
+            with pytest.raises(KeyError, match="in the middle"):
+                megatron_step(ddp, 1, rank)
+        after = fusion.state_dict()["residuals"]
+        assert before and before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+        megatron_step(ddp, 2, rank)
+        assert not fusion.state_dict()["residuals"] and same_on_all_ranks(main_grads(ddp).values())
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("option", ["check_for_large_grads", "reduce_scatter_with_fp32_accumulation"])
+def test_options_of_megatron_that_would_be_left_out_are_refused(ranks, world, option, monkeypatch):
+    def run(rank):
+        ddp = megatron(monkeypatch, True)
+        setattr(ddp.ddp_config, option, True)
+        with pytest.raises(ValueError, match=f"does not work with Megatron's {option}"):
+            quiet().attach(ddp)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_megatron_goes_on_after_an_error(ranks, world, overlap, monkeypatch):
     def run(rank):
@@ -346,9 +388,10 @@ def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world,
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_megatron_plans_from_what_it_hands_over(ranks, world, monkeypatch):
+@pytest.mark.parametrize("distributed", [False, True])
+def test_megatron_plans_from_what_it_hands_over(ranks, world, distributed, monkeypatch):
     def run(rank):
-        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
+        ddp = megatron(monkeypatch, True, overlap_grad_reduce=True, use_distributed_optimizer=distributed)
         fusion = quiet(mode="layerwise", density=0.05).attach(ddp)
         for step in range(7):
             megatron_step(ddp, step, rank)
@@ -418,6 +461,32 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
         return any(not torch.equal(p, q) for p, q in zip(ours.module.parameters(), before, strict=True))
 
     assert all(ranks(run, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind, sent", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage, kind, sent, monkeypatch):
+    """What is sent whole is of that type, if it is wider. Dense: its own bits."""
+
+    def run(rank):
+        plain, ours = (engine(deepspeed, stage, kind, communication_data_type=sent) for _ in range(2))
+        fusion, dtypes = quiet(mode="dense").attach(ours), set()
+        for step in range(2):
+            for made in (plain, ours):
+                engine_step(made, step, rank, kind)
+            assert all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
+        force(fusion)
+        reducer = fusion._session.reducer
+        start = reducer.start
+        monkeypatch.setattr(
+            reducer, "start", lambda units, gradients, *more: dtypes.update(g.dtype for g in gradients.values())
+            or start(units, gradients, *more),
+        )  # fmt: skip
+        engine_step(ours, 2, rank, kind)
+        assert dtypes == {torch.float32} and same_on_all_ranks(ours.module.parameters())
+
+    ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -156,6 +156,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
         ({"loss_scale": 1024.0}, "loss_scale=1024.0 must be a function"),
         ({"report": "log.txt"}, "report='log.txt' must be a function"),
         ({"fabric": "fabric.json"}, "fabric='fabric.json' must be a Fabric"),
+        ({"model_group": -100}, "model_group=-100 must be a process group that this rank is in"),
         ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
         ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
         ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
@@ -209,6 +210,55 @@ def test_what_ddp_ignores_is_left_alone(ranks, world):
             dict(net.named_parameters())
         )
         assert same_on_all_ranks([p.grad for p in model.parameters() if p is not net.spare.bias])
+
+    ranks(run, world)
+
+
+class Tied(torch.nn.Module):
+    """A weight with two names, and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.last.weight, self.scale = self.first.weight, torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x, spare=False):
+        """(batch, 32) -> (batch, 32)."""
+        return self.last(self.first(x).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ddp_does_not_ignore_though_it_was_asked_to(ranks, world):
+    """It compares names with a module's path before them, which for its own parameters begin with a dot."""
+
+    def run(rank):
+        net = Tied()
+        net._ddp_params_and_buffers_to_ignore = ["scale", "first.weight"]
+        model = DDP(net)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        names = {name for buffer in fusion.plan.buffers for name in buffer.names}
+        assert names == {"first.bias", "last.weight", "last.bias", "scale"}
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_attachment_that_fails_leaves_nothing(ranks, world):
+    def run(rank):
+        model, divided = DDP(Net()), dist.group.WORLD
+
+        def copied(parameter):
+            raise KeyError("no such mark")
+
+        with pytest.raises(KeyError, match="no such mark"):
+            quiet(mode="layerwise", density=0.05, model_group=divided, copied=copied).attach(model)
+        fusion = force(quiet().attach(model))
+        backward(model, 0, rank)
+        assert fusion.state_dict()["residuals"] and same_on_all_ranks([p.grad for p in model.parameters()])
 
     ranks(run, world)
 
@@ -378,7 +428,23 @@ def test_a_density_that_cannot_help_stays_dense(ranks, world):
 
     found = ranks(run, world)
     assert all(mode == "dense" and decided for mode, decided, _ in found)
-    assert "would not send clearly less" in found[0][2][0]
+    assert "dense, as layerwise would not send clearly less" in found[0][2][0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_auto_says_why_it_considers_nothing_sparse(ranks, world):
+    """More than half of what may help without fp16."""
+
+    def run(rank):
+        said, model = [], DDP(Net())
+        fusion = SparseFusion(0.6 / world, report=said.append).attach(model)
+        for step in range(5):
+            backward(model, step, rank)
+        return said, set(fusion.plan.predicted)
+
+    found = ranks(run, world)
+    assert f"sparse messages would not send clearly less, on {world} ranks" in found[0][0][0]
+    assert all(modes == {"dense", "fp16"} for _, modes in found)
 
 
 @pytest.mark.parametrize("world", [2, 4])

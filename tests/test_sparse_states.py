@@ -28,7 +28,8 @@ def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
     """Bitwise, with a frozen plan, also on a model built afresh, whose DDP first has one bucket with all parameters."""
 
     def run(rank):
-        for options in ({"mode": "bucket"}, {"sparsifier": "randomk"}, {"mode": "interleaved", "wire": "bf16"}):
+        narrow = {"mode": "interleaved", "wire": "bf16"}
+        for options in ({"mode": "bucket"}, {"sparsifier": "randomk"}, narrow, {"mode": "offload", "wire": "int8"}):
             straight, first, second = (DDP(Net(), bucket_cap_mb=0.05) for _ in range(3))
             trained(straight, force(quiet().attach(straight), **options), rank, range(12))
             fusion = force(quiet().attach(first), **options)
@@ -114,7 +115,7 @@ def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
         assert fusion.plan.mode == "dense" and not fusion.state_dict()["residuals"]
         return said
 
-    assert "dense: layerwise would not send clearly less" in ranks(load, world)[0][-1]
+    assert "dense, as layerwise would not send clearly less" in ranks(load, world)[0][-1]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -191,7 +192,7 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, world):
+def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, world):
     """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
     monkeypatch.setattr(trial, "ROUNDS", 2)
     monkeypatch.setattr(trial, "CLOSE", 1e9)  # or a busy machine might leave nothing to be decided
@@ -205,6 +206,8 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, world):
                 backward(saved, step, rank)
             state = fusion.state_dict()
             assert state["plan"] is None and state["candidates"]
+            torch.save(state, tmp_path / f"{rank}.pt")
+            state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
             resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
             resumed.load_state_dict(state)
             for step in range(steps, 17 + trial.longest()):
@@ -244,6 +247,9 @@ def test_states_of_something_else_are_refused(ranks, world):
         backward(model, 0, rank)
         state = fusion.state_dict()
         wrong = {**state, "residuals": {"first.weight": torch.zeros(3)}}
+        dense = Plan("dense", "dgc", 0.01, "fp32", world, (), {"dense": 1.0}).to_json()
+        progress = {"samples": {}, "rounds": [{"dense": 1.0}], "turns": ["dense"]}
+        candidates = {"dense": 1.0, "plans": {"dense": dense}, "trial": progress}
         for bad, why in (
             ({}, "not a state of SparseFusion"),
             (None, "NoneType is no state of SparseFusion, nor a list of them"),
@@ -254,6 +260,19 @@ def test_states_of_something_else_are_refused(ranks, world):
             ({**state, "rank": 1 - rank if rank < 2 else 0}, "the state of rank"),
             (wrong, "a state with 3 numbers of 'first.weight'; here it has 6400"),
             ({**state, "step": 9, "plan": "{}"}, "not a plan of sparsefusion"),
+            ({**state, "step": "9"}, "whose step is '9'"),
+            ({**state, "step": None}, "whose step is None"),
+            ({**state, "sparse_since": 1.5}, "whose sparse_since is 1.5"),
+            ({**state, "residuals": {"last.bias": torch.zeros(2, 5)}}, r"is torch.float32 of shape \(2, 5\), not flat"),
+            (
+                {**state, "residuals": {"last.bias": torch.zeros(10).bfloat16()}},
+                r"'last.bias' is torch.bfloat16 of shape",
+            ),
+            ({**state, "candidates": {}}, "whose candidates are none of SparseFusion: KeyError"),
+            ({**state, "candidates": candidates | {"dense": "1 s"}}, "whose candidates do not belong together"),
+            ({**state, "candidates": candidates | {"trial": progress | {"turns": []}}}, "do not belong together"),
+            ({**state, "candidates": candidates | {"trial": progress | {"turns": ["fast"]}}}, "do not belong together"),
+            ({**state, "candidates": candidates | {"plans": {"fp16": dense}}}, "do not belong together"),
         ):
             with pytest.raises(ValueError, match=why):
                 fusion.load_state_dict(bad)

@@ -1,6 +1,7 @@
 """Sparse gradients beside tensor parallelism; oracles: the uninterrupted run, the other replicas, dense training."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from chosen import by_default
 import tiny
 from megatron_ssm.families import layout
 from megatron_ssm.pending_gradients import has_pending, read_pending, write_pending
+from megatron_ssm.training import Trainer
 from sparsefusion import trial
 from sparsefusion.arguments import Failure
 
@@ -135,6 +137,22 @@ def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
         assert residuals.keys() == pending.keys()
         for name, residual in residuals.items():
             assert torch.allclose(residual, pending[name], rtol=1e-12, atol=1e-15)
+
+
+def test_what_is_pending_waits_for_a_gradient():
+    used, unused = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    used.grad = torch.ones(2, 3)
+    made = SimpleNamespace(
+        unsent={"used": torch.full((6,), 2.0), "unused": torch.full((6,), 5.0)},
+        named_parameters=lambda: [("used", used), ("unused", unused)],
+    )
+    for expected in (3, 1):
+        Trainer._add_unsent(made)
+        assert used.grad.eq(expected).all() and unused.grad is None and list(made.unsent) == ["unused"]
+        used.grad = torch.ones(2, 3)
+    unused.grad = torch.ones(2, 3)
+    Trainer._add_unsent(made)
+    assert unused.grad.eq(6).all() and not made.unsent
 
 
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.full), 2])

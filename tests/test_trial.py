@@ -1,5 +1,7 @@
 """Plans that take turns; oracle: a clock that is told how long each plan's steps take, and another tale on each rank."""
 
+import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +23,11 @@ def test_contestants():
     assert contestants({"layerwise": 2.0}) == ["layerwise"]
 
 
-def tried(monkeypatch, tale, dense=1.0, after=0, turns=None):
+def tried(monkeypatch, tale, dense=1.0, after=0, turns=None, resumed=None):
     """The mode that is decided for, measured seconds, and the modes of all steps.
 
     tale: {mode: a step's seconds in each round, the last ones in all others}. turns: the modes that begin; else all.
+    resumed: the number of steps after which another trial goes on.
     """
     modes, clock, taken, decided = list(tale), [0.0], [], []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
@@ -35,23 +38,30 @@ def tried(monkeypatch, tale, dense=1.0, after=0, turns=None):
         model_group=None,
         reducer=SimpleNamespace(group=dist.group.WORLD),
     )
-    session.watchers.append(
-        Trial(
-            session,
-            {mode: mode for mode in [*modes, "dense"]},
-            turns or modes,
-            dense,
-            after,
-            lambda *found: decided.append(found),
-        )
-    )
+    plans = {mode: mode for mode in [*modes, "dense"]}
+    begin = partial(Trial, session, plans, turns or modes, dense, after, lambda *found: decided.append(found))
+    session.watchers.append(begin())
     while session.watchers and len(taken) < 1000:
+        if len(taken) == resumed:
+            session.watchers = [begin(progress=json.loads(json.dumps(session.watchers[0].progress)))]
         taken.append(session.plan)
         seconds = tale[session.plan]
         clock[0] += seconds[min(len(taken) // (STEPS * len(modes)), len(seconds) - 1)]
         session.watchers[0].step_ended(session)
     (found,) = decided
     return *found, taken
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_trial_goes_on_after_its_last_complete_round(ranks, monkeypatch, world):
+    def run(rank):
+        tale = {"a": [0.5], "b": [0.47], "c": [0.9], "dense": [1.0]}
+        mode, seconds, steps = tried(monkeypatch, tale)
+        again = tried(monkeypatch, tale, resumed=6 * STEPS + 1)  # in the third round, the second one of "a" and "b"
+        assert mode == again[0] == "b" and again[1] == pytest.approx(seconds)
+        assert again[2] == steps[: 6 * STEPS + 1] + steps[6 * STEPS :] and len(steps) == 4 * STEPS + 7 * 2 * STEPS
+
+    ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
