@@ -13,6 +13,7 @@ MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this ma
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
 BEHIND = 0.2  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
 SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
+LEAST = 3  # rounds, unless dense takes CLOSE times as long
 
 
 def longest() -> int:
@@ -35,9 +36,9 @@ def contestants(seconds) -> list[str]:
 class Trial:
     """plans: {mode: plan}, dense's too. turns: the modes that begin, in this order; all ranks' are the same.
 
-    dense: the seconds of a dense step that was watched; if the best is not surely faster, it may only have met a slow
-    minute, and dense takes turns as well. after: steps to wait before. done: called with the mode that is best, and
-    {mode: seconds}. progress: of one that goes on here, from its last complete round.
+    dense: the seconds of a dense step that was watched; if the best is not surely faster, or not by far and known for a
+    round or two only, either may have met a slow minute, and dense takes turns as well. after: steps to wait before. done:
+    called with the mode that is best, and {mode: seconds}. progress: of one that goes on here, from its last complete round.
     """
 
     def __init__(self, session, plans, turns, dense: float, after: int, done, progress=None):
@@ -95,8 +96,9 @@ class Trial:
         best, *others = sorted(self._seconds, key=seconds.get)
         most = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best]
         sure = self._is_sure(best)
+        known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
         left = [best, *(mode for mode in others if seconds[mode] <= most)]
-        if not sure and "dense" not in left:
+        if not (sure and known) and "dense" not in left:
             left = [*left[: MOST - 1], "dense"]
         if len(left) > 1 and len(self._rounds) < ROUNDS:
             self._begin_round(session, left)

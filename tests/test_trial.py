@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion import trial
-from sparsefusion.trial import ROUNDS, STEPS, Trial, contestants
+from sparsefusion.trial import LEAST, ROUNDS, STEPS, Trial, contestants
 
 
 def test_contestants():
@@ -100,8 +100,27 @@ def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch
         assert mode == "a" and steps.count("dense") == 4 * STEPS
         alike = {"a": [0.5], "b": [0.51], "dense": [0.52]}
         assert tried(monkeypatch, alike, dense=0.52, turns=["a", "b"])[0] == "dense"
-        mode, _, steps = tried(monkeypatch, alike, dense=0.6, turns=["a", "b"])
-        assert mode == "a" and "dense" not in steps  # it was watched before, and slower
+        assert (
+            tried(monkeypatch, alike, dense=0.6, turns=["a", "b"])[0] == "dense"
+        )  # which was watched in a slow minute
+        mode, _, steps = tried(monkeypatch, alike, dense=0.66, turns=["a", "b"])
+        assert mode == "a" and "dense" not in steps  # it was watched before, and slower by far
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_round_is_too_few_against_dense(ranks, monkeypatch, world):
+    """Unless it takes 1.3 times as long."""
+
+    def run(rank):
+        tale = {"a": [0.9], "b": [1.2], "dense": [1.15, 0.9]}
+        mode, _, steps = tried(monkeypatch, tale)
+        assert mode == "dense" and steps.count("b") == STEPS
+        mode, _, steps = tried(monkeypatch, {"a": [0.9], "b": [1.2], "dense": [1.15]})
+        assert mode == "a" and steps.count("dense") == LEAST * STEPS
+        mode, _, steps = tried(monkeypatch, {"a": [0.9], "b": [1.2], "dense": [1.18]})
+        assert mode == "a" and steps.count("dense") == STEPS
 
     ranks(run, world)
 
