@@ -5,8 +5,6 @@ Needs no import of DeepSpeed.
 
 from types import MethodType
 
-import torch
-
 from .refusals import refuse_deepspeed
 
 
@@ -24,7 +22,8 @@ class DeepSpeedEngine:
         self._names = {id(p): name for name, p in self._all.items()}
         self.model_group = _model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
-        self.loss_scale = (lambda: engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+        optimizer = engine.optimizer
+        self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -47,22 +46,19 @@ class DeepSpeedEngine:
 
     def _average_tensor(self, optimizer, tensor, communication_data_type):
         """In the place of ZeRO 1's: `tensor` holds the gradients of the bucket's parameters, one after the other."""
-        sent = _at_least(tensor, communication_data_type)
-        numbers = optimizer.ipg_buckets[communication_data_type].params
-        parameters = [optimizer.bit16_groups[i][at] for i, at, _ in numbers]
-        gradients = _parts(sent, [self._names[id(parameter)] for parameter in parameters], parameters)
+        parameters = [
+            optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
+        ]
+        gradients = _parts(tensor, [self._names[id(parameter)] for parameter in parameters], parameters)
 
         def whole():
-            tensor.copy_(sent)
             type(optimizer).average_tensor(optimizer, tensor, communication_data_type)
-            sent.copy_(tensor)
 
-        self._session.reduce(gradients, [sent], whole, self._factor).wait()
-        tensor.copy_(sent)
+        self._session.reduce(gradients, [tensor], whole, self._factor).wait()
 
     def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
         """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
-        flat = _at_least(engine.flatten(bucket), engine.communication_data_type)
+        flat = engine.flatten(bucket)
         names = {p.grad.data_ptr(): name for name, p in self._all.items() if p.grad is not None}
         gradients = _parts(flat, [names[gradient.data_ptr()] for gradient in bucket], bucket)
 
@@ -84,10 +80,6 @@ def _model_group(mpu):
     ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
     group = ask() if ask else None
     return group if group is not None and group.size() > 1 else None
-
-
-def _at_least(tensor, dtype):
-    return tensor.to(torch.promote_types(tensor.dtype, dtype))
 
 
 def _parts(flat, names, like) -> dict:

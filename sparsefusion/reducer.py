@@ -90,7 +90,8 @@ class Reducer:
             residual = self.residuals.get(name)
             if residual is None or (_is_zero(gradient) and not _is_zero(residual)):
                 continue
-            gradient.copy_(gradient.to(residual.dtype).add_(residual, alpha=scale))
+            wide = torch.promote_types(gradient.dtype, residual.dtype)
+            gradient.copy_(gradient.to(wide).add_(residual, alpha=scale))
             self._before.setdefault(name, self.residuals.pop(name))
 
     def start_fp16(self, gradients, flats) -> "HalfReduction":

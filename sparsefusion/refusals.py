@@ -95,6 +95,9 @@ def refuse_deepspeed(engine) -> int:
 
 def _strange(engine, optimizer, stage):
     """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
+    own, sent = next(iter(engine.module.parameters())).dtype, engine.communication_data_type
+    wider = torch.promote_types(own, sent) != own and engine.sequence_parallel_size == 1
+    yield wider, f"communication_data_type {sent} of {own} gradients"
     stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
     yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
     yield engine.has_moe_layers, "mixtures of experts"

@@ -165,12 +165,17 @@ class SparseFusion:
     def _no_less(self, what) -> str:
         return f"{what} would not send clearly less, on {self.plan.ranks} ranks with density {self.wish.density}"
 
+    @property
+    def _trial(self) -> Trial | None:
+        return next((watcher for watcher in self._session.watchers if isinstance(watcher, Trial)), None)
+
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
         options = (self.mode, self.wish, self.density_warmup, session.skips)
         absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
-        asked = (session.step, *options, absent, session.plan.mode)
+        trial = self._trial and (self._trial.progress | {"samples": [*self._trial.progress["samples"]]})  # else its own
+        asked = (session.step, *options, absent, session.plan.mode, self._decided, trial)
 
         def of_replicas():
             self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
@@ -278,7 +283,7 @@ class SparseFusion:
         """
         session = self._attached
         session.settle()
-        trial = next((watcher for watcher in session.watchers if isinstance(watcher, Trial)), None)
+        trial = self._trial
         return {
             "version": VERSION,
             "ranks": session.reducer.group.size(),

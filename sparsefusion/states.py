@@ -7,6 +7,7 @@ import torch
 from .plan import Plan
 
 VERSION = 3
+NO_PROGRESS = {"samples": {}, "rounds": [], "turns": ["dense"]}  # of a trial, in a state of older code
 KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "candidates", "residuals"}
 
 
@@ -78,7 +79,7 @@ def _check_candidates(candidates) -> None:
     """Plans that take turns, each with all predictions, and how far their trial is."""
     try:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
-        progress, modes = candidates["trial"], set(plans)
+        progress, modes = candidates.get("trial") or NO_PROGRESS, set(plans)
         measured = [progress["samples"], *progress["rounds"], {"dense": candidates["dense"]}]
         measured += [plan.predicted for plan in plans.values()]
         numbers = [seconds for each in measured for seconds in each.values()]
@@ -87,7 +88,8 @@ def _check_candidates(candidates) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a state whose candidates are none of SparseFusion: {error!r}") from None
     flat = [each for seconds in numbers for each in (seconds if isinstance(seconds, list) else [seconds])]
-    if not (fits and progress["turns"] and all(isinstance(seconds, float) for seconds in flat)):
+    fits = fits and progress["turns"] and all(progress["samples"].values())
+    if not (fits and all(isinstance(seconds, float) for seconds in flat)):
         raise ValueError("a state whose candidates do not belong together")
 
 

@@ -196,10 +196,11 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, wor
     """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
     monkeypatch.setattr(trial, "ROUNDS", 2)
     monkeypatch.setattr(trial, "CLOSE", 1e9)  # or a busy machine might leave nothing to be decided
+    monkeypatch.setattr(trial, "BEHIND", 1e9)
 
     def run(rank):
         said = []
-        for steps in (9, 20):  # within the warm-up, within the turns
+        for steps in (9, 20, 34):  # within the warm-up, within the first turns, after a round
             saved, fresh = DDP(Net()), DDP(Net())
             fusion = SparseFusion(0.02, density_warmup=10, report=said.append).attach(saved)
             for step in range(steps):
@@ -209,14 +210,19 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, wor
             torch.save(state, tmp_path / f"{rank}.pt")
             state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
             resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
+            if steps == 20:  # as it was saved before trials were
+                del state["candidates"]["trial"]
             resumed.load_state_dict(state)
-            for step in range(steps, 17 + trial.longest()):
+            if steps == 34:
+                assert state["candidates"]["trial"]["rounds"]
+                assert resumed.state_dict()["candidates"] == state["candidates"]
+            for step in range(steps, 17 + 32 + trial.longest()):
                 backward(fresh, step, rank)
             assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
         return said
 
     said = ranks(run, world)[0]
-    assert sum("Predicted:" in text for text in said) == 2 == sum("for steps took" in text for text in said)
+    assert sum("Predicted:" in text for text in said) == 3 == sum("for steps took" in text for text in said)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -271,6 +277,7 @@ def test_states_of_something_else_are_refused(ranks, world):
             ({**state, "candidates": {}}, "whose candidates are none of SparseFusion: KeyError"),
             ({**state, "candidates": candidates | {"dense": "1 s"}}, "whose candidates do not belong together"),
             ({**state, "candidates": candidates | {"trial": progress | {"turns": []}}}, "do not belong together"),
+            ({**state, "candidates": candidates | {"trial": progress | {"samples": {"dense": []}}}}, "do not belong"),
             ({**state, "candidates": candidates | {"trial": progress | {"turns": ["fast"]}}}, "do not belong together"),
             ({**state, "candidates": candidates | {"plans": {"fp16": dense}}}, "do not belong together"),
         ):
