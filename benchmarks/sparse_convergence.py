@@ -1,4 +1,4 @@
-"""What a model learns with sparse gradients, per step and per second, behind 200 mbit (about 12 min; root).
+"""What a model learns with sparse gradients, per step and per second, behind 200 mbit (about 15 min; root).
 
 The claims, of a Mamba-2 of 4 M parameters on the demo's text, two ranks, 400 steps: held-out loss at most 0.20 nats per byte
 above dense's at density 0.05, 0.30 at 0.01, both with 100 steps of density warm-up; error feedback is worth 0.05 at least;
@@ -118,7 +118,7 @@ def main() -> None:
         "gradients",
         "steps, time (of dense's)",
         "held-out nats per byte (against dense)",
-        "training loss in dense's time",
+        "training loss at the end",
     ]
     publish(
         "sparse-convergence", markdown(header, [row(name, each, results["dense"]) for name, each in results.items()])
