@@ -12,7 +12,7 @@ from .collectives import all_reduce
 MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
 BEHIND = 0.2  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
-SURE, MOSTLY = 0.95, 0.6  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
+SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
 LEAST = 3  # rounds, unless dense takes CLOSE times as long
 
 
