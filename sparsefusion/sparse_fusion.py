@@ -174,8 +174,9 @@ class SparseFusion:
         session = self._session
         options = (self.mode, self.wish, self.density_warmup, session.skips)
         absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
-        trial = self._trial and (self._trial.progress | {"samples": [*self._trial.progress["samples"]]})  # else its own
-        asked = (session.step, *options, absent, session.plan.mode, self._decided, trial)
+        trial = self._trial and self._trial.progress
+        turns = trial and (trial["turns"], trial["rounds"], list(trial["samples"]))  # samples are each rank's own
+        asked = (session.step, *options, absent, session.plan.mode, self._decided, turns)
 
         def of_replicas():
             self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
@@ -309,16 +310,15 @@ class SparseFusion:
         group, ranks = session.reducer.group, session.reducer.group.size()
 
         def check():
-            states = checked_states(state, group, session.sizes)
-            texts = [states[0]["plan"], *(states[0]["candidates"] or {"plans": {}})["plans"].values()]
-            found.append((states, [text and Plan.from_json(text) for text in texts]))
+            found.extend(checked_states(state, group, session.sizes))
             return "its own state" if isinstance(state, Mapping) else "the list of all states"
 
         self._agree(session.model_group, lambda: self._agree(group, check))
-        states, (plan, *undecided) = found[0]
-        one, count = states[0], states[0]["ranks"]
+        one, count = found[0], found[0]["ranks"]
+        texts = [one["plan"], *(one["candidates"] or {"plans": {}})["plans"].values()]
+        plan, *undecided = [text and Plan.from_json(text) for text in texts]
         self._stop_watching()
-        session.restore(one["step"], mean_residuals(states, session.device))
+        session.restore(one["step"], mean_residuals(found, session.device))
         self._sparse_since = one["sparse_since"]
         if ranks == 1 or (count != ranks and self.mode == "auto"):
             self.replan()

@@ -104,9 +104,8 @@ def test_guard():
             assert helps(Wish(0.99 * share / ranks), ranks, itemsize, scattered)
             assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, scattered)
     for scattered in (False, True):  # against fp16, which is all-reduced
-        assert helps(Wish(0.49 / 4), 4, 4, scattered, halves=True) and not helps(
-            Wish(0.51 / 4), 4, 4, scattered, halves=True
-        )
+        assert helps(Wish(0.49 / 4), 4, 4, scattered, halves=True)
+        assert not helps(Wish(0.51 / 4), 4, 4, scattered, halves=True)
     assert helps(Wish(0.24 / 4), 4, 2, True, halves=True) and not helps(Wish(0.26 / 4), 4, 2, True, halves=True)
     assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2)
     assert not helps(Wish(0.01), 1, 4)
