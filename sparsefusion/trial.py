@@ -12,7 +12,8 @@ from .collectives import all_reduce
 MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
 BEHIND = 0.2  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
-SURE, MOSTLY = 0.95, 0.75  # of a dense step's time, in this share of the rounds: else a plan is not worth its losses
+WORTH = 0.95  # of a dense step's time, in the middle one of the rounds: else a plan is not worth its losses
+MOSTLY = 0.75  # of the rounds are like that: then dense needs no further turns
 LEAST = 3  # rounds, unless dense takes CLOSE times as long
 
 
@@ -95,7 +96,8 @@ class Trial:
         seconds = {mode: next(medians) for mode in self._samples}
         best, *others = sorted(self._seconds, key=seconds.get)
         most = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best]
-        sure = self._is_sure(best)
+        of_dense = self._of_dense(best)
+        sure = sum(each <= WORTH for each in of_dense) >= MOSTLY * len(of_dense)
         known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
         left = [best, *(mode for mode in others if seconds[mode] <= most)]
         if not (sure and known) and "dense" not in left:
@@ -104,11 +106,10 @@ class Trial:
             self._begin_round(session, left)
             return
         session.watchers.remove(self)
-        self._done(best if sure else "dense", {"dense": self._dense, **seconds})
+        self._done(best if median(of_dense) <= WORTH else "dense", {"dense": self._dense, **seconds})
 
-    def _is_sure(self, mode) -> bool:
-        """Whether it was clearly faster than dense, mostly, when both had their turns; if dense had none, than it was."""
+    def _of_dense(self, mode) -> list[float]:
+        """Its seconds, of dense's, in the rounds in which both had their turns; if dense had none, of those that it took."""
         rounds = [each for each in self._rounds if mode in each]
         beside = [each for each in rounds if "dense" in each] or rounds
-        sure = [each[mode] <= SURE * each.get("dense", self._dense) for each in beside]
-        return sum(sure) >= MOSTLY * len(sure)
+        return [each[mode] / each.get("dense", self._dense) for each in beside]

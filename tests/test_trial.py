@@ -94,8 +94,10 @@ def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch
     def run(rank):
         assert tried(monkeypatch, {"a": [0.96], "dense": [1.0]})[0] == "dense"
         assert tried(monkeypatch, {"a": [0.94], "dense": [1.0]})[0] == "a"
-        assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "a"  # in 6 rounds of 8
-        assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "dense"
+        assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "a"  # in 5 rounds of 8
+        assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "dense"
+        mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.92, 0.92, 0.92, 0.99], "dense": [1.0]})
+        assert mode == "dense" and steps.count("dense") == 8 * STEPS  # though not in the first four
         mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.5], "dense": [1.0]})  # far ahead before it is sure
         assert mode == "a" and steps.count("dense") == 4 * STEPS
         alike = {"a": [0.5], "b": [0.51], "dense": [0.52]}
