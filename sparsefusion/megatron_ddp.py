@@ -83,7 +83,7 @@ class MegatronDDP:
     def _factor_of(self, bucket) -> float:
         """What a mean is to be multiplied by: Megatron may want a sum, scaled."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
-        return bucket.gradient_scaling_factor * ranks
+        return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 
     def _finish(self, *arguments, **named):
         """In the place of the module's finish_grad_sync. All groups start before any is waited for, as buffers may need."""

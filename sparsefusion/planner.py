@@ -94,7 +94,7 @@ def corrected(costs: Costs, wish: Wish, timeline: Timeline) -> Costs:
 def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
     """Seconds of a step."""
     if plan.mode in AS_THEY_COME:
-        share = 0.5 if plan.mode == "fp16" and timeline.itemsize > 2 else 1
+        share = min(1, 2 / timeline.itemsize) if plan.mode == "fp16" else 1
         return seconds(_whole_loads(timeline, costs, share), False, timeline.waits)
     return seconds(_loads(plan.buffers, wish, timeline, costs), plan.mode == "interleaved", timeline.waits)
 

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 from torch.nn.functional import pad
 
 from .collectives import Counter, begin_all_gather, begin_all_reduce
+from .finite import largest
+from .half_reduction import HalfReduction, HalfScale
 from .places import bytes_of_places, decode_places, dtype_of_places, encode_places
 from .plan import Unit
 from .quantize import at_least_fp32, padded, wire_format
@@ -47,6 +49,7 @@ class Reducer:
     keeps: bool = False
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     counter: Counter = field(default_factory=Counter)
+    half_scale: HalfScale = field(default_factory=HalfScale)
     step: int = 0
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -94,15 +97,14 @@ class Reducer:
             gradient.copy_(gradient.to(wide).add_(residual, alpha=scale))
             self._before.setdefault(name, self.residuals.pop(name))
 
-    def start_fp16(self, gradients, flats) -> "HalfReduction":
+    def start_fp16(self, gradients, flats) -> HalfReduction:
         """Start averaging `flats`, tensors that the gradients are parts of, in float16; all of it, without residuals."""
-        halves = [flat.to(torch.float16).div_(self.group.size()) for flat in flats]
-        under_way = [begin_all_reduce(half, self.group, self.counter) for half in halves]
-        return HalfReduction(self, gradients, flats, under_way)
+        return HalfReduction(self.group, self.counter, gradients, flats, self.half_scale)
 
     def begin_step(self, step: int, roll_back: bool) -> None:
         """Forget what residuals were before the last step, or, if it was skipped, go back to it."""
         self.step = step
+        self.half_scale.follow()
         if roll_back:
             self.residuals.update(self._before)
         self._before = {}
@@ -136,12 +138,23 @@ class Reducer:
         residuals = [self.residuals[name] for name in unit.names]
         if self.sparsifier == "randomk":
             return self._select_random(unit, given, residuals, scale)
-        values, places = take(self.sparsifier, given, residuals, unit.k, 1 / scale)
-        stays = _of_unused(given, places)
-        if stays is not None:
-            add_at(residuals, values.where(stays, 0), places)
-            values = values.masked_fill(stays, 0)
-        return Selected(unit, values, places)
+        return Selected(unit, *self._take(given, residuals, unit.k, 1 / scale))
+
+    def _take(self, given, residuals, k, scale):
+        """Values (k,) and places (k,), of used parameters alone: the mean of an unused one is not applied everywhere."""
+        used = [not _is_zero(gradient) for gradient in given]
+        if all(used):
+            return take(self.sparsifier, given, residuals, k, scale)
+        parts, lengths = [list(compress(each, used)) for each in (given, residuals)], [len(g) for g in given]
+        inside, numel = sum(compress(lengths, used)), sum(lengths)
+        values, places = residuals[0].new_zeros(k), residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
+        if count := min(k, inside):
+            values[:count], found = take(self.sparsifier, *parts, count, scale)
+            ends = torch.tensor([*accumulate(compress(lengths, used))], device=found.device)
+            skipped = torch.tensor([*accumulate(0 if there else n for there, n in zip(used, lengths, strict=True))])
+            before = skipped[torch.tensor(used)].to(found.device)
+            places[:count] = found + before[torch.bucketize(found, ends, right=True)]
+        return values, places
 
     def _select_random(self, unit, given, residuals, scale) -> Selected:
         """Places that all ranks know, so only values are sent, and added up on the way."""
@@ -210,7 +223,7 @@ class Reduction:
             mean = self._whole.wait()[0]
             if mean.dtype != torch.float16:
                 mean.div_(ranks)
-            self.marks.append(finite_mark(mean))
+            self.marks.append(largest(mean))
             self._write_dense(mean)
         if self._sent:
             self._empty()  # while the message is under way
@@ -227,7 +240,7 @@ class Reduction:
 
     def _added_up(self, total):
         """Of each unit, [(values, places)]: one part, already the sum."""
-        self.marks.append(finite_mark(total))
+        self.marks.append(largest(total))
         parts = total.split([len(s.values) for s in self._selected])
         return [[(part, s.places)] for part, s in zip(parts, self._selected, strict=True)]
 
@@ -237,7 +250,7 @@ class Reduction:
         starts, numel = _starts(self._selected)
         bytes_of_values = messages.shape[1] - bytes_of_places(sum(counts), numel)
         values = self._reducer._decoded(messages[:, :bytes_of_values], _dtype_of(self._selected))
-        self.marks.append(finite_mark(values))
+        self.marks.append(largest(values))
         places = decode_places(messages[:, bytes_of_values:], sum(counts), numel)
         parts = zip(values.split(lengths, 1), places.split(counts, 1), starts, strict=True)
         return [list(zip(v[:, : p.shape[1]], (p - start).int(), strict=True)) for v, p, start in parts]
@@ -260,52 +273,7 @@ class Reduction:
                 rounded = total.sub_(gradient)  # on every rank, so that this much of the mean is still to be applied
                 rounded = rounded.where(rounded.isfinite(), 0)
                 self._reducer.residuals[name].add_(rounded, alpha=1 / self._scale)
-                self.marks.append(finite_mark(gradient))  # a sum may be out of its range
-
-
-class HalfReduction:
-    """Flat tensors under way in float16, each written when its mean is there.
-
-    One whose mean is not finite, which all ranks see, is sent again as it is: it may only be out of float16's range.
-    """
-
-    def __init__(self, reducer, gradients, flats, under_way):
-        self._reducer, self.gradients, self.marks = reducer, gradients, []
-        self._written = [(flat, self._write(flat, each)) for flat, each in zip(flats, under_way, strict=True)]
-
-    @staticmethod
-    def _write(flat, under_way):
-        """A future of the mean's mark; it sends nothing, so that no message can come at another place on another rank."""
-        (half,), (work,) = under_way.received, under_way.work
-
-        def write(done):
-            done.value()  # raises what went wrong
-            mark = finite_mark(half)
-            if half.is_cuda:  # where a stream is not waited for
-                flat.copy_(half.to(flat.dtype).where(mark.isfinite(), flat))
-            elif mark.isfinite():
-                flat.copy_(half)
-            return mark
-
-        return work.get_future().then(write)
-
-    def wait(self) -> None:
-        """Block until the means are there."""
-        written, self._written = self._written, []
-        for flat, future in written:
-            mark = future.wait()
-            if flat.dtype != torch.float16 and not mark.isfinite():
-                begin_all_reduce(flat, self._reducer.group, self._reducer.counter).wait()
-                mark = finite_mark(flat.div_(self._reducer.group.size()))
-            self.marks.append(mark)
-
-
-def finite_mark(tensor) -> torch.Tensor:
-    """A number, float64, that is finite if all of the tensor's are: if the smallest and the largest are."""
-    if not tensor.numel():
-        return tensor.new_zeros((), dtype=torch.float64)
-    least, most = tensor.aminmax()
-    return 0 * least.double() + 0 * most.double()  # not stacked: autocast would refuse to, in float16
+                self.marks.append(largest(gradient))  # a sum may be out of its range
 
 
 def _is_exact(gradient) -> bool:

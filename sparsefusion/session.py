@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .collectives import all_reduce
+from .finite import first_not_finite, largest
 from .plan import Buffer, Plan
-from .reducer import Reducer, finite_mark
+from .reducer import Reducer
 
 
 class Session:
@@ -162,12 +163,12 @@ class Session:
         self.reducer.begin_step(self.step, self._skipped)
         self._skipped = False
 
-    def restore(self, step: int, residuals: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, step: int, residuals: Mapping[str, torch.Tensor], half_scale=1.0) -> None:
         """Go on with the step of that number."""
         self.abandon()
         self.step, self._skipped, self._owes = step, False, True
         self.reducer.begin_step(step, False)
-        self.reducer.residuals = dict(residuals)
+        self.reducer.residuals, self.reducer.half_scale.value = dict(residuals), half_scale
 
     def abandon(self) -> None:
         """An error ended the step that has begun, on all ranks; the next gradients are of another one.
@@ -253,7 +254,7 @@ class WholeReduction:
             self._work.wait()
             self._work = None
         if self._checks:
-            self._checks, self.marks = False, [finite_mark(gradient) for gradient in self.gradients.values()]
+            self._checks, self.marks = False, [largest(gradient) for gradient in self.gradients.values()]
 
 
 class Handle:
@@ -265,19 +266,6 @@ class Handle:
     def wait(self) -> None:
         """Block until its means are in its gradients."""
         self._session.wait(self._names)
-
-
-def first_not_finite(reductions) -> str | None:
-    """The name of the first gradient that is not finite, as all ranks see it.
-
-    reductions: with `marks`, not finite if a mean is not, and `gradients`, by name, whose memory a framework may have used
-    for others since.
-    """
-    marks = [mark for reduction in reductions for mark in reduction.marks]
-    if not marks or torch.stack(marks).isfinite().all():
-        return None
-    wrong = next(r for r in reductions if r.marks and not torch.stack(r.marks).isfinite().all())
-    return next((name for name, g in wrong.gradients.items() if not g.isfinite().all()), "a parameter")
 
 
 def usual_dtype(tensors) -> torch.dtype:

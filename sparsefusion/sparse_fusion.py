@@ -29,10 +29,10 @@ class SparseFusion:
     density: the share, of all numbers.
     sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank, redsync, sidco,
         randomk.
-    mode: dense; fp16: all of it, rounded (a bucket that is out of its range is sent again as it is); layerwise: so many
-        numbers of every tensor; bucket: so many of a whole buffer; selective: what costs more to select than it saves goes
-        whole; interleaved: that, sent before the rest is selected; offload: selected by another thread (not on CUDA);
-        auto: whichever is fastest here, and dense if none is faster.
+    mode: dense; fp16: all of it, rounded, times a power of two that follows the largest mean (a bucket that is out of its
+        range is sent again as it is); layerwise: so many numbers of every tensor; bucket: so many of a whole buffer;
+        selective: what costs more to select than it saves goes whole; interleaved: that, sent before the rest is selected;
+        offload: selected by another thread (not on CUDA); auto: whichever is fastest here, and dense if none is faster.
     wire: the format of sent values: fp32, fp16, bf16, int8 (randomk: fp32). Residuals have no loss scale: what is below
         fp16's least number, 6e-8, waits.
     density_warmup: steps in which the density falls from a quarter to its own.
@@ -235,7 +235,7 @@ class SparseFusion:
     def _considered(self) -> list[str]:
         if self.mode != "auto":
             return [self.mode]
-        modes = ["dense", "fp16"] if self._dtype.itemsize > 2 else ["dense"]
+        modes = ["dense", "fp16"] if self._dtype.itemsize == 4 else ["dense"]  # float64 stays what it is
         if self._helps(self.wish.density, halves=True):
             modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
         return modes
@@ -294,6 +294,7 @@ class SparseFusion:
             "budget": self.wish.budget,
             "plan": session.plan.to_json() if self._decided else None,
             "candidates": trial and {**self._candidates, "trial": trial.progress},
+            "half_scale": session.reducer.half_scale.value,
             "residuals": {name: residual.clone() for name, residual in session.reducer.residuals.items()},
         }
 
@@ -318,7 +319,7 @@ class SparseFusion:
         texts = [one["plan"], *(one["candidates"] or {"plans": {}})["plans"].values()]
         plan, *undecided = [text and Plan.from_json(text) for text in texts]
         self._stop_watching()
-        session.restore(one["step"], mean_residuals(found, session.device))
+        session.restore(one["step"], mean_residuals(found, session.device), one.get("half_scale", 1.0))
         self._sparse_since = one["sparse_since"]
         if ranks == 1 or (count != ranks and self.mode == "auto"):
             self.replan()

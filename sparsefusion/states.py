@@ -1,5 +1,6 @@
 """What a `SparseFusion` keeps in checkpoints: a state of each rank, which any number of ranks can go on from."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -54,6 +55,9 @@ def _check(state, sizes) -> None:
         given = state[what]
         if (given is not None or what != "sparse_since") and not (type(given) is int and given >= least):
             raise ValueError(f"a state of SparseFusion whose {what} is {given!r}")
+    scale = state.get("half_scale", 1.0)  # not in states of older code
+    if not (isinstance(scale, float) and 1 <= scale < math.inf):
+        raise ValueError(f"a state of SparseFusion whose half_scale is {scale!r}")
     if not isinstance(state["residuals"], Mapping):
         raise ValueError(f"a state of SparseFusion whose residuals are a {type(state['residuals']).__name__}")
     for name, residual in state["residuals"].items():

@@ -431,6 +431,17 @@ def test_a_density_that_cannot_help_stays_dense(ranks, world):
     assert "dense, as layerwise would not send clearly less" in found[0][2][0]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_considers_nothing_that_rounds_float64(ranks, world):
+    def run(rank):
+        fusion = quiet().attach(DDP(Net(torch.float64)))
+        for step in range(5):
+            backward(fusion._target, step, rank, dtype=torch.float64)
+        return set(fusion.plan.predicted)
+
+    assert ranks(run, world) == [{"dense", "layerwise", "bucket", "selective", "interleaved", "offload"}] * world
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_auto_says_why_it_considers_nothing_sparse(ranks, world):
     """More than half of what may help without fp16."""

@@ -50,6 +50,31 @@ def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
+    """Gradients of 1e-9, which are nothing in float16; as from a state of older code, where the first step loses them."""
+
+    def run(rank):
+        straight, again, without = models = [DDP(Net()) for _ in range(3)]
+        fusions = [quiet(mode="fp16").attach(model) for model in models]
+        for model in models:
+            model.optimizer = torch.optim.SGD(model.parameters(), 1e6)
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient: 1e-9 * gradient)
+        trained(straight, fusions[0], rank, range(4))
+        state = fusions[0].state_dict()
+        trained(straight, fusions[0], rank, range(4, 8))
+        older = {what: value for what, value in state.items() if what != "half_scale"}
+        for model, fusion, given in ((again, fusions[1], state), (without, fusions[2], older)):
+            trained(model, fusion, rank, range(4))
+            fusion.load_state_dict(given)
+            trained(model, fusion, rank, range(4, 8))
+        assert all(map(torch.equal, straight.parameters(), again.parameters()))
+        assert not any(map(torch.equal, straight.parameters(), without.parameters()))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path):
     def save(rank):
         model = DDP(Net())
@@ -269,6 +294,7 @@ def test_states_of_something_else_are_refused(ranks, world):
             ({**state, "step": "9"}, "whose step is '9'"),
             ({**state, "step": None}, "whose step is None"),
             ({**state, "sparse_since": 1.5}, "whose sparse_since is 1.5"),
+            ({**state, "half_scale": 0.0}, "whose half_scale is 0.0"),
             ({**state, "residuals": {"last.bias": torch.zeros(2, 5)}}, r"is torch.float32 of shape \(2, 5\), not flat"),
             (
                 {**state, "residuals": {"last.bias": torch.zeros(10).bfloat16()}},

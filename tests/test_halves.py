@@ -1,0 +1,88 @@
+"""Numbers to float16 and back; oracle: torch's conversions."""
+
+import math
+
+import pytest
+import torch
+
+from native_variants import MARKED, library_path
+from shared import needs_library
+from sparsefusion import halves
+from sparsefusion.native import Library
+
+__all__ = ["library_path"]
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    6e-8,
+    2.9e-8,
+    3e-8,
+    -6.1e-5,
+    65504.0,
+    65519.0,
+    65520.0,
+    -7e4,
+    1e30,
+    1e-30,
+    1 + 2**-11,
+    1 + 3 * 2**-11,
+]
+TIMES = [1.0, 1 / 3, 256.0, 2.0**40]
+
+
+@pytest.fixture(params=MARKED)
+def variant(request, library_path, monkeypatch):
+    """The C kernels for each kind of processor."""
+    library = Library("sparsefusion", halves.SIGNATURES, library_path("sparsefusion", request.param))
+    assert library, library.why
+    monkeypatch.setattr(halves, "kernels", lambda: library)
+
+
+def numbers(numel):
+    """Of all magnitudes, with what is special first."""
+    generator = torch.Generator().manual_seed(numel)
+    some = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(5).exp()
+    some[: len(SPECIAL)] = torch.tensor(SPECIAL)[:numel]
+    return some
+
+
+@needs_library
+@pytest.mark.parametrize("numel", [0, 1, 17, 100_003])
+@pytest.mark.parametrize("times", TIMES)
+def test_c_has_the_bits_of_torch(variant, numel, times):
+    x = numbers(numel)
+    half = halves.to_half(x, times)
+    assert torch.equal(half, halves.to_half_ref(x, times)) and torch.equal(half, (x * times).half())
+    out, expected = torch.empty(numel), torch.empty(numel)
+    halves.restore(half, times, out)
+    halves.restore_ref(half, times, expected)
+    assert torch.equal(out, expected) and torch.equal(out, half.float() * times)
+    most = half.double().abs().max().item() if numel else 0.0
+    assert halves.largest_half(half).item() == most
+
+
+@needs_library
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 31, 100])
+def test_what_is_not_finite_stays_so(variant, bad, place):
+    x = numbers(101)
+    x[place] = bad
+    half = halves.to_half(x, 1e-30)
+    assert torch.equal(half.isnan(), x.isnan()) and torch.equal(half.isinf(), x.isinf())
+    assert not halves.largest_half(half).isfinite() and not halves.largest_half(half.clone()).isfinite()
+    out = torch.empty(101)
+    halves.restore(half, 2.0, out)
+    assert torch.equal(out.isfinite(), x.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_are_rounded_once(dtype):
+    x = numbers(1000).to(dtype)
+    assert torch.equal(
+        halves.to_half(x, 1 / 3), (x.double() * (1 / 3)).to(torch.promote_types(dtype, torch.float32)).half()
+    )
+    out = torch.empty_like(x)
+    halves.restore(halves.to_half(x, 2.0**-9), 2.0**9, out)
+    middle = (x.double().abs() > 1) & (x.double().abs() < 1000)
+    assert middle.sum() > 100 and out[middle].double().allclose(x[middle].double(), rtol=1e-3)
