@@ -8,9 +8,10 @@ from .collectives import begin_all_reduce
 from .finite import largest
 from .halves import largest_half, restore, to_half
 
+# Powers of two.
 EXPONENT = 5  # of the largest mean times the scale, 16 to 32: 2048 times that is in range
-MOST = 64  # of the scale; the least is 0, so that a few large numbers, which are sent again, take nothing from others
-RISE = 24  # if all means are 0, what was nothing before is less than a half then
+MOST = 64  # of the scale; at least 0, so that a few large numbers, which are sent again, take nothing from others
+RISE = 24  # of the scale, if all means are 0: what was nothing before is less than a half then
 
 
 class HalfScale:

@@ -1,6 +1,6 @@
 """Numbers to float16 and back, times a factor, and the largest of them: C in a pass each, or torch.
 
-All tensors are flat and contiguous; `times` is such that its inverse is a float32.
+All tensors are flat and contiguous.
 """
 
 from functools import cache

@@ -179,7 +179,7 @@ class SparseFusion:
         asked = (session.step, *options, absent, session.plan.mode, self._decided, turns)
 
         def of_replicas():
-            self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
+            self._agree(session.reducer.group, lambda: (*asked, session.plan.hash, session.reducer.half_scale.value))
             return asked
 
         self._agree(session.model_group, of_replicas)

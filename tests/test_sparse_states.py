@@ -70,6 +70,9 @@ def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
             trained(model, fusion, rank, range(4, 8))
         assert all(map(torch.equal, straight.parameters(), again.parameters()))
         assert not any(map(torch.equal, straight.parameters(), without.parameters()))
+        fusions[2].load_state_dict(older if rank == 1 else state)
+        with pytest.raises(ValueError, match="ranks of SparseFusion"):
+            backward(without, 8, rank)
 
     ranks(run, world)
 
