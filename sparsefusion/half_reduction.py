@@ -9,28 +9,25 @@ from .finite import largest
 from .halves import largest_half, restore, to_half
 
 # Powers of two.
-EXPONENT = 5  # of the largest mean times the scale, 16 to 32: 2048 times that is in range
-MOST = 64  # of the scale; at least 0, so that a few large numbers, which are sent again, take nothing from others
+EXPONENT = 5  # of the largest mean times the scale, 16 to 32: 2000 times that is in range
+MOST = 64  # of the scale, or of its inverse
 RISE = 24  # of the scale, if all means are 0: what was nothing before is less than a half then
 
 
 class HalfScale:
-    """The same on all ranks, as means are. value: times which gradients are sent."""
+    """The same on all ranks. value: times which gradients are sent.
 
-    def __init__(self):
-        self.value, self._means = 1.0, []
+    At least 1, or the inverse of the loss scale: a few large numbers, which are sent again, take nothing from others.
+    """
 
-    def saw(self, means) -> None:
-        """The largest magnitudes of means of this step."""
-        self._means += means
+    value = 1.0
 
-    def follow(self) -> None:
-        """A step ended."""
-        if self._means:
-            most, self._means = torch.stack(self._means).max().item(), []
-            if math.isfinite(most):
-                exponent = EXPONENT - math.frexp(most)[1] if most else math.log2(self.value) + RISE
-                self.value = 2.0 ** min(max(exponent, 0), MOST)
+    def follow(self, most: float, loss_scale: float = 1.0) -> None:
+        """A step ended in which this is the largest magnitude of all means, of all parts of the model."""
+        if math.isfinite(most):
+            exponent = EXPONENT - math.frexp(most)[1] if most else math.log2(self.value) + RISE
+            least = -min(max(math.floor(math.log2(loss_scale)), 0), MOST)
+            self.value = 2.0 ** min(max(exponent, least), MOST)
 
 
 class HalfReduction:
@@ -40,37 +37,46 @@ class HalfReduction:
     """
 
     def __init__(self, group, counter, gradients, flats, scale: HalfScale):
-        self._group, self._counter, self.gradients, self._scale, self.marks = group, counter, gradients, scale, []
+        self._group, self._counter, self.gradients, self._scale, self.marks = group, counter, gradients, scale.value, []
         halves = [to_half(flat, self._times(flat) / group.size()) for flat in flats]
         under_way = [begin_all_reduce(each, group, counter) for each in halves]
-        self._written = [(flat, self._write(flat, each)) for flat, each in zip(flats, under_way, strict=True)]
+        self._written = [(flat, *self._write(flat, each)) for flat, each in zip(flats, under_way, strict=True)]
 
     def _times(self, flat) -> float:
-        return 1.0 if flat.dtype == torch.float16 else self._scale.value
+        return 1.0 if flat.dtype == torch.float16 else self._scale
 
     def _write(self, flat, under_way):
-        """A future of the largest mean; it sends nothing, so that no message can come at another place on another rank."""
+        """What comes, and a future of the largest mean; it sends nothing, so that no message of it can be misplaced."""
         (received,), (work,), times = under_way.received, under_way.work, self._times(flat)
 
         def write(done):
             done.value()  # raises what went wrong
             mark = largest_half(received) / times
-            if received.is_cuda:  # where a stream is not waited for
-                flat.copy_((received.to(flat.dtype) / times).where(mark.isfinite(), flat))
+            if flat.dtype == torch.float16:  # sent as it is: what is not finite, too, is the mean
+                flat.copy_(received)
+            elif received.is_cuda:  # where a stream is not waited for
+                flat.copy_(_restored(received, times, flat).where(mark.isfinite(), flat))
             elif mark.isfinite():
                 restore(received, 1 / times, flat)
             return mark
 
-        return work.get_future().then(write)
+        return received, work.get_future().then(write)
 
     def wait(self) -> None:
         """Block until the means are there."""
-        written, self._written, marks = self._written, [], []
-        for flat, future in written:
+        written, self._written = self._written, []
+        for flat, received, future in written:
             mark = future.wait()
             if flat.dtype != torch.float16 and not mark.isfinite():
                 begin_all_reduce(flat, self._group, self._counter).wait()
-                mark = largest(flat.div_(self._group.size()))
-            marks.append(mark)
-        self.marks += marks
-        self._scale.saw(marks)
+                # The others as they came: a copy on another part of the model, whose bucket may be in range, has them so.
+                came = _restored(received, self._times(flat), flat)
+                flat.copy_(came.where(received.isfinite(), flat.div_(self._group.size())))
+                mark = largest(flat)
+            self.marks.append(mark)
+
+
+def _restored(received, times, like) -> torch.Tensor:
+    out = torch.empty_like(like)
+    restore(received, 1 / times, out)
+    return out

@@ -33,12 +33,12 @@ def to_half(x, times: float) -> torch.Tensor:
 
 
 def to_half_ref(x, times) -> torch.Tensor:
-    """`to_half` in torch; rounded once, also from bfloat16."""
+    """`to_half` in torch; rounded once, also from bfloat16, but from float64 by way of float32."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * times).to(torch.float16)
 
 
 def restore(halves, times: float, out) -> None:
-    """Write halves * times, float16, into `out`."""
+    """Write halves, float16, * times into `out`."""
     if out.is_cpu and out.dtype == torch.float32 and kernels():
         kernels().functions.halves_restored(halves.data_ptr(), halves.numel(), times, out.data_ptr())
     else:

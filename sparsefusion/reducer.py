@@ -104,7 +104,6 @@ class Reducer:
     def begin_step(self, step: int, roll_back: bool) -> None:
         """Forget what residuals were before the last step, or, if it was skipped, go back to it."""
         self.step = step
-        self.half_scale.follow()
         if roll_back:
             self.residuals.update(self._before)
         self._before = {}
@@ -147,7 +146,9 @@ class Reducer:
             return take(self.sparsifier, given, residuals, k, scale)
         parts, lengths = [list(compress(each, used)) for each in (given, residuals)], [len(g) for g in given]
         inside, numel = sum(compress(lengths, used)), sum(lengths)
-        values, places = residuals[0].new_zeros(k), residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
+        dtype = reduce(torch.promote_types, (r.dtype for r in residuals))  # whichever are used, as on all ranks
+        values = residuals[0].new_zeros(k, dtype=dtype)
+        places = residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
         if count := min(k, inside):
             values[:count], found = take(self.sparsifier, *parts, count, scale)
             ends = torch.tensor([*accumulate(compress(lengths, used))], device=found.device)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import all_reduce
-from .finite import first_not_finite, largest
+from .finite import first_not_finite, largest, largest_mean
 from .plan import Buffer, Plan
 from .reducer import Reducer
 
@@ -228,11 +228,14 @@ class Session:
         ours = self._sparse or self._half
         if not (ours or self._flushes):
             return None
+        most = largest_mean(self._reductions) if self._half else 0.0
         groups = (self.reducer.group if self._flushes else None, self.model_group)
         for group in (group for group in groups if group is not None):
-            seen = torch.tensor([wrong is not None, left, pending], dtype=torch.float32, device=self.device)
-            bad, left, pending = (all_reduce(seen, group, op=dist.ReduceOp.MAX) > 0).tolist()
+            seen = torch.tensor([wrong is not None, left, pending, most], dtype=torch.float32, device=self.device)
+            bad, left, pending, most = all_reduce(seen, group, op=dist.ReduceOp.MAX).tolist()
             wrong = wrong or ("a parameter of another rank" if bad else None)
+        if self._half:
+            self.reducer.half_scale.follow(most, self._scale)
         if not (ours or pending):
             wrong = None
         if self._sparse:

@@ -29,8 +29,8 @@ class SparseFusion:
     density: the share, of all numbers.
     sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank, redsync, sidco,
         randomk.
-    mode: dense; fp16: all of it, rounded, times a power of two that follows the largest mean (a bucket that is out of its
-        range is sent again as it is); layerwise: so many numbers of every tensor; bucket: so many of a whole buffer;
+    mode: dense; fp16: all of it, rounded, times a power of two that follows the last step's largest mean, unless it is
+        float16 (what is out of range is sent again); layerwise: so many numbers of every tensor; bucket: of a whole buffer;
         selective: what costs more to select than it saves goes whole; interleaved: that, sent before the rest is selected;
         offload: selected by another thread (not on CUDA); auto: whichever is fastest here, and dense if none is faster.
     wire: the format of sent values: fp32, fp16, bf16, int8 (randomk: fp32). Residuals have no loss scale: what is below
@@ -236,7 +236,7 @@ class SparseFusion:
         if self.mode != "auto":
             return [self.mode]
         modes = ["dense", "fp16"] if self._dtype.itemsize == 4 else ["dense"]  # float64 stays what it is
-        if self._helps(self.wish.density, halves=True):
+        if self._helps(self.wish.density, halves="fp16" in modes):
             modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
         return modes
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .half_reduction import MOST
 from .plan import Plan
 
 VERSION = 3
@@ -38,7 +39,7 @@ def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
     if not alone and sorted(given) != list(range(count)):
         raise ValueError(f"{len(states)} states of ranks {given}, and there were {count} ranks")
     for each in states:
-        if any(each[what] != one[what] for what in ("ranks", "step", "plan")):
+        if any(each.get(what) != one.get(what) for what in ("ranks", "step", "plan", "half_scale")):
             raise ValueError(
                 f"states of different runs or steps: rank {one['rank']}'s of step {one['step']}, rank {each['rank']}'s of "
                 f"step {each['step']}"
@@ -56,7 +57,7 @@ def _check(state, sizes) -> None:
         if (given is not None or what != "sparse_since") and not (type(given) is int and given >= least):
             raise ValueError(f"a state of SparseFusion whose {what} is {given!r}")
     scale = state.get("half_scale", 1.0)  # not in states of older code
-    if not (isinstance(scale, float) and 1 <= scale < math.inf):
+    if not (isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and abs(math.log2(scale)) <= MOST):
         raise ValueError(f"a state of SparseFusion whose half_scale is {scale!r}")
     if not isinstance(state["residuals"], Mapping):
         raise ValueError(f"a state of SparseFusion whose residuals are a {type(state['residuals']).__name__}")

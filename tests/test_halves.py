@@ -1,13 +1,15 @@
-"""Numbers to float16 and back; oracle: torch's conversions."""
+"""Numbers to float16 and back; oracle: torch's conversions, and numpy's."""
 
 import math
 
+import numpy
 import pytest
 import torch
 
 from native_variants import MARKED, library_path
 from shared import needs_library
 from sparsefusion import halves
+from sparsefusion.finite import largest
 from sparsefusion.native import Library
 
 __all__ = ["library_path"]
@@ -39,6 +41,11 @@ def variant(request, library_path, monkeypatch):
     monkeypatch.setattr(halves, "kernels", lambda: library)
 
 
+def same_bits(x, y) -> bool:
+    """Of zeros, too."""
+    return x.dtype == y.dtype and torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
 def numbers(numel):
     """Of all magnitudes, with what is special first."""
     generator = torch.Generator().manual_seed(numel)
@@ -53,13 +60,13 @@ def numbers(numel):
 def test_c_has_the_bits_of_torch(variant, numel, times):
     x = numbers(numel)
     half = halves.to_half(x, times)
-    assert torch.equal(half, halves.to_half_ref(x, times)) and torch.equal(half, (x * times).half())
+    assert same_bits(half, halves.to_half_ref(x, times)) and same_bits(half, (x * times).half())
     out, expected = torch.empty(numel), torch.empty(numel)
     halves.restore(half, times, out)
     halves.restore_ref(half, times, expected)
-    assert torch.equal(out, expected) and torch.equal(out, half.float() * times)
+    assert same_bits(out, expected) and same_bits(out, half.float() * times)
     most = half.double().abs().max().item() if numel else 0.0
-    assert halves.largest_half(half).item() == most
+    assert halves.largest_half(half).item() == most == largest(half).item()
 
 
 @needs_library
@@ -70,18 +77,18 @@ def test_what_is_not_finite_stays_so(variant, bad, place):
     x[place] = bad
     half = halves.to_half(x, 1e-30)
     assert torch.equal(half.isnan(), x.isnan()) and torch.equal(half.isinf(), x.isinf())
-    assert not halves.largest_half(half).isfinite() and not halves.largest_half(half.clone()).isfinite()
+    assert not halves.largest_half(half).isfinite() and not largest(half).isfinite()
     out = torch.empty(101)
     halves.restore(half, 2.0, out)
     assert torch.equal(out.isfinite(), x.isfinite())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_types_are_rounded_once(dtype):
     x = numbers(1000).to(dtype)
-    assert torch.equal(
-        halves.to_half(x, 1 / 3), (x.double() * (1 / 3)).to(torch.promote_types(dtype, torch.float32)).half()
-    )
+    with numpy.errstate(over="ignore"):
+        expected = (x.float() * (1 / 3)).numpy().astype(numpy.float16)
+    assert same_bits(halves.to_half(x, 1 / 3), torch.from_numpy(expected))
     out = torch.empty_like(x)
     halves.restore(halves.to_half(x, 2.0**-9), 2.0**9, out)
     middle = (x.double().abs() > 1) & (x.double().abs() < 1000)

@@ -566,18 +566,20 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
 
     def run(rank):
         options = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
-        plain, made = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(2))
-        fusion = force(quiet().attach(made))
-        for each in (plain, made):
+        plain, made, whole = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(3))
+        fusion, _ = force(quiet().attach(made)), quiet(mode="fp16").attach(whole)
+        for each in (plain, made, whole):
             each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (12, 0) else g)
         for step in range(16):
             before, skipped = fusion.state_dict()["residuals"], made.skipped_steps
-            engine_step(plain, step, rank, "fp16"), engine_step(made, step, rank, "fp16")
+            for each in (plain, made, whole):
+                engine_step(each, step, rank, "fp16")
+            assert whole.skipped_steps == plain.skipped_steps
             after = fusion.state_dict()["residuals"]
             kept = all(torch.equal(before.get(name, torch.zeros_like(r)), r) for name, r in after.items())
             assert kept == (made.skipped_steps > skipped)
         assert 0 < made.skipped_steps < 16 and plain.skipped_steps and after
-        assert same_on_all_ranks(made.module.parameters())
+        assert same_on_all_ranks([*made.module.parameters(), *whole.module.parameters()])
 
     ranks(run, world)
 

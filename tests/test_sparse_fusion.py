@@ -53,45 +53,6 @@ def test_dense_is_ddps_own(ranks, world, view, batched):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_fp16_is_torchs_hook_or_nearer(ranks, world):
-    """The same bits in the first step on 2 ranks, where dividing rounds nothing; else no larger an error."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    def run(rank):
-        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
-        plain.register_comm_hook(None, fp16_compress_hook)
-        exact = DDP(Net(), bucket_cap_mb=0.1)
-        quiet(mode="fp16").attach(ours)
-        for step in range(3):
-            backward(plain, step, rank), backward(ours, step, rank), backward(exact, step, rank)
-            theirs, found, means = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, ours, exact))
-            assert step or world == 3 or torch.equal(theirs, found)
-            assert (found - means).norm() <= (1 + 1e-6) * (theirs - means).norm()
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_fp16_keeps_what_is_small(ranks, world):
-    """Gradients far below its least number, 6e-8, from one step to another; of the first of them nothing is left."""
-
-    def run(rank):
-        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
-        fusion = quiet(mode="fp16").attach(ours)
-        for step, times in enumerate((1e-9, 1e-9, 1e-6, 1e3, 1e-9, 1e-9)):
-            backward(plain, step, rank)
-            ours.zero_grad()
-            (times * ours(batch(step, rank), True).square().mean()).backward()
-            assert same_on_all_ranks([p.grad for p in ours.parameters()])
-            assert math.log2(fusion._session.reducer.half_scale.value).is_integer()
-            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
-                error = (q.grad.double() / times - p.grad).norm() / p.grad.double().norm()
-                assert error <= 1e-3 if step in (1, 2, 3, 5) else error > 0.01, (step, error)
-
-    ranks(run, world)
-
-
 def conserved(rank, world, steps=5, dtype=torch.float32, changes=None, **options):
     """The largest relative error, over parameters, of applied + pending against the sum of all gradients."""
     ours, reference = DDP(Net(dtype), bucket_cap_mb=0.1), Net(dtype)
@@ -354,39 +315,6 @@ def test_a_dense_step_with_nothing_pending_is_the_frameworks_own_affair(ranks, w
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
-    def run(rank):
-        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
-        quiet(mode="fp16").attach(ours)
-        for model in (plain, ours) if rank == 0 else ():
-            model.module.first.bias.register_hook(lambda g: g * 1e30)
-        for step in range(3):
-            backward(plain, step, rank), backward(ours, step, rank)
-            assert same_on_all_ranks([p.grad for p in ours.parameters()])
-            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
-                assert (q.grad.double() - p.grad).norm() <= 1e-3 * p.grad.double().norm()
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
-    def run(rank):
-        for mode in ("dense", "fp16"):
-            model = DDP(Net())
-            quiet(mode=mode).attach(model)
-            if rank == 0:
-                model.module.first.bias.register_hook(lambda g: g * math.inf)
-            if mode == "dense":
-                backward(model, 0, rank)
-            else:
-                with pytest.raises(FloatingPointError, match="step 0: the gradient of first.bias"):
-                    backward(model, 0, rank)
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
 def test_skipped_steps_leave_no_trace(ranks, world):
     """With a GradScaler: a run with three overflows has the residuals and parameters of one without these batches.
 
@@ -544,6 +472,8 @@ def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + rank)
             gradients = {name: torch.randn(1000, generator=generator).to(dtype) for name, dtype in dtypes.items()}
+            if (step, rank) == (2, 1):  # not used there, and the same dtype on the wire
+                gradients["c"].zero_()
             given = {name: given[name] + g.double() for name, g in gradients.items()}
             reducer.start([unit], gradients).wait()
             applied = {name: applied[name] + world * g.double() for name, g in gradients.items()}

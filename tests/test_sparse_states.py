@@ -1,5 +1,8 @@
 """Checkpoints of sparse gradients in torch's DDP; oracle: the run that was not interrupted."""
 
+import math
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -297,7 +300,10 @@ def test_states_of_something_else_are_refused(ranks, world):
             ({**state, "step": "9"}, "whose step is '9'"),
             ({**state, "step": None}, "whose step is None"),
             ({**state, "sparse_since": 1.5}, "whose sparse_since is 1.5"),
-            ({**state, "half_scale": 0.0}, "whose half_scale is 0.0"),
+            *(
+                ({**state, "half_scale": bad}, f"half_scale is {re.escape(str(bad))}")
+                for bad in (0.0, -2.0, 3.0, 2.0**65, math.inf, 2)
+            ),
             ({**state, "residuals": {"last.bias": torch.zeros(2, 5)}}, r"is torch.float32 of shape \(2, 5\), not flat"),
             (
                 {**state, "residuals": {"last.bias": torch.zeros(10).bfloat16()}},

@@ -1,0 +1,180 @@
+"""Gradients in float16; oracle: torch's DDP, its fp16 hook, and means in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fused import Net, backward, batch, quiet, same_on_all_ranks
+
+NUMEL = sum(p.numel() for p in Net().parameters())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp16_is_torchs_hook_or_nearer(ranks, world):
+    """The same bits in the first step on 2 ranks, where dividing rounds nothing; else no larger an error."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    def run(rank):
+        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
+        plain.register_comm_hook(None, fp16_compress_hook)
+        exact = DDP(Net(), bucket_cap_mb=0.1)
+        quiet(mode="fp16").attach(ours)
+        for step in range(3):
+            backward(plain, step, rank), backward(ours, step, rank), backward(exact, step, rank)
+            theirs, found, means = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, ours, exact))
+            assert step or world == 3 or torch.equal(theirs, found)
+            assert (found - means).norm() <= (1 + 1e-6) * (theirs - means).norm()
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp16_keeps_what_is_small(ranks, world):
+    """Gradients far below its least number, 6e-8, from one step to another; of the first of them nothing is left."""
+
+    def run(rank):
+        plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
+        fusion = quiet(mode="fp16").attach(ours)
+        for step, times in enumerate((1e-9, 1e-9, 1e-6, 1e3, 1e-9, 1e-9)):
+            backward(plain, step, rank)
+            ours.zero_grad()
+            (times * ours(batch(step, rank), True).square().mean()).backward()
+            assert same_on_all_ranks([p.grad for p in ours.parameters()])
+            assert math.log2(fusion._session.reducer.half_scale.value).is_integer()
+            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+                error = (q.grad.double() / times - p.grad).norm() / p.grad.double().norm()
+                assert error <= 1e-3 if step in (1, 2, 3, 5) else error > 0.01, (step, error)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
+    def run(rank):
+        plain, ours, alone = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), Net()
+        quiet(mode="fp16").attach(ours)
+        for model in (plain.module, ours.module, alone) if rank == 0 else ():
+            model.first.bias.register_hook(lambda g: g * 1e30)
+        for step in range(3):
+            for model in (plain, ours, alone):
+                backward(model, step, rank)
+            assert same_on_all_ranks([p.grad for p in ours.parameters()])
+            for p, q, one in zip(plain.parameters(), ours.parameters(), alone.parameters(), strict=True):
+                dist.all_reduce(
+                    one.grad.abs_()
+                )  # to whose last digit all are rounded, before and when they are added up
+                assert ((q.grad - p.grad).abs() <= 2**-11 * one.grad + 1e-6).all()
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
+    def run(rank):
+        for mode in ("dense", "fp16"):
+            model = DDP(Net())
+            quiet(mode=mode).attach(model)
+            if rank == 0:
+                model.module.first.bias.register_hook(lambda g: g * math.inf)
+            if mode == "dense":
+                backward(model, 0, rank)
+            else:
+                with pytest.raises(FloatingPointError, match="step 0: the gradient of first.bias"):
+                    backward(model, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_see_what_is_not_finite_of_float16(ranks, world):
+    """One rank's infinity, then a sum that float16 has no number for; then the mean of all, as before."""
+
+    def run(rank):
+        model = DDP(Net(torch.float16), bucket_cap_mb=0.1)
+        quiet(mode="fp16", on_nonfinite="skip-known").attach(model)
+        times = {}
+        model.module.first.bias.register_hook(lambda g: times["first"](g))
+        for step, first in enumerate(
+            (lambda g: g * math.inf if rank == 0 else g, lambda g: torch.full_like(g, 65504.0), lambda g: g)
+        ):
+            times["first"] = first
+            backward(model, step, rank, dtype=torch.float16)
+            gradients = [p.grad for p in model.parameters()]
+            finite = [g.isfinite().all().item() for g in gradients]
+            if step == 0:
+                assert not all(finite)
+            elif world == 2 or step == 2:  # a third of 65504 is rounded up
+                assert all(finite)
+            seen = [None] * world
+            dist.all_gather_object(seen, [finite, [g.nan_to_num() for g in gradients]])
+            assert all(each[0] == finite for each in seen)
+            assert all(map(torch.equal, seen[0][1], seen[-1][1]))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_steady_gradients_are_sent_once(ranks, world):
+    """Also 1000 times as large ones, and with a loss scale those above 65504; a skipped step changes no scale."""
+
+    def run(rank):
+        model, now = DDP(Net(), bucket_cap_mb=0.1), {}
+        fusion = quiet(mode="fp16", loss_scale=lambda: now["loss_scale"]).attach(model)
+        model.module.first.bias.register_hook(lambda g: g * now["times"])
+        scale = fusion._session.reducer.half_scale
+        for loss_scale, times, again in (
+            (1.0, 1.0, False),
+            (1.0, 1.0, False),
+            (1.0, 1000.0, False),
+            (1.0, math.inf, True),
+            (1.0, 1.0, False),
+            (2.0**30, 2.0**30, True),
+            (2.0**30, 2.0**30, False),
+        ):
+            before, now["loss_scale"], now["times"] = scale.value, loss_scale, times
+            fusion.counter.reset()
+            backward(model, 0, rank)
+            assert scale.value == before or times != math.inf
+            assert (fusion.counter.nbytes > 2 * NUMEL) == again
+
+    ranks(run, world)
+
+
+class Parts(torch.nn.Module):
+    """Of a divided model: a parameter that each part has, and one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.copied, self.own = (torch.nn.Parameter(torch.zeros(n)) for n in (1000, 10))
+
+    def forward(self, x, y):
+        return (self.copied * x).sum() + (self.own * y).sum()
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_copies_on_parts_of_a_model_stay_alike(ranks, world):
+    """Of gradients so small that the scale makes a difference, beside those of one part that become out of range."""
+
+    def run(rank):
+        halves = [dist.new_group([*range(each, world, 2)]) for each in range(2)]
+        pairs = [dist.new_group([each, each + 1]) for each in range(0, world, 2)]
+        model = DDP(Parts(), process_group=halves[rank % 2])
+        quiet(mode="fp16", model_group=pairs[rank // 2]).attach(model)
+        for step, own in enumerate((1.0, 1.0, 1e10, 1.0, 1.0)):
+            generator = torch.Generator().manual_seed(10 * step + rank // 2)
+            x = 1e-4 * torch.randn(1000, generator=generator) * torch.randn(1000, generator=generator).exp()
+            model.zero_grad()
+            model(x, torch.full((10,), own if rank % 2 else 1e-3)).backward()
+            other = model.module.copied.grad.clone()
+            dist.broadcast(other, rank // 2 * 2, group=pairs[rank // 2])
+            assert torch.equal(other, model.module.copied.grad), step
+            mean = torch.zeros(1000, dtype=torch.float64)
+            mean += x
+            dist.all_reduce(mean, group=halves[rank % 2])
+            assert (model.module.copied.grad - mean / (world // 2)).norm() <= 1e-3 * mean.norm()
+            assert model.module.own.grad.allclose(torch.tensor(own if rank % 2 else 1e-3), rtol=1e-3)
+
+    ranks(run, world)
