@@ -29,7 +29,7 @@ class SparseFusion:
     density: the share, of all numbers.
     sparsifier: how numbers are selected: topk, dgc (as topk, by a sampled threshold, in C), gaussiank, redsync, sidco,
         randomk.
-    mode: dense; fp16: all of it, rounded, times a power of two that follows the last step's largest mean, unless it is
+    mode: dense; fp16: all of it, rounded, times a power of two that follows the largest mean of such a step, unless it is
         float16 (what is out of range is sent again); layerwise: so many numbers of every tensor; bucket: of a whole buffer;
         selective: what costs more to select than it saves goes whole; interleaved: that, sent before the rest is selected;
         offload: selected by another thread (not on CUDA); auto: whichever is fastest here, and dense if none is faster.
@@ -176,10 +176,11 @@ class SparseFusion:
         absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
         trial = self._trial and self._trial.progress
         turns = trial and (trial["turns"], trial["rounds"], list(trial["samples"]))  # samples are each rank's own
-        asked = (session.step, *options, absent, session.plan.mode, self._decided, turns)
+        scale = session.reducer.half_scale.value
+        asked = (session.step, *options, absent, session.plan.mode, self._decided, turns, scale)
 
         def of_replicas():
-            self._agree(session.reducer.group, lambda: (*asked, session.plan.hash, session.reducer.half_scale.value))
+            self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
             return asked
 
         self._agree(session.model_group, of_replicas)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, backward, batch, quiet, same_on_all_ranks
+from sparsefusion.half_reduction import HalfScale
 
 NUMEL = sum(p.numel() for p in Net().parameters())
 
@@ -90,28 +91,31 @@ def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_see_what_is_not_finite_of_float16(ranks, world):
-    """One rank's infinity, then a sum that float16 has no number for; then the mean of all, as before."""
+    """One rank's infinity, then a sum that float16 has no number for on 3 ranks; then the mean of all, as before."""
 
     def run(rank):
-        model = DDP(Net(torch.float16), bucket_cap_mb=0.1)
+        model, alone = DDP(Net(torch.float16), bucket_cap_mb=0.1), Net(torch.float16)
         quiet(mode="fp16", on_nonfinite="skip-known").attach(model)
         times = {}
-        model.module.first.bias.register_hook(lambda g: times["first"](g))
+        for each in (model.module, alone):
+            each.first.bias.register_hook(lambda g: times["first"](g))
         for step, first in enumerate(
             (lambda g: g * math.inf if rank == 0 else g, lambda g: torch.full_like(g, 65504.0), lambda g: g)
         ):
             times["first"] = first
-            backward(model, step, rank, dtype=torch.float16)
+            for each in (model, alone):
+                backward(each, step, rank, dtype=torch.float16)
             gradients = [p.grad for p in model.parameters()]
             finite = [g.isfinite().all().item() for g in gradients]
-            if step == 0:
-                assert not all(finite)
-            elif world == 2 or step == 2:  # a third of 65504 is rounded up
-                assert all(finite)
+            assert all(finite) == (step == 2 or (step == 1 and world == 2))  # a third of 65504 is rounded up
             seen = [None] * world
             dist.all_gather_object(seen, [finite, [g.nan_to_num() for g in gradients]])
             assert all(each[0] == finite for each in seen)
-            assert all(map(torch.equal, seen[0][1], seen[-1][1]))
+            assert all(all(map(torch.equal, seen[0][1], each[1])) for each in seen)
+            for own, found, there in zip(alone.parameters(), gradients, finite, strict=True):
+                mean, most = own.grad.double(), own.grad.double().abs()
+                dist.all_reduce(mean), dist.all_reduce(most)
+                assert not there or ((found - mean / world).abs() <= 2**-10 * most + 1e-6).all()
 
     ranks(run, world)
 
@@ -121,9 +125,10 @@ def test_steady_gradients_are_sent_once(ranks, world):
     """Also 1000 times as large ones, and with a loss scale those above 65504; a skipped step changes no scale."""
 
     def run(rank):
-        model, now = DDP(Net(), bucket_cap_mb=0.1), {}
+        plain, model, now = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), {}
         fusion = quiet(mode="fp16", loss_scale=lambda: now["loss_scale"]).attach(model)
-        model.module.first.bias.register_hook(lambda g: g * now["times"])
+        for each in (plain, model):
+            each.module.first.bias.register_hook(lambda g: g * now["times"])
         scale = fusion._session.reducer.half_scale
         for loss_scale, times, again in (
             (1.0, 1.0, False),
@@ -131,16 +136,46 @@ def test_steady_gradients_are_sent_once(ranks, world):
             (1.0, 1000.0, False),
             (1.0, math.inf, True),
             (1.0, 1.0, False),
-            (2.0**30, 2.0**30, True),
-            (2.0**30, 2.0**30, False),
+            (2.0**30, 1.0, True),
+            (2.0**30, 1.0, False),
+            (2.0**31, 1.0, False),
         ):
             before, now["loss_scale"], now["times"] = scale.value, loss_scale, times
             fusion.counter.reset()
-            backward(model, 0, rank)
+            for each in (plain, model):
+                each.zero_grad()
+                (loss_scale * each(batch(0, rank), True).square().mean()).backward()
             assert scale.value == before or times != math.inf
             assert (fusion.counter.nbytes > 2 * NUMEL) == again
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                assert times == math.inf or (q.grad - p.grad).norm() <= 1e-2 * p.grad.norm()
 
     ranks(run, world)
+
+
+def test_the_scale_is_no_smaller_than_it_must_be():
+    """With a loss scale: what is in range goes as torch's hook has it; and no loss scale is a number without a logarithm."""
+    scale = HalfScale()
+    for most, loss_scale, expected in (
+        (1.0, 2.0**20, 16.0),
+        (31.0, 2.0**20, 1.0),
+        (4095.0, 2.0**20, 1.0),
+        (10486.0, 2.0**20, 0.25),
+        (1e30, 2.0**20, 2.0**-20),
+        (1e30, 1e6, 2.0**-19),
+        (1e30, 1.0, 1.0),
+        (10486.0, 0.5, 1.0),
+        (10486.0, 0.0, 1.0),
+        (10486.0, math.inf, 1.0),
+        (1e300, 2.0**80, 2.0**-64),
+        (math.inf, 2.0**80, 2.0**-64),
+        (0.0, 1.0, 1.0),
+        (0.0, 1.0, 2.0**24),
+        (1e-30, 1.0, 2.0**64),
+        (0.0, 1.0, 2.0**64),
+    ):
+        scale.follow(most, loss_scale)
+        assert scale.value == expected, (most, loss_scale)
 
 
 class Parts(torch.nn.Module):
