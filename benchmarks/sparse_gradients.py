@@ -6,7 +6,7 @@ everywhere. Every contestant has two copies of the model, ours the same two for 
 processes; before each step is one that does not count, in which the model comes back into the caches; medians of 10 turns,
 and of 30 of those that are close to the fastest. Where the plan that `auto` took in a copy is the one that its mode made
 there, too, the turns of both are those of each: behind the best mode it is by its choice or its plan alone. Dense runs
-twice: the difference is the spread.
+twice: the difference is the spread. A turn in which the hypervisor took the cores away is repeated.
 """
 
 import sys
