@@ -3,7 +3,8 @@
 The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others
 are selected brings nothing on a CPU. Planning 500 gradients in all modes takes 50 ms at most. Every contestant trains a
 copy of a Mamba-2 of 24 layers with 410 gradients, and they take turns, each a step that does not count and one that
-does, repeated if the hypervisor took the cores away in it; medians. The last one is the plan of the one before, measured a second time.
+does, repeated if the hypervisor took the cores away in it; medians. The last one is the plan of the one before, measured
+a second time.
 """
 
 import time
