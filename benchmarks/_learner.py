@@ -13,7 +13,7 @@ from megatron_ssm.options import Options
 from sparsefusion.sweep import timed
 
 VOCAB, SEQUENCES, TOKENS = 256, 2, 128  # of each rank's batch
-STOLEN, TRIES = 0.03, 4  # what a hypervisor may take of the cores' time in a turn that counts; turns until it does
+STOLEN, TRIES = 0.03, 3  # what a hypervisor may take of the cores' time in a turn that counts; turns until it does
 
 
 class Learner(torch.nn.Module):
