@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.agreement import from_first
-from sparsefusion.states import checked_states, mean_residuals
+from sparsefusion.states import checked_states, mean_residuals, part_of
 
 from .training_checkpoint import on_every_rank
 
@@ -69,7 +69,8 @@ def _found(directory, trainer) -> dict | list[dict]:
         return state(groups.data_rank)
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
-        checked_states(states, None, {name: p.numel() for name, p in trainer.named_parameters() if p.requires_grad})
+        sizes = {name: p.numel() for name, p in trainer.named_parameters() if p.requires_grad}
+        checked_states(states, None, sizes, part_of(groups.tensor))
     return states
 
 

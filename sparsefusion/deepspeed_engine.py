@@ -5,7 +5,8 @@ Needs no import of DeepSpeed.
 
 from types import MethodType
 
-from .refusals import refuse_deepspeed
+from .refusals import refuse_deepspeed, skips_what_is_not_finite
+from .session import usual_dtype
 
 
 class DeepSpeedEngine:
@@ -22,8 +23,10 @@ class DeepSpeedEngine:
         self._names = {id(p): name for name, p in self._all.items()}
         self.model_group = _model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
-        optimizer = engine.optimizer
+        optimizer, numbers = engine.optimizer, usual_dtype(self.parameters.values())
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
+        self.skips = skips_what_is_not_finite(optimizer, self._stage)
+        self.sent = min(numbers.itemsize, engine.communication_data_type.itemsize)
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -49,6 +52,8 @@ class DeepSpeedEngine:
         parameters = [
             optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
         ]
+        if not parameters:  # an empty bucket, before a parameter that is larger than one
+            return
         gradients = _parts(tensor, [self._names[id(parameter)] for parameter in parameters], parameters)
 
         def whole():

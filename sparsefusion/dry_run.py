@@ -1,5 +1,7 @@
 """What would it bring? Said before anything is switched on."""
 
+import sys
+
 from .plan import AS_THEY_COME
 
 
@@ -29,11 +31,17 @@ def verdict(mode, measured) -> str:
     return f"sparsefusion: {mode}, for steps took: {tried}"
 
 
+def to_stderr(text: str) -> None:
+    """Where it is said if nobody else takes it."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _bytes(plan, wish, timeline) -> int:
     if plan.mode in AS_THEY_COME:
-        return timeline.numel * (2 if plan.mode == "fp16" else timeline.itemsize)
+        return timeline.numel * (2 if plan.mode == "fp16" else timeline.sent)
     dense, sparse, _ = plan.sent_numbers
-    return dense * timeline.itemsize + wish.sent_bytes(sparse, timeline.itemsize)
+    filled = sum(wish.filled(unit.k) for buffer in plan.buffers for unit in buffer.units)
+    return dense * timeline.itemsize + wish.sent_bytes(sparse, timeline.itemsize, filled)
 
 
 def _messages(plan, timeline) -> str:

@@ -48,6 +48,7 @@ class MegatronDDP:
             del group.start_grad_sync
             if self.early:
                 del group.register_grad_ready
+            group.grad_reduce_handle = None  # of a step that an error ended
         del self._ddp.finish_grad_sync
         self._session = None
 

@@ -52,13 +52,14 @@ class Clock:
 class Observation:
     """Watches a session's steps; calls `done` with the timeline after 1 + WATCHED of them.
 
-    parameters: {name: parameter} of all gradients. itemsize: bytes of a gradient's number. copied: the names of parameters
-    that several ranks over which the model is divided hold. early: gradients may be sent before their atom is complete.
+    parameters: {name: parameter} of all gradients. itemsize: bytes of a gradient's number; sent: in the framework's own
+    messages. copied: the names of parameters that several ranks over which the model is divided hold. early: gradients may
+    be sent before their atom is complete.
     """
 
-    def __init__(self, parameters, group, itemsize: int, copied, early: bool, done):
+    def __init__(self, parameters, group, itemsize: int, sent: int, copied, early: bool, done):
         self._parameters, self._group, self._done = parameters, group, done
-        self._itemsize, self._copied, self._early = itemsize, copied, early
+        self._itemsize, self._sent, self._copied, self._early = itemsize, sent, copied, early
         self._clock = Clock(next(iter(parameters.values())).device)
         self._marks, self._first, self._atoms, self._steps, self._ended = {}, None, [], [], None
         self._hooks = [
@@ -105,14 +106,14 @@ class Observation:
         session.watchers.remove(self)
 
     def _timeline(self, waits) -> Timeline:
-        """Medians of the steps, means over the ranks; atoms as in the last step, what never came with the last of them.
+        """Medians of the steps, means over the ranks; atoms as in the last step. What never came is as the last that did.
 
         The lower one of two medians: what disturbs a step makes it longer.
         """
         names, atoms = list(self._parameters), [list(atom) for atom in self._steps[-1][2]]
         came = {name for atom in atoms for name in atom}
         atoms[-1] += [name for name in names if name not in came]
-        local = [median_low(ready.get(name, step) for ready, step, _ in self._steps) for name in names]
+        local = [median_low(ready.get(name, max(ready.values())) for ready, _, _ in self._steps) for name in names]
         local.append(median_low(step for _, step, _ in self._steps))
         *ready, step = mean_over_ranks(local, self._group, next(iter(self._parameters.values())).device)
         parameters = [self._parameters[name] for name in names]
@@ -121,7 +122,7 @@ class Observation:
             for name, p, at in zip(names, parameters, ready, strict=True)
         ]
         order = sorted(tensors, key=lambda tensor: tensor.ready)
-        return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, step, waits)
+        return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, self._sent, step, waits)
 
 
 def mean_over_ranks(numbers, group, device) -> list[float]:

@@ -8,9 +8,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
 from .fusion_cuts import find_opt_fusion
 from .places import PLACE_BYTES
 from .plan import AS_THEY_COME, Buffer, Plan, Unit, value_bytes
+from .quantize import padded, wire_format
 from .timeline import Costs, Load, Timeline, seconds
 
 DENSE_NUMEL, DENSE_DIMS = 2048, 2  # smaller gradients, or of fewer dimensions, go whole in plans that may choose
@@ -36,30 +39,36 @@ class Wish:
         """With which selected numbers are sent."""
         return "all_reduce" if self.sparsifier == "randomk" else "all_gather"
 
-    def sent_bytes(self, k: int, itemsize: int, of_place: int = PLACE_BYTES) -> int:
+    def sent_bytes(self, k: int, itemsize: int, filled: int = 0, of_place: int = PLACE_BYTES) -> int:
         """Of k numbers selected from gradients of that itemsize: values and places, or with randomk values alone.
 
-        But for what places take for each 65,536 numbers that are selected from, 4 bytes.
+        filled: how many values they take up if they are of several units (`filled`). But for what places take for each
+        65,536 numbers that are selected from, 4 bytes.
         """
-        values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, k, itemsize)
+        values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, max(k, filled), itemsize)
         return values if self.sparsifier == "randomk" else values + of_place * k
 
+    def filled(self, k: int) -> int:
+        """How many values a unit's k take up in a message: int8 has blocks, which one unit fills."""
+        return k if self.sparsifier == "randomk" else padded(k, wire_format(self.wire, torch.float32).block)
 
-def helps(wish: Wish, ranks: int, itemsize: int, reduce_scatters=False, halves=False) -> bool:
+
+def helps(wish: Wish, ranks: int, itemsize: int, sent: int, reduce_scatters=False, halves=False) -> bool:
     """Whether sparse messages are clearly smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
     With an index of 4 bytes, though 2 are sent: what selecting takes is worth the difference. itemsize: bytes of a
-    gradient's number. reduce_scatters: the framework sends half as much. halves: or they are all-reduced in 16 bits.
+    gradient's number; sent: in the framework's own messages. reduce_scatters: it sends half as much. halves: or they are
+    all-reduced in 16 bits.
     """
     if ranks == 1:
         return False
-    whole = (1 if reduce_scatters else 2) * itemsize
+    whole = (1 if reduce_scatters else 2) * sent
     return wish.density * _sent_on(ranks, wish, itemsize) < (min(whole, 2 * 2) if halves else whole)
 
 
 def _sent_on(ranks, wish, itemsize) -> float:
     """Bytes of a selected number, sent once to each of these ranks: what compares with 2 x the bytes of one all-reduced."""
-    each = wish.sent_bytes(1 << 20, itemsize, GUARDED) / (1 << 20)
+    each = wish.sent_bytes(1 << 20, itemsize, of_place=GUARDED) / (1 << 20)
     return 2 * each if wish.sparsifier == "randomk" else each * ranks
 
 
@@ -85,29 +94,28 @@ def _plan_of(mode, buffers, chosen, wish, timeline, costs, early) -> Plan:
     return _offloaded(plan, wish, timeline, costs) if mode == "offload" else plan
 
 
-def corrected(costs: Costs, wish: Wish, timeline: Timeline) -> Costs:
+def corrected(costs: Costs, timeline: Timeline) -> Costs:
     """Costs by which the dense step takes what it was measured to take."""
-    dense = Plan("dense", wish.sparsifier, wish.density, wish.wire, costs.ranks)
-    return costs.corrected(timeline.step, predict(dense, wish, timeline, costs), timeline.tensors[-1].ready)
+    return costs.corrected(_whole_loads(timeline, costs), timeline)
 
 
 def predict(plan: Plan, wish: Wish, timeline: Timeline, costs: Costs) -> float:
     """Seconds of a step."""
     if plan.mode in AS_THEY_COME:
-        share = min(1, 2 / timeline.itemsize) if plan.mode == "fp16" else 1
-        return seconds(_whole_loads(timeline, costs, share), False, timeline.waits)
+        halves = plan.mode == "fp16" and timeline.itemsize > 2
+        return seconds(_whole_loads(timeline, costs, halves), False, timeline.waits)
     return seconds(_loads(plan.buffers, wish, timeline, costs), plan.mode == "interleaved", timeline.waits)
 
 
-def _whole_loads(timeline, costs, share) -> list[Load]:
-    """Of the framework's own buckets, of which a share of the bytes is sent."""
+def _whole_loads(timeline, costs, halves=False) -> list[Load]:
+    """Of the framework's own buckets; halves: all-reduced in 16 bits instead."""
     tensors, loads = timeline.by_name(), []
     for atom in timeline.atoms:
-        nbytes = sum(tensors[name].numel for name in atom) * timeline.itemsize
-        cast = costs.copy(nbytes) if share < 1 else 0.0
-        sent = costs.all_reduce(int(share * nbytes)) if share < 1 else costs.message(costs.whole, nbytes)
+        numel = sum(tensors[name].numel for name in atom)
+        copy = costs.copy(numel * timeline.itemsize)
+        sent = costs.all_reduce(2 * numel) if halves else costs.message(costs.whole, numel * timeline.sent)
         ready = max(tensors[name].ready for name in atom)
-        loads.append(Load(ready, cast, sent, 0.0, costs.copy(nbytes)))
+        loads.append(Load(ready, copy if halves else 0.0, sent, 0.0, copy))
     return loads
 
 
@@ -122,22 +130,22 @@ def _load(buffer, wish, tensors, itemsize, costs) -> Load:
     sent_early = sum(unit.numel for unit in early) * itemsize
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
     sparse = [unit for unit in buffer.units if unit.k]
-    sent = sum(unit.k for unit in sparse)
+    sent, filled = sum(unit.k for unit in sparse), sum(wish.filled(unit.k) for unit in sparse)
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
         select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense) + (sent > 0) * costs.handle,
         reduce=costs.all_reduce(dense - sent_early),
-        gather=_exchange(sent, wish, itemsize, costs),
+        gather=_exchange(sent, wish, itemsize, costs, filled),
         write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
     )
 
 
-def _exchange(k, wish, itemsize, costs) -> float:
-    """Seconds of sending k selected numbers."""
-    return costs.message(wish.operation, wish.sent_bytes(k, itemsize))
+def _exchange(k, wish, itemsize, costs, filled=0) -> float:
+    """Seconds of sending k selected numbers, of units that fill so many places of values."""
+    return costs.message(wish.operation, wish.sent_bytes(k, itemsize, filled))
 
 
 def _fused(wish, timeline, costs) -> list[Buffer]:
@@ -147,6 +155,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
     ready = [max(tensors[name].ready for name in atom) for atom in timeline.atoms]
     selecting = _sums([sum(costs.select(unit.numel) for unit in atom) for atom in units])
     sent = _sums([sum(unit.k for unit in atom) for atom in units])
+    filled = _sums([sum(wish.filled(unit.k) for unit in atom) for atom in units])
 
     def compute(i, j):
         backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
@@ -154,7 +163,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
 
     @cache
     def send(i, j):
-        return _exchange(sent[j] - sent[i], wish, timeline.itemsize, costs)
+        return _exchange(sent[j] - sent[i], wish, timeline.itemsize, costs, filled[j] - filled[i])
 
     if timeline.waits:  # so atoms cannot be sent together
         ends = range(1, len(units) + 1)

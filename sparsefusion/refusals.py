@@ -93,6 +93,14 @@ def refuse_deepspeed(engine) -> int:
     return stage
 
 
+def skips_what_is_not_finite(optimizer, stage) -> bool:
+    """Whether a step of DeepSpeed's with a gradient that is not finite is skipped, whatever the dtype."""
+    if not stage:
+        return hasattr(optimizer, "overflow")
+    by_norm = getattr(optimizer, "compute_grad_norm", False) and optimizer.dtype != torch.bfloat16
+    return getattr(optimizer, "check_grad_overflow", False) or by_norm
+
+
 def _strange(engine, optimizer, stage):
     """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
     own, sent = next(iter(engine.module.parameters())).dtype, engine.communication_data_type
@@ -106,6 +114,10 @@ def _strange(engine, optimizer, stage):
         getattr(optimizer, "torch_autocast_gradscaler", None),
     )
     yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
+    if not stage and skips_what_is_not_finite(optimizer, stage):
+        judged = {id(p) for group in optimizer.fp16_groups for p in group}
+        left_out = [name for name, p in engine.module.named_parameters() if p.requires_grad and id(p) not in judged]
+        yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
     if stage:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
         yield not hasattr(optimizer, "average_tensor"), f"{type(optimizer).__name__}: leave out grad_accum_dtype"

@@ -1,6 +1,5 @@
 """`SparseFusion`: sending fewer gradient bytes, attached to somebody else's data parallelism."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,14 +8,14 @@ from .agreement import agree, from_first
 from .attachment import NotCopied
 from .collectives import Counter, all_gather_small
 from .doors import door_of
-from .dry_run import dry_run, verdict
+from .dry_run import dry_run, to_stderr, verdict
 from .observation import Observation, measured_costs
 from .plan import AS_THEY_COME, Plan
 from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
 from .refusals import refuse_gradients, refuse_options
 from .session import Session, usual_dtype
-from .states import VERSION, checked_states, mean_residuals
+from .states import VERSION, checked_states, mean_residuals, part_of
 from .trial import Trial, contestants
 from .warmup import DensityWarmup
 
@@ -68,7 +67,7 @@ class SparseFusion:
             dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, on_nonfinite=on_nonfinite or "raise"),
         )  # fmt: skip
         self.mode, self.density_warmup, self.loss_scale, self.fabric = mode, int(density_warmup), loss_scale, fabric
-        self.wish, self._report = Wish(float(density), sparsifier, wire, budget), report or _to_stderr
+        self.wish, self._report = Wish(float(density), sparsifier, wire, budget), report or to_stderr
         self.model_group, self._copied, self.on_nonfinite = model_group, copied or _unmarked, on_nonfinite
         self._door = self._session = self._target = None
 
@@ -89,13 +88,14 @@ class SparseFusion:
         device = next(iter(door.parameters.values())).device
         scale = self.loss_scale or getattr(door, "loss_scale", None)
         self._dtype = getattr(door, "dtype", None) or usual_dtype(door.parameters.values())
+        self._sent = getattr(door, "sent", self._dtype.itemsize)
         self._whole = "reduce_scatter" if getattr(door, "reduce_scatters", False) else "all_reduce"
         for operation in ("all_reduce", "all_gather", self._whole) if self.fabric and door.group.size() > 1 else ():
             self.fabric.time(operation, 1, door.group.size())
         reducer = Reducer(door.group, wish.sparsifier, wish.wire)
         model_group = self.model_group or getattr(door, "model_group", None)
-        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else scale is not None
-        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group)
+        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else scale or getattr(door, "skips", False)
+        session = Session(reducer, sizes, device, door.holds, scale, bool(skips), model_group)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
@@ -124,7 +124,10 @@ class SparseFusion:
 
     @property
     def counter(self) -> Counter:
-        """Calls and bytes that this rank gave to collectives, but for the framework's own. ValueError: not attached."""
+        """Calls and bytes that this rank gave to collectives for gradients. ValueError: not attached.
+
+        But for the framework's own, and for what finds out, plans and compares.
+        """
         return self._attached.reducer.counter
 
     @property
@@ -151,16 +154,13 @@ class SparseFusion:
             parameters, copied = self._door.parameters, set()
             if session.model_group is not None and session.model_group.size() > 1:
                 copied = {name for name, p in parameters.items() if self._copied(p)}
-            early = getattr(self._door, "early", False)
-            watcher = Observation(
-                parameters, session.reducer.group, self._dtype.itemsize, copied, early, self._observed
-            )
-            session.watchers.append(watcher)
+            group, early, itemsize = session.reducer.group, getattr(self._door, "early", False), self._dtype.itemsize
+            session.watchers.append(Observation(parameters, group, itemsize, self._sent, copied, early, self._observed))
 
     def _helps(self, density, halves=False) -> bool:
         """Whether sparse messages are clearly smaller than dense ones, or fp16's."""
         ranks, wish = self._session.reducer.group.size(), replace(self.wish, density=density)
-        return helps(wish, ranks, self._dtype.itemsize, self._whole == "reduce_scatter", halves)
+        return helps(wish, ranks, self._dtype.itemsize, self._sent, self._whole == "reduce_scatter", halves)
 
     def _no_less(self, what) -> str:
         return f"{what} would not send clearly less, on {self.plan.ranks} ranks with density {self.wish.density}"
@@ -225,7 +225,7 @@ class SparseFusion:
     def _planned(self, timeline, costs) -> dict:
         """Candidates: plans, {mode: JSON}, with all their predictions, which are reported; dense, a dense step's seconds."""
         wish, early = self.wish, getattr(self._door, "early", False)
-        costs = corrected(costs, wish, timeline)
+        costs = corrected(costs, timeline)
         plans = plans_of(self._considered(), wish, timeline, costs, early)
         seconds = {mode: predict(plan, wish, timeline, costs) for mode, plan in plans.items()}
         none = "" if any(plan.buffers for plan in plans.values()) else f"\n  {self._no_less('sparse messages')}"
@@ -249,7 +249,7 @@ class SparseFusion:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         close = contestants(seconds)
-        session.plan = plans[close[0]]
+        session.plan, session.unproved = plans[close[0]], self._compare
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step
         if self.density_warmup and any(plans[mode].buffers for mode in close):
@@ -290,6 +290,7 @@ class SparseFusion:
             "version": VERSION,
             "ranks": session.reducer.group.size(),
             "rank": session.reducer.group.rank(),
+            "part": part_of(session.model_group),
             "step": session.step,
             "sparse_since": self._sparse_since,
             "budget": self.wish.budget,
@@ -305,14 +306,14 @@ class SparseFusion:
         From a list every rank takes the mean of all residuals, so that what is pending is applied all the same. The saved
         plan is kept, unless other options are asked for now, it would not help among these ranks, or the mode is auto on
         another number of ranks: then there will be a new one. ValueError: a state of something else, of other parameters, of
-        another number of ranks or another rank; a list that lacks one, or has them of different steps, or is given on some
-        ranks only; on any rank, on all of them.
+        another number of ranks, another rank or part of the model; a list that lacks one, or has them of different steps, or
+        is given on some ranks only; on any rank, on all of them.
         """
         session, found = self._attached, []
         group, ranks = session.reducer.group, session.reducer.group.size()
 
         def check():
-            found.extend(checked_states(state, group, session.sizes))
+            found.extend(checked_states(state, group, session.sizes, part_of(session.model_group)))
             return "its own state" if isinstance(state, Mapping) else "the list of all states"
 
         self._agree(session.model_group, lambda: self._agree(group, check))
@@ -343,7 +344,3 @@ class SparseFusion:
 
 def _unmarked(parameter) -> bool:
     return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

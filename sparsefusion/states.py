@@ -13,10 +13,15 @@ NO_PROGRESS = {"samples": {}, "rounds": [], "turns": ["dense"]}  # of a trial, i
 KEYS = {"version", "ranks", "rank", "step", "sparse_since", "budget", "plan", "candidates", "residuals"}
 
 
-def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
+def part_of(model_group) -> list[int]:
+    """Which part of a divided model this rank has, and of how many."""
+    return [0, 1] if model_group is None else [model_group.rank(), model_group.size()]
+
+
+def checked_states(state, group, sizes: Mapping[str, int], part) -> list[dict]:
     """`state`, this rank's or a list of all ranks' of a run, as a list.
 
-    group: of those who go on; None: of a list it is not asked. sizes: {name: numel} of this rank's gradients. ValueError:
+    group: of those who go on. sizes: {name: numel} of this rank's gradients. part: this rank's (`part_of`). ValueError:
     what they are a state of is something else.
     """
     alone = isinstance(state, Mapping)
@@ -25,6 +30,10 @@ def checked_states(state, group, sizes: Mapping[str, int]) -> list[dict]:
     states = [state] if alone else list(state)
     for each in states:
         _check(each, sizes)
+        if each.get("part", part) != part:  # states of older code do not say it
+            raise ValueError(
+                f"the state of part {each['part']} of a model, and this rank's is {part} (number, of how many)"
+            )
     if not states:
         raise ValueError("no states at all")
     one, given = states[0], [each["rank"] for each in states]

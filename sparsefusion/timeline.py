@@ -10,6 +10,7 @@ from typing import NamedTuple
 from .fabric import Fabric
 
 MOST_CORRECTED = 3.0  # times, either way
+HALVINGS = 12  # of what the factor may be
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class Tensor:
 class Timeline:
     """tensors: in the order in which they are ready. atoms: of which the framework hands over several at once, in its order.
 
-    itemsize: bytes of a number. step: measured seconds of a step whose gradients are sent whole. waits: the framework waits
-    for each atom before it goes on.
+    itemsize: bytes of a number; sent: in the framework's own messages. step: measured seconds of a step with these. waits:
+    the framework waits for each atom before it goes on.
     """
 
     tensors: tuple[Tensor, ...]
     atoms: tuple[tuple[str, ...], ...]
     itemsize: int
+    sent: int
     step: float
     waits: bool = False
 
@@ -77,15 +79,23 @@ class Costs:
         """Of any operation, in its own meaning of bytes (`Fabric.time`); none, nothing."""
         return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
 
-    def corrected(self, measured: float, predicted: float, computed: float) -> "Costs":
-        """With the factor with which a step would be predicted to take what it took.
+    def corrected(self, loads, timeline: Timeline) -> "Costs":
+        """With the factor with which a step of these loads is predicted to take what it took, by bisection.
 
-        computed: its seconds without messages. Where these are nearly all of it, nothing can be said.
+        loads: of the framework's own messages, with these costs. The factor is at most MOST_CORRECTED, either way; where
+        computing is nearly all of the step, nothing can be said.
         """
-        waited, expected = measured - computed, predicted - computed
-        if waited < 0.1 * measured or expected <= 0:
+        if timeline.step - timeline.tensors[-1].ready < 0.1 * timeline.step:
             return self
-        return replace(self, factor=min(MOST_CORRECTED, max(1 / MOST_CORRECTED, waited / expected)))
+        low, high = 1 / MOST_CORRECTED, MOST_CORRECTED
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            slower = [load._replace(reduce=middle * load.reduce) for load in loads]
+            if seconds(slower, False, timeline.waits) < timeline.step:
+                low = middle
+            else:
+                high = middle
+        return replace(self, factor=(low + high) / 2 * self.factor)
 
 
 class Load(NamedTuple):

@@ -14,8 +14,8 @@ from sparsefusion.fabric import Fabric
 from sparsefusion.fusion_cuts import find_opt_fusion, finish
 from sparsefusion.observation import Sampled
 from sparsefusion.plan import Buffer, Plan, Unit
-from sparsefusion.planner import Wish, compensated, excluded, helps, plans_of, predict
-from sparsefusion.timeline import Costs, Load, Tensor, Timeline, seconds
+from sparsefusion.planner import Wish, compensated, corrected, excluded, helps, plans_of, predict
+from sparsefusion.timeline import MOST_CORRECTED, Costs, Load, Tensor, Timeline, seconds
 
 MODES = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
@@ -35,7 +35,7 @@ def timeline(sizes, atoms, backward=1e-3):
         for i, (name, n) in enumerate(zip(names, sizes, strict=True))
     )
     each = -(-len(names) // atoms)
-    return Timeline(tensors, tuple(tuple(names[i : i + each]) for i in range(0, len(names), each)), 4, 1.0)
+    return Timeline(tensors, tuple(tuple(names[i : i + each]) for i in range(0, len(names), each)), 4, 4, 1.0)
 
 
 def plan_of(mode, *given, early=False):
@@ -101,14 +101,15 @@ def test_guard():
     """Sparse only if density (value + index bytes) ranks < 2 dense bytes: 1/P, 1/(2P) against 16 bits, 1 for 2 with ZeRO."""
     for ranks in (2, 3, 4, 8):
         for share, itemsize, scattered in ((1, 4, False), (1 / 2, 2, False), (1 / 2, 4, True), (4 / 3, 8, False)):
-            assert helps(Wish(0.99 * share / ranks), ranks, itemsize, scattered)
-            assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, scattered)
+            assert helps(Wish(0.99 * share / ranks), ranks, itemsize, itemsize, scattered)
+            assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, itemsize, scattered)
     for scattered in (False, True):  # against fp16, which is all-reduced
-        assert helps(Wish(0.49 / 4), 4, 4, scattered, halves=True)
-        assert not helps(Wish(0.51 / 4), 4, 4, scattered, halves=True)
-    assert helps(Wish(0.24 / 4), 4, 2, True, halves=True) and not helps(Wish(0.26 / 4), 4, 2, True, halves=True)
-    assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2)
-    assert not helps(Wish(0.01), 1, 4)
+        assert helps(Wish(0.49 / 4), 4, 4, 4, scattered, halves=True)
+        assert not helps(Wish(0.51 / 4), 4, 4, 4, scattered, halves=True)
+    assert helps(Wish(0.24 / 4), 4, 2, 2, True, halves=True) and not helps(Wish(0.26 / 4), 4, 2, 2, True, halves=True)
+    assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2, 2)
+    assert helps(Wish(0.49 / 4), 4, 4, 2) and not helps(Wish(0.51 / 4), 4, 4, 2)  # fp32, of which 16 bits are sent
+    assert not helps(Wish(0.01), 1, 4, 4)
 
 
 @settings(max_examples=50, deadline=None)
@@ -256,6 +257,22 @@ def test_prediction_follows_the_links():
     layerwise = plan_of("layerwise", Wish(0.01), given, slow)
     assert predict(dense, Wish(0.01), given, slow) > 16 > 1 > predict(layerwise, Wish(0.01), given, slow)
     assert predict(dense, Wish(0.01), given, fast) < predict(layerwise, Wish(0.01), given, fast)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 2.5, 9.0])
+def test_a_watched_step_says_how_much_slower_messages_are(factor, waits):
+    """Where sending hides behind backward, too; oracle: links that are so much slower."""
+    links = costs(bytes_per_s=25e6)
+    given = replace(timeline([200_000] * 6, 3, backward=0.02), waits=waits)
+    dense = Plan("dense", "dgc", 0.01, "fp32", 2)
+    watched = replace(given, step=predict(dense, Wish(0.01), given, replace(links, factor=factor)))
+    found = corrected(links, watched)
+    assert found.factor == pytest.approx(min(factor, MOST_CORRECTED), rel=2e-3)
+    if factor <= MOST_CORRECTED:
+        assert predict(dense, Wish(0.01), watched, found) == pytest.approx(watched.step, rel=1e-3)
+    computing = replace(given, step=1.05 * given.tensors[-1].ready)  # is nearly all of it
+    assert corrected(links, computing) == links
 
 
 def test_offloading_leaves_the_last_gradient_here():

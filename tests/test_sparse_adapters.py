@@ -308,8 +308,10 @@ def with_early_units(ddp, ranks):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, monkeypatch):
-    """What it has sent early is not taken for the next one's: that is an error, and attaching again mends it."""
+@pytest.mark.parametrize("where", ["first", "second"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, where, forced, monkeypatch):
+    """What it has sent, early or in a bucket, is not taken for the next one's: an error, and attaching again mends it."""
 
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
@@ -320,7 +322,7 @@ def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, monkeypatc
         def fail(gradient):
             raise KeyError("in the middle")
 
-        wrong = ddp.module.second.weight.register_hook(fail)
+        wrong = getattr(ddp.module, where).weight.register_hook(fail)
         with pytest.raises(KeyError, match="in the middle"):
             ddp.zero_grad_buffer()
             ddp(batch(4, rank), True).square().mean().backward()
@@ -328,7 +330,10 @@ def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, monkeypatc
         with pytest.raises(RuntimeError, match="comes again in step 2: a backward ended in the middle"):
             megatron_step(ddp, 3, rank)
         fusion.detach()
-        with_early_units(ddp, world)
+        if forced:
+            with_early_units(ddp, world)
+        else:  # which begins with Megatron's own reduction
+            quiet().attach(ddp)
         megatron_step(ddp, 4, rank)
         assert same_on_all_ranks(main_grads(ddp).values())
 
@@ -461,6 +466,90 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
         return any(not torch.equal(p, q) for p, q in zip(ours.module.parameters(), before, strict=True))
 
     assert all(ranks(run, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage, overlap", [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("mode", ["auto", "layerwise"])
+def test_deepspeed_plans_from_what_it_hands_over(ranks, world, deepspeed, stage, overlap, mode, monkeypatch):
+    """A parameter larger than a bucket, too, and one that is never used, which is not ready later than the others."""
+
+    def run(rank):
+        seen, planned = [], SparseFusion._planned
+        monkeypatch.setattr(
+            SparseFusion,
+            "_planned",
+            lambda self, timeline, *more: seen.append(timeline) or planned(self, timeline, *more),
+        )
+        zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 5000}
+        made = engine(deepspeed, stage, zero_optimization=zero)
+        fusion = quiet(mode=mode, density=0.05).attach(made)
+        for step in range(5):
+            assert fusion.plan.mode == "dense"
+            engine_step(made, step, rank, spare=False)
+        plans = [None] * world
+        for step in range(5, 9):
+            engine_step(made, step, rank, spare=False)
+            dist.all_gather_object(plans, fusion.plan.hash)
+            assert len(set(plans)) == 1
+        assert fusion._candidates or fusion._decided
+        assert same_on_all_ranks(made.module.parameters())
+        if mode == "layerwise":
+            names = [name for buffer in fusion.plan.buffers for name in buffer.names]
+            assert fusion.plan.mode == mode and sorted(names) == sorted(dict(made.module.named_parameters()))
+        if rank == 0:
+            ready = {tensor.name: tensor.ready for tensor in seen[0].tensors}
+            assert max(ready.values()) == max(r for name, r in ready.items() if "spare" not in name) < seen[0].step
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage, kind", [(0, "bf16"), (1, "bf16"), (1, "fp32")])
+def test_deepspeed_skips_what_is_not_finite_in_any_dtype(ranks, world, deepspeed, stage, kind):
+    """Nothing is left of such a step. Where DeepSpeed does not skip it, or if that is asked for, it is an error."""
+
+    def run(rank):
+        plain, made, strict, applies = (
+            engine(deepspeed, *how) for how in ((stage, kind), (stage, kind), (stage, kind), (0, "fp32"))
+        )
+        fusion = force(quiet().attach(made))
+        force(quiet(on_nonfinite="raise").attach(strict)), force(quiet().attach(applies))
+        for each in (plain, made, strict, applies):
+            each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (1, 0) else g)
+        for step in range(3):
+            before, parameters = fusion.state_dict()["residuals"], [p.clone() for p in made.module.parameters()]
+            engine_step(plain, step, rank, kind), engine_step(made, step, rank, kind)
+            after = fusion.state_dict()["residuals"]
+            kept = step and all(torch.equal(before[name], r) for name, r in after.items())
+            assert plain.skipped_steps == made.skipped_steps == (step > 0)
+            assert all(map(torch.equal, parameters, made.module.parameters())) == bool(kept) == (step == 1)
+        assert after and all(r.isfinite().all() for r in after.values())
+        assert same_on_all_ranks(made.module.parameters())
+        for each, dtype in ((strict, kind), (applies, "fp32")):
+            step = 0
+            engine_step(each, step, rank, dtype)
+            step = 1
+            with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight is not finite"):
+                engine_step(each, step, rank, dtype)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_deepspeed_does_not_look_at_is_refused(ranks, world, deepspeed):
+    """ZeRO 0 reduces all gradients, and skips a step by those that its optimizer has."""
+
+    def run(rank):
+        made = engine(deepspeed, 0, "bf16")
+        made.optimizer.fp16_groups[0] = [p for p in made.optimizer.fp16_groups[0] if p is not made.module.last.bias]
+        with pytest.raises(ValueError, match="which skips steps without having looked at last.bias"):
+            quiet().attach(made)
+        made = engine(deepspeed, 0)
+        made.optimizer.param_groups[0]["params"].pop()
+        quiet().attach(made)
+
+    ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])

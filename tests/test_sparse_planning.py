@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import weakref
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -387,6 +388,46 @@ def test_costs_are_measured_as_it_sends(ranks, world, sparsifier, wire):
 
     found = ranks(run, world)
     assert len(set(found)) == 1 and min(found[0][1:]) > 0 <= found[0][0] < 10
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_planning_counts_what_is_sent(ranks, world, wire):
+    """Also the blocks of int8, which each gradient fills, however few numbers it sends."""
+
+    def run(rank):
+        model, wish = DDP(Net()), Wish(0.01, wire=wire)
+        fusion = quiet(mode="layerwise", wire=wire).attach(model)
+        for step in range(6):
+            fusion.counter.reset()
+            backward(model, step, rank)
+        counts = [unit.k for buffer in fusion.plan.buffers for unit in buffer.units]
+        planned = wish.sent_bytes(sum(counts), 4, sum(map(wish.filled, counts)))
+        assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(fusion.plan.buffers)  # for many places
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_that_is_not_everyones_is_noticed(ranks, monkeypatch, world):
+    """Before anything is sent with it."""
+
+    def run(rank):
+        model, take = DDP(Net()), SparseFusion._take
+        quiet(mode="layerwise", density=0.05).attach(model)
+
+        def changed(self, candidates):
+            take(self, candidates)
+            if rank == 1:
+                self._session.plan = replace(self.plan, density=0.04)
+
+        monkeypatch.setattr(SparseFusion, "_take", changed)
+        for step in range(5):
+            backward(model, step, rank)
+        with pytest.raises(ValueError, match="ranks of SparseFusion .* were asked something else than rank 0"):
+            backward(model, 5, rank)
+
+    ranks(run, world)
 
 
 def ranks_hashes(mine):

@@ -276,6 +276,33 @@ def test_planning_anew_interrupts_a_warm_up(ranks, world):
     ranks(run, world)
 
 
+@pytest.mark.parametrize("tp, dp", [(2, 2), (3, 1)])
+def test_another_parts_state_is_refused(ranks, tp, dp):
+    """Of a divided model, whose parts may have the same sizes: by all ranks, whichever was given one."""
+
+    def run(rank):
+        rows = torch.arange(tp * dp).view(dp, tp)
+        own = {}
+        for name, groups in (("model", rows), ("data", rows.T)):
+            made = [dist.new_group(ranks.tolist()) for ranks in groups]
+            own[name] = next(group for group, members in zip(made, groups, strict=True) if rank in members)
+        model = DDP(Net(), process_group=own["data"])
+        fusion = force(quiet(model_group=own["model"]).attach(model))
+        backward(model, 0, rank)
+        state = fusion.state_dict()
+        fusion.load_state_dict(state)
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+        other = (rank + 1) % tp + rank // tp * tp
+        for given in (states[other], states[other] if rank == 0 else state):
+            with pytest.raises(ValueError, match=r"the state of part \[1, .\] of a model, and this rank's is \[0, "):
+                fusion.load_state_dict(given)
+        older = {what: value for what, value in state.items() if what != "part"}
+        fusion.load_state_dict(older)
+
+    ranks(run, tp * dp)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_of_something_else_are_refused(ranks, world):
     def run(rank):

@@ -7,10 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from native_variants import MARKED, library_path
 from sparsefusion import SPARSIFIERS, selection
+from sparsefusion.native import Library
 from sparsefusion.selection import add_at, add_at_ref, take, take_ref
 from sparsefusion.sparsify import THRESHOLDS, fit_k, random_places, select
 
+__all__ = ["library_path"]
 needs_c = pytest.mark.skipif(not selection.kernels(), reason="no C kernels")
 BIASED = [name for name in SPARSIFIERS if name != "randomk"]
 EXACT = ("topk", "dgc")
@@ -117,6 +120,34 @@ def test_c_takes_what_torch_takes(given, dtype, scale):
     assert torch.equal(values[nonzero], expected[expected != 0])
     assert torch.equal(places[nonzero], expected_places[expected != 0])
     assert all(map(torch.equal, residuals, twins))
+
+
+@pytest.fixture(params=MARKED)
+def variant(request, library_path, monkeypatch):
+    """The C kernels for each kind of processor."""
+    library = Library("sparsefusion", selection.SIGNATURES, library_path("sparsefusion", request.param))
+    assert library, library.why
+    monkeypatch.setattr(selection, "kernels", lambda: library)
+
+
+@needs_c
+@pytest.mark.parametrize("sizes", [(1,), (63, 2, 64), (4099, 1), (1_300_000,), (700_001, 5, 600_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
+    """Of tensors of which a part is sampled, too; in several steps, so that residuals are of all magnitudes."""
+    k = max(1, sum(sizes) // 100)
+    residuals = [torch.zeros(size) for size in sizes]
+    twins = [residual.clone() for residual in residuals]
+    for step in range(3):
+        gradients = [numbers("heavy", size, 7 * step + size).to(dtype) for size in sizes]
+        if step == 2:
+            gradients[0][0] = gradients[-1][-1] = math.nan
+        values, places = take("dgc", gradients, residuals, k, 0.5)
+        expected, expected_places = take_ref("dgc", gradients, twins, k, 0.5)
+        there, awaited = values != 0, expected != 0
+        assert torch.equal(values[there].nan_to_num(9), expected[awaited].nan_to_num(9))
+        assert torch.equal(places[there], expected_places[awaited])
+        assert all(map(torch.equal, residuals, twins))
 
 
 @settings(max_examples=60, deadline=None)
