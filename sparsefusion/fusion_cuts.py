@@ -36,30 +36,27 @@ def finish(ends, compute: Callable, send: Callable) -> float:
 
 
 def _best(places, compute, send) -> tuple[int, ...]:
-    """Ends out of `places`. A state is (computed, sent, where it came from); only those that no other one beats go on."""
-    fronts = [(np.zeros(1), np.zeros(1), [None])]
-    for at in range(1, len(places)):
-        computed, sent, origins = [], [], []
-        for i, (t, c, _) in enumerate(fronts):
-            there = t + compute(places[i], places[at])
-            computed.append(there)
-            sent.append(np.maximum(c, there) + send(places[i], places[at]))
-            origins += [(i, state) for state in range(len(t))]
-        fronts.append(_unbeaten(np.concatenate(computed), np.concatenate(sent), origins))
-    ends, at = [], len(places) - 1
-    state = int(np.argmin(fronts[at][1]))
-    while at:
-        ends.append(places[at])
-        at, state = fronts[at][2][state]
+    """Ends out of `places`. A state is (computed, sent) at a place; only those that no other one there beats go on."""
+    computed, sent, place, origin = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int)
+    for at, end in enumerate(places[1:], 1):
+        there = computed + np.array([compute(start, end) for start in places[:at]])[place]
+        done = np.maximum(sent, there) + np.array([send(start, end) for start in places[:at]])[place]
+        keep = _unbeaten(there, done)
+        computed, sent = np.append(computed, there[keep]), np.append(sent, done[keep])
+        place, origin = np.append(place, np.full(len(keep), at)), np.append(origin, keep)
+    last = np.flatnonzero(place == len(places) - 1)
+    state, ends = last[np.argmin(sent[last])], []
+    while place[state]:
+        ends.append(places[place[state]])
+        state = origin[state]
     return tuple(reversed(ends))
 
 
-def _unbeaten(computed, sent, origins):
-    """Of states ordered by computed, then sent, those whose sent is below all before."""
+def _unbeaten(computed, sent):
+    """Which states, ordered by computed, then sent, have a sent that is below all before."""
     order = np.lexsort((sent, computed))
     least = np.minimum.accumulate(sent[order])
-    keep = order[np.concatenate([[True], sent[order][1:] < least[:-1]])]
-    return computed[keep], sent[keep], [origins[state] for state in keep]
+    return order[np.concatenate([[True], sent[order][1:] < least[:-1]])]
 
 
 def _moved(ends, compute, send) -> tuple[int, ...]:

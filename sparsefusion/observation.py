@@ -21,7 +21,7 @@ from .sweep import collective_calls, repetitions, timed
 from .timeline import Costs, Tensor, Timeline
 
 WATCHED = 4  # steps, after a first one in which frameworks settle their buckets
-SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 2, 1 << 21: 2}  # bytes of messages: times that they are sent
+SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 1, 1 << 21: 1}  # bytes of messages: times that they are measured
 SLOW_S = 0.03  # larger ones are not sent after this, but two sizes always are
 LEAST, MOST = 1 << 12, 1 << 22  # numbers that selecting from is measured
 SMALL = 64  # numbers of a message of which handling is measured

@@ -161,9 +161,10 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
         backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
         return max(0.0, backward) + selecting[j] - selecting[i] + costs.handle
 
-    @cache
+    exchange = cache(lambda k, filled: _exchange(k, wish, timeline.itemsize, costs, filled))  # layers are alike
+
     def send(i, j):
-        return _exchange(sent[j] - sent[i], wish, timeline.itemsize, costs, filled[j] - filled[i])
+        return exchange(sent[j] - sent[i], filled[j] - filled[i])
 
     if timeline.waits:  # so atoms cannot be sent together
         ends = range(1, len(units) + 1)

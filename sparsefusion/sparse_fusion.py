@@ -211,6 +211,8 @@ class SparseFusion:
 
         def planned():  # of a divided model, on one rank of each part
             found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}
+            if session.model_group is None:
+                return found
 
             def size():
                 for mode, text in found["plans"].items():
