@@ -1,4 +1,4 @@
-"""SSFusion's steps one by one, and what planning costs (about 27 min; root).
+"""SSFusion's steps one by one, and what planning costs (about 15 min; root).
 
 The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others
 are selected brings nothing on a CPU. Planning 500 gradients in all modes, from what was measured to JSON, takes 50 ms at

@@ -294,6 +294,9 @@ def _early(buffers, wish, timeline, costs) -> list[Buffer]:
     tensors, loads, found = timeline.by_name(), _loads(buffers, wish, timeline, costs), []
     for number, buffer in enumerate(buffers):
         dense = sorted((unit for unit in buffer.units if not unit.k), key=lambda unit: tensors[unit.names[0]].ready)
+        if not dense:
+            found.append(buffer)
+            continue
         tried = [
             [*loads[:number], load, *loads[number + 1 :]]
             for load in _early_loads(loads[number], dense, tensors, timeline.itemsize, costs)
