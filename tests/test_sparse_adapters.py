@@ -43,6 +43,18 @@ def reference(rank, steps):
     return total
 
 
+def timelines(monkeypatch) -> list:
+    """Those that this rank plans from, from now on."""
+    seen, planned = [], SparseFusion._planned
+
+    def noting(self, timeline, costs):
+        seen.append(timeline)
+        return planned(self, timeline, costs)
+
+    monkeypatch.setattr(SparseFusion, "_planned", noting)
+    return seen
+
+
 # Megatron
 
 
@@ -376,12 +388,7 @@ def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world,
     """Without overlap all comes when backward is over: then all gradients are ready at once."""
 
     def run(rank):
-        seen, planned = [], SparseFusion._planned
-        monkeypatch.setattr(
-            SparseFusion,
-            "_planned",
-            lambda self, timeline, *more: seen.append(timeline) or planned(self, timeline, *more),
-        )
+        seen = timelines(monkeypatch)
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=overlap)
         quiet(mode="layerwise").attach(ddp)
         for step in range(5):
@@ -475,12 +482,7 @@ def test_deepspeed_plans_from_what_it_hands_over(ranks, world, deepspeed, stage,
     """A parameter larger than a bucket, too, and one that is never used, which is not ready later than the others."""
 
     def run(rank):
-        seen, planned = [], SparseFusion._planned
-        monkeypatch.setattr(
-            SparseFusion,
-            "_planned",
-            lambda self, timeline, *more: seen.append(timeline) or planned(self, timeline, *more),
-        )
+        seen = timelines(monkeypatch)
         zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 5000}
         made = engine(deepspeed, stage, zero_optimization=zero)
         fusion = quiet(mode=mode, density=0.05).attach(made)
