@@ -168,7 +168,7 @@ def measured_fabric(group, device, operations) -> "Sampled":
         running = [name for name in calls if len(points[name]) < 2 or points[name][-1][1] < SLOW_S]
         if running:
             functions = [timed(calls[name](nbytes), device) for name in running]
-            medians = repetitions(functions, group, device, count).median(0).values.tolist()
+            medians = repetitions(functions, group, device, count, warm_up=count > 1).median(0).values.tolist()
             for name, seconds in zip(running, medians, strict=True):
                 points[name].append((nbytes, seconds))
     return Sampled(points)

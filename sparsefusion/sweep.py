@@ -54,7 +54,7 @@ def measure(group, calls: dict, sizes, device="cpu", mode="eager", race=False) -
     return _broadcast(curves, group, device)
 
 
-def repetitions(functions, group, device="cpu", count=None) -> torch.Tensor:
+def repetitions(functions, group, device="cpu", count=None, warm_up=True) -> torch.Tensor:
     """Seconds (repetitions, functions), float64, until the slowest rank was done, after a repetition to warm up.
 
     functions: `timed` ones, which take turns. count: of repetitions; None: as many as BUDGET_S allows.
@@ -70,7 +70,8 @@ def repetitions(functions, group, device="cpu", count=None) -> torch.Tensor:
             seconds[i] = functions[i]()
         return collectives.all_reduce(seconds, group, op=dist.ReduceOp.MAX).cpu().double()
 
-    repetition(0)
+    if warm_up:
+        repetition(0)
     rows = [repetition(1)]
     count = count or max(LEAST, min(MOST, int(BUDGET_S / rows[0].sum().item())))
     return torch.stack(rows + [repetition(number) for number in range(2, count + 1)])
