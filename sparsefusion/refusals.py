@@ -116,7 +116,8 @@ def _strange(engine, optimizer, stage):
     yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
     if not stage and skips_what_is_not_finite(optimizer, stage):
         judged = {id(p) for group in optimizer.fp16_groups for p in group}
-        left_out = [name for name, p in engine.module.named_parameters() if p.requires_grad and id(p) not in judged]
+        given = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
+        left_out = [name for name, p in given.items() if id(p) not in judged]
         yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
     if stage:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)

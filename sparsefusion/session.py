@@ -191,7 +191,7 @@ class Session:
         self._launch(complete=False)
 
     def end_step(self) -> None:
-        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and there is no loss scale.
+        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and such steps are not skipped.
 
         RuntimeError: there were no gradients.
         """

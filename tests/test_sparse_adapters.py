@@ -547,6 +547,9 @@ def test_what_deepspeed_does_not_look_at_is_refused(ranks, world, deepspeed):
         made.optimizer.fp16_groups[0] = [p for p in made.optimizer.fp16_groups[0] if p is not made.module.last.bias]
         with pytest.raises(ValueError, match="which skips steps without having looked at last.bias"):
             quiet().attach(made)
+        made = engine(deepspeed, 0, "bf16")
+        made.module.nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))  # which it leaves out, too
+        quiet().attach(made)
         made = engine(deepspeed, 0)
         made.optimizer.param_groups[0]["params"].pop()
         quiet().attach(made)
