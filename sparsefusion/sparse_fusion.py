@@ -54,8 +54,8 @@ class SparseFusion:
 
     Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
     have the same bits. A mean that is not finite is a FloatingPointError on every rank, or, by default with a loss scale or
-    where DeepSpeed skips it, a step that is skipped: residuals go back to where they were before it. (But of steps that are dense, with nothing
-    pending, neither: they are the framework's.) ValueError: an option that is none.
+    where DeepSpeed skips it, a step that is skipped: residuals go back to where they were before it. (But of steps that are
+    dense, with nothing pending, neither: they are the framework's.) ValueError: an option that is none.
     """
 
     def __init__(
