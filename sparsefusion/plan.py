@@ -153,8 +153,12 @@ class Plan:
 
 def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
     """Bytes of `count` selected values of gradients of that itemsize in a format; its blocks are filled up."""
-    format = _format(wire, itemsize == 8)
-    return format.nbytes(padded(count, format.block))
+    return _format(wire, itemsize == 8).nbytes(filled_values(wire, count))
+
+
+def filled_values(wire: str, count: int) -> int:
+    """How many values `count` of one unit take up in a message: int8 has blocks, which it fills."""
+    return padded(count, _format(wire, False).block)
 
 
 @cache

@@ -8,12 +8,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-
 from .fusion_cuts import find_opt_fusion
 from .places import PLACE_BYTES
-from .plan import AS_THEY_COME, Buffer, Plan, Unit, value_bytes
-from .quantize import padded, wire_format
+from .plan import AS_THEY_COME, Buffer, Plan, Unit, filled_values, value_bytes
 from .timeline import Costs, Load, Timeline, seconds
 
 DENSE_NUMEL, DENSE_DIMS = 2048, 2  # smaller gradients, or of fewer dimensions, go whole in plans that may choose
@@ -49,8 +46,8 @@ class Wish:
         return values if self.sparsifier == "randomk" else values + of_place * k
 
     def filled(self, k: int) -> int:
-        """How many values a unit's k take up in a message: int8 has blocks, which one unit fills."""
-        return k if self.sparsifier == "randomk" else padded(k, wire_format(self.wire, torch.float32).block)
+        """How many values a unit's k take up in a message (`plan.filled_values`)."""
+        return k if self.sparsifier == "randomk" else filled_values(self.wire, k)
 
 
 def helps(wish: Wish, ranks: int, itemsize: int, sent: int, reduce_scatters=False, halves=False) -> bool:
@@ -155,7 +152,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
     ready = [max(tensors[name].ready for name in atom) for atom in timeline.atoms]
     selecting = _sums([sum(costs.select(unit.numel) for unit in atom) for atom in units])
     sent = _sums([sum(unit.k for unit in atom) for atom in units])
-    filled = _sums([sum(wish.filled(unit.k) for unit in atom) for atom in units])
+    places = _sums([sum(wish.filled(unit.k) for unit in atom) for atom in units])
 
     def compute(i, j):
         backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
@@ -164,7 +161,7 @@ def _fused(wish, timeline, costs) -> list[Buffer]:
     exchange = cache(lambda k, filled: _exchange(k, wish, timeline.itemsize, costs, filled))  # layers are alike
 
     def send(i, j):
-        return exchange(sent[j] - sent[i], filled[j] - filled[i])
+        return exchange(sent[j] - sent[i], places[j] - places[i])
 
     if timeline.waits:  # so atoms cannot be sent together
         ends = range(1, len(units) + 1)

@@ -94,8 +94,9 @@ class SparseFusion:
             self.fabric.time(operation, 1, door.group.size())
         reducer = Reducer(door.group, wish.sparsifier, wish.wire)
         model_group = self.model_group or getattr(door, "model_group", None)
-        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else scale or getattr(door, "skips", False)
-        session = Session(reducer, sizes, device, door.holds, scale, bool(skips), model_group)
+        known = scale is not None or getattr(door, "skips", False)
+        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else known
+        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None

@@ -21,8 +21,8 @@ def part_of(model_group) -> list[int]:
 def checked_states(state, group, sizes: Mapping[str, int], part) -> list[dict]:
     """`state`, this rank's or a list of all ranks' of a run, as a list.
 
-    group: of those who go on. sizes: {name: numel} of this rank's gradients. part: this rank's (`part_of`). ValueError:
-    what they are a state of is something else.
+    group: of those who go on; None: of a list it is not asked. sizes: {name: numel} of this rank's gradients. part: this
+    rank's (`part_of`). ValueError: what they are a state of is something else.
     """
     alone = isinstance(state, Mapping)
     if not alone and not isinstance(state, list | tuple):

@@ -55,9 +55,10 @@ def measure(group, calls: dict, sizes, device="cpu", mode="eager", race=False) -
 
 
 def repetitions(functions, group, device="cpu", count=None, warm_up=True) -> torch.Tensor:
-    """Seconds (repetitions, functions), float64, until the slowest rank was done, after a repetition to warm up.
+    """Seconds (repetitions, functions), float64, until the slowest rank was done.
 
-    functions: `timed` ones, which take turns. count: of repetitions; None: as many as BUDGET_S allows.
+    functions: `timed` ones, which take turns. count: of repetitions; None: as many as BUDGET_S allows. warm_up: after one
+    that does not count.
     """
     ready = torch.zeros(1, device=device)
 

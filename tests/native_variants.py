@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from chosen import by_default
 
-from sparsefusion.native import skipped
+from sparsefusion.native import Library, skipped
 
 ROOT = Path(__file__).parent.parent
 CPUINFO = Path("/proc/cpuinfo")
@@ -47,6 +47,18 @@ def build_ext(*arguments, root=ROOT, **environment):
 def libraries(folder):
     """{package: path} of the libraries built in a folder."""
     return {path.parts[-3]: path for path in folder.glob("*/_native/kernels*.so")}
+
+
+def variants(module):
+    """A fixture: what `module` calls `kernels()` are the C kernels of sparsefusion for each kind of processor."""
+
+    @pytest.fixture(params=MARKED)
+    def variant(request, library_path, monkeypatch):
+        library = Library("sparsefusion", module.SIGNATURES, library_path("sparsefusion", request.param))
+        assert library, library.why
+        monkeypatch.setattr(module, "kernels", lambda: library)
+
+    return variant
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,10 @@ import numpy
 import pytest
 import torch
 
-from native_variants import MARKED, library_path
+from native_variants import library_path, variants
 from shared import needs_library
 from sparsefusion import halves
 from sparsefusion.finite import largest
-from sparsefusion.native import Library
 
 __all__ = ["library_path"]
 
@@ -33,12 +32,7 @@ SPECIAL = [
 TIMES = [1.0, 1 / 3, 256.0, 2.0**40]
 
 
-@pytest.fixture(params=MARKED)
-def variant(request, library_path, monkeypatch):
-    """The C kernels for each kind of processor."""
-    library = Library("sparsefusion", halves.SIGNATURES, library_path("sparsefusion", request.param))
-    assert library, library.why
-    monkeypatch.setattr(halves, "kernels", lambda: library)
+variant = variants(halves)
 
 
 def same_bits(x, y) -> bool:

@@ -281,13 +281,10 @@ def test_another_parts_state_is_refused(ranks, tp, dp):
     """Of a divided model, whose parts may have the same sizes: by all ranks, whichever was given one."""
 
     def run(rank):
-        rows = torch.arange(tp * dp).view(dp, tp)
-        own = {}
-        for name, groups in (("model", rows), ("data", rows.T)):
-            made = [dist.new_group(ranks.tolist()) for ranks in groups]
-            own[name] = next(group for group, members in zip(made, groups, strict=True) if rank in members)
-        model = DDP(Net(), process_group=own["data"])
-        fusion = force(quiet(model_group=own["model"]).attach(model))
+        tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
+        data = [dist.new_group(range(i, tp * dp, tp)) for i in range(tp)][rank % tp]
+        model = DDP(Net(), process_group=data)
+        fusion = force(quiet(model_group=tensor).attach(model))
         backward(model, 0, rank)
         state = fusion.state_dict()
         fusion.load_state_dict(state)

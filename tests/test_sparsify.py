@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from native_variants import MARKED, library_path
+from native_variants import library_path, variants
 from sparsefusion import SPARSIFIERS, selection
-from sparsefusion.native import Library
 from sparsefusion.selection import add_at, add_at_ref, take, take_ref
 from sparsefusion.sparsify import THRESHOLDS, fit_k, random_places, select
 
@@ -122,12 +121,7 @@ def test_c_takes_what_torch_takes(given, dtype, scale):
     assert all(map(torch.equal, residuals, twins))
 
 
-@pytest.fixture(params=MARKED)
-def variant(request, library_path, monkeypatch):
-    """The C kernels for each kind of processor."""
-    library = Library("sparsefusion", selection.SIGNATURES, library_path("sparsefusion", request.param))
-    assert library, library.why
-    monkeypatch.setattr(selection, "kernels", lambda: library)
+variant = variants(selection)
 
 
 @needs_c
