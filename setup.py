@@ -77,9 +77,9 @@ setup(
         "megatron-core>=0.16,<0.21",
     ],
     extras_require={
-        "deepspeed": ["deepspeed>=0.16"],
+        "deepspeed": ["deepspeed>=0.19.4"],
         "hf": ["transformers"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.16"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.19.4"],
         "lint": ["ruff"],
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],

@@ -5,8 +5,7 @@ Needs no import of DeepSpeed.
 
 from types import MethodType
 
-from .refusals import refuse_deepspeed, skips_what_is_not_finite
-from .session import usual_dtype
+from .deepspeed_settings import dtype_sent, model_group, refuse_deepspeed, skips_what_is_not_finite
 
 
 class DeepSpeedEngine:
@@ -21,12 +20,13 @@ class DeepSpeedEngine:
         self._all = dict(engine.module.named_parameters())
         self.parameters = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._all.items()}
-        self.model_group = _model_group(engine.mpu)
+        self.model_group = model_group(engine.mpu)
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
-        optimizer, numbers = engine.optimizer, usual_dtype(self.parameters.values())
+        optimizer = engine.optimizer
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
         self.skips = skips_what_is_not_finite(optimizer, self._stage)
-        self.sent = min(numbers.itemsize, engine.communication_data_type.itemsize)
+        self.skipped_steps = (lambda: engine.skipped_steps) if self.skips else None
+        self.sent = dtype_sent(engine, self._stage, self.parameters.values()).itemsize
 
     def open(self, session) -> None:
         """Gradients go to `session` from now on."""
@@ -77,14 +77,6 @@ class DeepSpeedEngine:
         type(engine).allreduce_gradients(engine, *arguments, **named)
         if engine.is_gradient_accumulation_boundary():
             self._session.end_step()
-
-
-def _model_group(mpu):
-    """The ranks over which the model is divided, by the names that DeepSpeed knows, or None."""
-    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
-    ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
-    group = ask() if ask else None
-    return group if group is not None and group.size() > 1 else None
 
 
 def _parts(flat, names, like) -> dict:

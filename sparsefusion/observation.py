@@ -17,6 +17,7 @@ from .collectives import all_reduce
 from .plan import Unit
 from .reducer import Reducer
 from .selection import add_at
+from .session import Watcher
 from .sweep import collective_calls, repetitions, timed
 from .timeline import Costs, Tensor, Timeline
 
@@ -49,7 +50,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-class Observation:
+class Observation(Watcher):
     """Watches a session's steps; calls `done` with the timeline after 1 + WATCHED of them.
 
     parameters: {name: parameter} of all gradients. itemsize: bytes of a gradient's number; sent: in the framework's own
@@ -61,7 +62,7 @@ class Observation:
         self._parameters, self._group, self._done = parameters, group, done
         self._itemsize, self._sent, self._copied, self._early = itemsize, sent, copied, early
         self._clock = Clock(next(iter(parameters.values())).device)
-        self._marks, self._first, self._atoms, self._steps, self._ended = {}, None, [], [], None
+        self._marks, self._waits, self._atoms, self._steps, self._ended = {}, [], [], [], None
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._noting(name))
             for name, p in parameters.items()
@@ -74,27 +75,30 @@ class Observation:
 
         return note
 
-    def step_began(self, session) -> None:
-        """Nothing to do: a step began when the last one ended."""
-
     def arrived(self, names) -> None:
         """An atom came; of parameters that were not used it is the first that is known."""
-        self._atoms.append(names)
         mark = self._clock.mark()
-        self._first = self._first or mark
+        self._atoms.append(names)
+        self._waits.append([mark, mark])
         for name in names:
             self._marks.setdefault(name, mark)
+
+    def left(self) -> None:
+        """Until now the framework waited, if it does that."""
+        self._waits[-1][1] = self._clock.mark()
 
     def step_ended(self, session) -> None:
         """Keep what this step showed."""
         ended = self._clock.mark()
         if self._ended is not None:
-            ready = {name: self._clock.seconds(self._ended, mark) for name, mark in self._marks.items()}
+            since = partial(self._clock.seconds, self._ended)
+            waits = [] if session.holds else [(since(came), since(left)) for came, left in self._waits]
+            ready = {name: without(waits, since(mark)) for name, mark in self._marks.items()}
             if not self._early:  # nothing is sent before the first atom comes, which may be when backward is over
-                first = self._clock.seconds(self._ended, self._first)
+                first = since(self._waits[0][0])
                 ready = {name: max(first, seconds) for name, seconds in ready.items()}
-            self._steps.append((ready, self._clock.seconds(self._ended, ended), self._atoms))
-        self._ended, self._marks, self._first, self._atoms = self._clock.mark(), {}, None, []
+            self._steps.append((ready, since(ended), self._atoms))
+        self._ended, self._marks, self._waits, self._atoms = self._clock.mark(), {}, [], []
         if len(self._steps) >= WATCHED:
             self.stop(session)
             self._done(self._timeline(waits=not session.holds))
@@ -123,6 +127,11 @@ class Observation:
         ]
         order = sorted(tensors, key=lambda tensor: tensor.ready)
         return Timeline(tuple(order), tuple(map(tuple, atoms)), self._itemsize, self._sent, step, waits)
+
+
+def without(waits, seconds) -> float:
+    """When it would have been so far without these: [(seconds at the start, at the end)]."""
+    return seconds - sum(end - start for start, end in waits if end <= seconds)
 
 
 def mean_over_ranks(numbers, group, device) -> list[float]:

@@ -2,7 +2,6 @@
 
 from numbers import Integral, Real
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -80,49 +79,3 @@ def refuse_partly_skipped(ddp, session) -> None:
             "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
             "in theirs is skipped, and what was sent of the others in it would be lost"
         )
-
-
-def refuse_deepspeed(engine) -> int:
-    """An engine of stage 2 or 3, or with what reduces gradients elsewhere; returns the stage of another one."""
-    stage = int(engine.zero_optimization_stage())
-    if stage > 1:
-        raise ValueError(f"ZeRO stage {stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1")
-    for wrong, what in _strange(engine, engine.optimizer, stage):
-        if wrong:
-            raise ValueError(f"SparseFusion does not work with DeepSpeed's {what}")
-    return stage
-
-
-def skips_what_is_not_finite(optimizer, stage) -> bool:
-    """Whether a step of DeepSpeed's with a gradient that is not finite is skipped, whatever the dtype."""
-    if not stage:
-        return hasattr(optimizer, "overflow")
-    by_norm = getattr(optimizer, "compute_grad_norm", False) and optimizer.dtype != torch.bfloat16
-    return getattr(optimizer, "check_grad_overflow", False) or by_norm
-
-
-def _strange(engine, optimizer, stage):
-    """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
-    own, sent = next(iter(engine.module.parameters())).dtype, engine.communication_data_type
-    wider = torch.promote_types(own, sent) != own and engine.sequence_parallel_size == 1
-    yield wider, f"communication_data_type {sent} of {own} gradients"
-    stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
-    yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
-    yield engine.has_moe_layers, "mixtures of experts"
-    scalers = (
-        getattr(engine, "torch_autocast_z0_gradscaler", None),
-        getattr(optimizer, "torch_autocast_gradscaler", None),
-    )
-    yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
-    if not stage and skips_what_is_not_finite(optimizer, stage):
-        judged = {id(p) for group in optimizer.fp16_groups for p in group}
-        given = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
-        left_out = [name for name, p in given.items() if id(p) not in judged]
-        yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
-    if stage:
-        compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
-        yield not hasattr(optimizer, "average_tensor"), f"{type(optimizer).__name__}: leave out grad_accum_dtype"
-        yield not optimizer.contiguous_gradients, "contiguous_gradients: false"
-        yield any(map(compact, range(len(optimizer.bit16_groups)))), "grad_accum_dtype beside another dtype"
-        yield optimizer.cpu_offload, "offload_optimizer"
-        yield optimizer.overlap_comm and torch.cuda.is_available(), "overlap_comm on CUDA"

@@ -5,6 +5,7 @@ step is over (`end_step`). Atoms come in the same order on all ranks.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,21 @@ class Session:
 
     holds: atoms may wait for others of their buffer; else each is sent when it comes. loss_scale: a function that returns
     the scale of the gradients, or None. skips: a step that is not finite is skipped by the training; else it is an error.
-    model_group: the ranks over which the model is divided, which skip a step together; or None.
+    model_group: the ranks over which the model is divided, which skip a step together; or None. skipped_steps: a function
+    that counts those that the training has skipped, for whatever reason, alike on all ranks; or None.
     """
 
     plan: Plan
 
     def __init__(
-        self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, skips=False, model_group=None
-    ):
+        self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, skips=False, model_group=None,
+        skipped_steps=None,
+    ):  # fmt: skip
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
         self.holds, self.loss_scale, self.skips, self.model_group = holds, loss_scale, skips, model_group
-        reducer.keeps = skips
+        self.skipped_steps = skipped_steps or int  # int() is 0
+        self._counted = self.skipped_steps()  # when the last step ended
+        reducer.keeps = skips or skipped_steps is not None
         self.unproved = None  # called when the next step begins, to compare ranks
         self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
@@ -73,6 +78,8 @@ class Session:
             reduction = self.reducer.start_fp16(gradients, flats)
         else:
             reduction = WholeReduction(whole(), gradients, checks=self._flushes)
+            for watcher in self.watchers:
+                watcher.left()
         self._reductions.append(reduction)
         return reduction
 
@@ -160,8 +167,9 @@ class Session:
         """Between steps: if the last one was skipped, residuals go back now. RuntimeError: in the middle of one."""
         if self._begun:
             raise RuntimeError(f"step {self.step} has begun: what is pending is known only when it has ended")
-        self.reducer.begin_step(self.step, self._skipped)
-        self._skipped = False
+        counted = self.skipped_steps() > self._counted
+        self.reducer.begin_step(self.step, self._skipped or counted)
+        self._skipped, self._owes, self._counted = False, self._owes or counted, self.skipped_steps()
 
     def restore(self, step: int, residuals: Mapping[str, torch.Tensor], half_scale=1.0) -> None:
         """Go on with the step of that number."""
@@ -207,7 +215,7 @@ class Session:
             reduction.wait()
         wrong = self._verdict()
         self._clear()
-        self._begun, self._skipped = False, wrong is not None
+        self._begun, self._skipped, self._counted = False, wrong is not None, self.skipped_steps()
         self.step += 1
         for watcher in [*self.watchers]:
             watcher.step_ended(self)
@@ -245,6 +253,22 @@ class Session:
         return wrong
 
 
+class Watcher:
+    """What is told of a session's steps; here, of nothing that it would do anything about."""
+
+    def step_began(self, session) -> None:
+        """Before the first atom."""
+
+    def arrived(self, names) -> None:
+        """An atom came, of these gradients."""
+
+    def left(self) -> None:
+        """The atom that came last was given to its framework's own reduction; if that waits, its means are there."""
+
+    def step_ended(self, session) -> None:
+        """All means are there."""
+
+
 class WholeReduction:
     """A framework's own reduction under way. work: what to wait for, or None. checks: whether it is looked at."""
 
@@ -271,9 +295,9 @@ class Handle:
         self._session.wait(self._names)
 
 
-def usual_dtype(tensors) -> torch.dtype:
+def usual_dtype(tensors, dtype_of=attrgetter("dtype")) -> torch.dtype:
     """That of most numbers of these."""
     numbers = {}
     for tensor in tensors:
-        numbers[tensor.dtype] = numbers.get(tensor.dtype, 0) + tensor.numel()
+        numbers[dtype_of(tensor)] = numbers.get(dtype_of(tensor), 0) + tensor.numel()
     return max(numbers, key=numbers.get)

@@ -96,7 +96,8 @@ class SparseFusion:
         model_group = self.model_group or getattr(door, "model_group", None)
         known = scale is not None or getattr(door, "skips", False)
         skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else known
-        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group)
+        counted = getattr(door, "skipped_steps", None)
+        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group, counted)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import all_reduce
+from .session import Watcher
 
 MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
@@ -34,7 +35,7 @@ def contestants(seconds) -> list[str]:
     return [*close[: MOST - 1], "dense"] if "dense" in close[MOST:] else close[:MOST]
 
 
-class Trial:
+class Trial(Watcher):
     """plans: {mode: plan}, dense's too. turns: the modes that begin, in this order; all ranks' are the same.
 
     dense: the seconds of a dense step that was watched; if the best is not surely faster, or not by far and known for a
@@ -59,12 +60,6 @@ class Trial:
         self._turns = [mode for mode in modes for _ in range(STEPS)]
         self._seconds = {mode: [] for mode in modes}
         session.plan = self._plans[modes[0]]  # the best, as far as is known
-
-    def step_began(self, session) -> None:
-        """Nothing to do."""
-
-    def arrived(self, names) -> None:
-        """Nothing to do."""
 
     def step_ended(self, session) -> None:
         """The next plan's turn, the next round, or the end."""

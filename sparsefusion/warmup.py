@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+from .session import Watcher
 
-class DensityWarmup:
+
+class DensityWarmup(Watcher):
     """Watches a session: in step t of `steps` since `since` the density is max(density, 0.25^(1 + 4 t / steps)).
 
     helps(density): whether that sends clearly less than all; else all is sent.
@@ -19,9 +21,3 @@ class DensityWarmup:
         session.density_ratio, session.sends_all = density / self._density, not self._helps(density)
         if t >= self._steps:
             session.watchers.remove(self)
-
-    def arrived(self, names) -> None:
-        """Nothing to do."""
-
-    def step_ended(self, session) -> None:
-        """Nothing to do."""

@@ -1,11 +1,15 @@
 """A small model and its batches, and plans for it, for the tests of sparse gradients."""
 
+from dataclasses import replace
+
 import torch
 import torch._dynamo  # DDP would import it in each forked rank, for seconds
 import torch.distributed as dist
 
 from sparsefusion import SparseFusion
 from sparsefusion.plan import Buffer, Plan, Unit
+
+MICRO = 2  # batches that are added up in a step of Megatron's and DeepSpeed's
 
 
 class Net(torch.nn.Module):
@@ -92,3 +96,21 @@ def summed(tensor):
     total = tensor.double().clone()
     dist.all_reduce(total)
     return total
+
+
+def flush(fusion):
+    """From now on all is sent."""
+    session = fusion._session
+    session.plan = replace(session.plan, mode="dense", buffers=())
+
+
+def timelines(monkeypatch) -> list:
+    """Those that this rank plans from, from now on."""
+    seen, planned = [], SparseFusion._planned
+
+    def noting(self, timeline, costs):
+        seen.append(timeline)
+        return planned(self, timeline, costs)
+
+    monkeypatch.setattr(SparseFusion, "_planned", noting)
+    return seen
