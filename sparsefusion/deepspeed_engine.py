@@ -24,8 +24,8 @@ class DeepSpeedEngine:
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
         optimizer = engine.optimizer
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
-        self.skips = skips_what_is_not_finite(optimizer, self._stage)
-        self.skipped_steps = (lambda: engine.skipped_steps) if self.skips else None
+        skips = skips_what_is_not_finite(optimizer, self._stage)
+        self.skipped_steps = (lambda: engine.skipped_steps) if skips else None
         self.sent = dtype_sent(engine, self._stage, self.parameters.values()).itemsize
 
     def open(self, session) -> None:

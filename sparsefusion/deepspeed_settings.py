@@ -49,9 +49,9 @@ def _strange(engine, optimizer, stage):
     """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
     version = TorchVersion(sys.modules["deepspeed"].__version__)
     yield version < OLDEST, f"version {version}: {OLDEST} is the oldest"
-    own, sent = next(iter(engine.module.parameters())).dtype, engine.communication_data_type
-    wider = torch.promote_types(own, sent) != own and engine.sequence_parallel_size == 1
-    yield wider, f"communication_data_type {sent} of {own} gradients"
+    sent, given = engine.communication_data_type, [p.dtype for p in engine.module.parameters() if p.requires_grad]
+    narrow = next((dtype for dtype in given if torch.promote_types(dtype, sent) != dtype), None)
+    yield narrow and engine.sequence_parallel_size == 1, f"communication_data_type {sent} of {narrow} gradients"
     stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
     yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
     yield engine.has_moe_layers, "mixtures of experts"

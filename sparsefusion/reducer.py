@@ -101,11 +101,13 @@ class Reducer:
         """Start averaging `flats`, tensors that the gradients are parts of, in float16; all of it, without residuals."""
         return HalfReduction(self.group, self.counter, gradients, flats, self.half_scale)
 
-    def begin_step(self, step: int, roll_back: bool) -> None:
-        """Forget what residuals were before the last step, or, if it was skipped, go back to it."""
-        self.step = step
-        if roll_back:
-            self.residuals.update(self._before)
+    def begin_step(self, step: int) -> None:
+        """Forget what residuals were before the last step."""
+        self.step, self._before = step, {}
+
+    def roll_back(self) -> None:
+        """Residuals as they were before the last step, which was skipped."""
+        self.residuals.update(self._before)
         self._before = {}
 
     def _keep(self, name, residual) -> None:

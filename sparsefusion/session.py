@@ -36,7 +36,7 @@ class Session:
         self.skipped_steps = skipped_steps or int  # int() is 0
         self._counted = self.skipped_steps()  # when the last step ended
         reducer.keeps = skips or skipped_steps is not None
-        self.unproved = None  # called when the next step begins, to compare ranks
+        self.unproved = None  # called in the next step, to compare ranks; until then all is sent whole
         self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
         self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
@@ -95,12 +95,12 @@ class Session:
     @property
     def _sparse(self) -> bool:
         """Whether this step has buffers of the plan."""
-        return bool(self.plan.buffers) and not self.sends_all
+        return bool(self.plan.buffers) and not (self.sends_all or self.unproved)
 
     @property
     def _half(self) -> bool:
         """Whether this step's atoms are sent whole, in float16."""
-        return self.plan.mode == "fp16" and not self.sends_all
+        return self.plan.mode == "fp16" and not (self.sends_all or self.unproved)
 
     @property
     def _flushes(self) -> bool:
@@ -119,14 +119,20 @@ class Session:
     def _begin(self):
         if self._begun:
             return
-        if self.unproved:
-            self.unproved()
-            self.unproved = None
+        if self.model_group is None or self.model_group.size() == 1:
+            self.prove()
         self.settle()
+        self.reducer.begin_step(self.step)
         self._begun, self._pending = True, bool(self.reducer.residuals)
         self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
         for watcher in [*self.watchers]:
             watcher.step_began(self)
+
+    def prove(self) -> None:
+        """ValueError on every rank: they differ. Of a divided model only where all parts are at the same place."""
+        if self.unproved:
+            self.unproved()
+            self.unproved = None
 
     def _launch(self, complete: bool) -> None:
         """Send what has arrived, in the order of the plan; complete: until the first buffer that lacks something."""
@@ -164,18 +170,19 @@ class Session:
         self._reductions.append(reduction)
 
     def settle(self) -> None:
-        """Between steps: if the last one was skipped, residuals go back now. RuntimeError: in the middle of one."""
+        """Between steps: if the last one is known to be skipped, residuals go back now. RuntimeError: a step has begun."""
         if self._begun:
             raise RuntimeError(f"step {self.step} has begun: what is pending is known only when it has ended")
         counted = self.skipped_steps() > self._counted
-        self.reducer.begin_step(self.step, self._skipped or counted)
+        if self._skipped or counted:
+            self.reducer.roll_back()
         self._skipped, self._owes, self._counted = False, self._owes or counted, self.skipped_steps()
 
     def restore(self, step: int, residuals: Mapping[str, torch.Tensor], half_scale=1.0) -> None:
         """Go on with the step of that number."""
         self.abandon()
         self.step, self._skipped, self._owes = step, False, True
-        self.reducer.begin_step(step, False)
+        self.reducer.begin_step(step)
         self.reducer.residuals, self.reducer.half_scale.value = dict(residuals), half_scale
 
     def abandon(self) -> None:
@@ -217,6 +224,7 @@ class Session:
         self._clear()
         self._begun, self._skipped, self._counted = False, wrong is not None, self.skipped_steps()
         self.step += 1
+        self.prove()
         for watcher in [*self.watchers]:
             watcher.step_ended(self)
         if wrong and not self.skips:

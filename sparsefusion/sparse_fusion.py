@@ -44,7 +44,7 @@ class SparseFusion:
     copied(parameter): whether several of those hold it, so that its copies must stay alike (default: without the mark
         tensor_model_parallel or model_parallel).
     budget: how the density pays for what goes whole: by bytes, or as in the paper.
-    on_nonfinite: raise, or skip-known, without a loss scale too: the training skips such steps by itself.
+    on_nonfinite: raise, or skip-known: without a loss scale, too, the training skips such steps, and no others.
     report: is given what is to be read, on the first rank.
 
     A step sends an all-reduce of each of the framework's buckets (dense, fp16), or, of each buffer of the plan, an
@@ -52,10 +52,10 @@ class SparseFusion:
     keeps a residual of each gradient that is sent sparsely, at least fp32, 4 bytes a number, and another one where steps may
     be skipped.
 
-    Modes but dense and fp16 begin with five dense steps, which are watched. All ranks hold the same plan, and their means
-    have the same bits. A mean that is not finite is a FloatingPointError on every rank, or, by default with a loss scale or
-    where DeepSpeed skips it, a step that is skipped: residuals go back to where they were before it. (But of steps that are
-    dense, with nothing pending, neither: they are the framework's.) ValueError: an option that is none.
+    Modes but dense and fp16 begin with five dense steps, which are watched (fp16 of a divided model with one). All ranks
+    hold the same plan, and their means have the same bits. A mean that is not finite is a FloatingPointError on every rank,
+    or, by default with a loss scale or where DeepSpeed skips it, a step that is skipped: residuals go back to where they
+    were before it. (Dense steps with nothing pending are the framework's.) ValueError: an option that is none.
     """
 
     def __init__(
@@ -94,10 +94,9 @@ class SparseFusion:
             self.fabric.time(operation, 1, door.group.size())
         reducer = Reducer(door.group, wish.sparsifier, wish.wire)
         model_group = self.model_group or getattr(door, "model_group", None)
-        known = scale is not None or getattr(door, "skips", False)
-        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else known
-        counted = getattr(door, "skipped_steps", None)
-        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group, counted)
+        counts = getattr(door, "skipped_steps", None)
+        skips = self.on_nonfinite == "skip-known" if self.on_nonfinite else (scale or counts) is not None
+        session = Session(reducer, sizes, device, door.holds, scale, skips, model_group, counts)
         session.plan = Plan("dense", wish.sparsifier, wish.density, wish.wire, door.group.size())
         door.open(session)
         self._door, self._session, self._target, self._decided, self._sparse_since = door, session, target, False, None
@@ -174,12 +173,11 @@ class SparseFusion:
     def _compare(self) -> None:
         """ValueError on every rank: one was given other options, another plan or another step."""
         session = self._session
-        options = (self.mode, self.wish, self.density_warmup, session.skips)
+        options = (self.mode, self.wish, self.density_warmup, session.skips, session.reducer.half_scale.value)
         absent = tuple(each is None for each in (session.loss_scale, self.fabric, session.model_group))
         trial = self._trial and self._trial.progress
         turns = trial and (trial["turns"], trial["rounds"], list(trial["samples"]))  # samples are each rank's own
-        scale = session.reducer.half_scale.value
-        asked = (session.step, *options, absent, session.plan.mode, self._decided, turns, scale)
+        asked = (session.step, *options, absent, session.plan.mode, self._decided, turns)
 
         def of_replicas():
             self._agree(session.reducer.group, lambda: (*asked, session.plan.hash))
@@ -225,6 +223,7 @@ class SparseFusion:
             return {"dense": found["dense"], "plans": sized}
 
         self._take(from_first(planned, group, session.device))
+        self._compare()
 
     def _planned(self, timeline, costs) -> dict:
         """Candidates: plans, {mode: JSON}, with all their predictions, which are reported; dense, a dense step's seconds."""
@@ -253,7 +252,7 @@ class SparseFusion:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         close = contestants(seconds)
-        session.plan, session.unproved = plans[close[0]], self._compare
+        session.plan = plans[close[0]]
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step
         if self.density_warmup and any(plans[mode].buffers for mode in close):
@@ -338,6 +337,7 @@ class SparseFusion:
         else:
             self.replan()
         session.unproved = self._compare
+        session.prove()
 
     def _wants(self, plan, budget) -> bool:
         """Whether a saved plan is what is asked for now, of these parameters, and helps."""

@@ -71,6 +71,7 @@ def force(fusion, **options):
         True,
         0,
     )
+    session.unproved = None
     session.reducer.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
     return fusion
 

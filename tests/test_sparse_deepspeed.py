@@ -40,11 +40,13 @@ def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
     return made
 
 
-def engine_step(made, step, rank, kind="fp32", spare=True):
-    """One update, of MICRO batches."""
+def engine_step(made, step, rank, kind="fp32", spare=True, between=lambda: None):
+    """One update, of MICRO batches. between: called between a backward and the update."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     for micro in range(MICRO):
         made.backward(made(batch(MICRO * step + micro, rank, dtype), spare).float().square().mean())
+        if micro == MICRO - 1:
+            between()
         made.step()
 
 
@@ -188,23 +190,27 @@ def test_deepspeed_skips_a_norm_out_of_range(ranks, world, deepspeed, stage, kin
     """All gradients are finite, and their squares are not: nothing is left of such a step, sparse or dense."""
 
     def run(rank):
-        plain, made = (engine(deepspeed, stage, kind) for _ in range(2))
-        fusion = force(quiet(**options).attach(made))
-        for each in (plain, made):
+        plain, made, unasked, asked = (engine(deepspeed, stage, kind) for _ in range(4))
+        fusion, later, between = (force(quiet(**options).attach(each)) for each in (made, unasked, asked))
+        for each in (plain, made, unasked, asked):
             each.module.second.weight.register_hook(lambda g: g * 1e25 if (step in (1, 3)) and rank == 0 else g)
         for step in range(6):
-            if step == 3:
-                flush(fusion)
-            if step == 4:
-                force(fusion)
+            for each in (fusion, later, between) if step in (3, 4) else ():
+                flush(each) if step == 3 else force(each)
             before, parameters = fusion.state_dict()["residuals"], [p.clone() for p in made.module.parameters()]
-            engine_step(plain, step, rank, kind), engine_step(made, step, rank, kind)
+            for each in (plain, made, unasked):
+                engine_step(each, step, rank, kind)
+            engine_step(asked, step, rank, kind, between=between.state_dict)  # DeepSpeed has not skipped it yet
             after = fusion.state_dict()["residuals"]
             assert plain.skipped_steps == made.skipped_steps == (step > 0) + (step > 2)
             skipped = all(map(torch.equal, parameters, made.module.parameters()))
             assert skipped == (step in (1, 3)) and after.keys() and all(r.abs().max() < 1e3 for r in after.values())
             assert not skipped or all(torch.equal(before[name], r) for name, r in after.items())
         assert same_on_all_ranks(made.module.parameters())
+        for each, other in ((unasked, later), (asked, between)):
+            assert all(map(torch.equal, made.module.parameters(), each.module.parameters()))
+            residuals = other.state_dict()["residuals"]
+            assert residuals.keys() == after.keys() and all(torch.equal(after[name], residuals[name]) for name in after)
 
     ranks(run, world)
 
@@ -238,8 +244,11 @@ def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
             engine(deepspeed, stage, kind, communication_data_type=sent)
             for kind, sent in (("fp32", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"))
         )
-        with pytest.raises(ValueError, match="communication_data_type torch.float32 of torch.bfloat16 gradients"):
-            quiet().attach(wide)
+        mixed = engine(deepspeed, stage, communication_data_type="fp32")
+        mixed.module.last.bfloat16()
+        for each in (wide, mixed):
+            with pytest.raises(ValueError, match="communication_data_type torch.float32 of torch.bfloat16 gradients"):
+                quiet().attach(each)
         fusion = quiet(mode="dense").attach(ours)
         for step in range(2):
             engine_step(plain, step, rank), engine_step(ours, step, rank)

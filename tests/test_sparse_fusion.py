@@ -416,6 +416,66 @@ def test_parts_of_a_divided_model_refuse_together(ranks, world):
     ranks(run, world)
 
 
+class Column(torch.autograd.Function):
+    """Identity; in backward a sum over the ranks that share the model."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Uneven(torch.nn.Module):
+    """Six layers, of which one part of the model has ten times as many columns."""
+
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(group.rank())
+        self.group, columns = group, 30 * (1 + 9 * group.rank())
+        self.up = torch.nn.ModuleList(torch.nn.Linear(32, columns) for _ in range(6))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(columns, 32, bias=False) for _ in range(6))
+
+    def forward(self, x, spare):
+        """(batch, 32) -> (batch, 32)."""
+        for up, down in zip(self.up, self.down, strict=True):
+            part = down(up(Column.apply(x, self.group)).tanh())
+            total = part.detach().clone()
+            dist.all_reduce(total, group=self.group)
+            x = x + part + (total - part.detach())
+        return x
+
+
+@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("mode", ["fp16", "layerwise"])
+def test_parts_whose_buckets_end_elsewhere_do_not_wait_for_each_other(ranks, world, mode):
+    """In the middle of a backward, where they have sums of their own; also when planning anew, and after loading."""
+
+    def run(rank):
+        data, model_group = divided(world)
+        model = DDP(
+            Uneven(model_group), process_group=data, bucket_cap_mb=0.05, broadcast_buffers=False,
+            find_unused_parameters=True,
+        )  # fmt: skip
+        fusion = quiet(mode=mode, density=0.05, model_group=model_group).attach(model)
+        for step in range(7):
+            backward(model, step, rank // 2)
+        fusion.load_state_dict(fusion.state_dict())
+        backward(model, 7, rank // 2)
+        fusion.replan()
+        for step in range(8, 15):
+            backward(model, step, rank // 2)
+        assert fusion.plan.mode == mode
+        assert all(map(torch.isfinite, (p.grad.norm() for p in model.parameters())))
+
+    ranks(run, world)
+
+
 @pytest.mark.parametrize("world", [4, 6])
 def test_what_some_replicas_do_not_use_is_flushed_later(ranks, world):
     """With a loss scale, and parts of the model: every rank asks the others in the same steps."""
