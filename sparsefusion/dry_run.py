@@ -13,14 +13,14 @@ def dry_run(plans, seconds, wish, timeline) -> str:
     ranks = next(iter(plans.values())).ranks
     lines = [
         f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} numbers in "
-        f"{len(timeline.atoms)} buckets; a step that sends all takes {1e3 * timeline.step:.0f} ms. Predicted:"
+        f"{_several(len(timeline.atoms), 'bucket')}; a step that sends all takes {1e3 * timeline.step:.0f} ms. Predicted:"
     ]
     for mode, plan in plans.items():
         nbytes = _bytes(plan, wish, timeline)
         whole, selected, numel = plan.sent_numbers if plan.buffers else (1, 0, 1)
         lines.append(
             f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB, {(whole + selected) / numel:6.1%} of "
-            f"all numbers, in {_messages(plan, timeline)}"
+            f"all numbers, in {_several(len(plan.buffers) or len(timeline.atoms), 'buffer')}"
         )
     return "\n".join(lines)
 
@@ -44,6 +44,5 @@ def _bytes(plan, wish, timeline) -> int:
     return dense * timeline.itemsize + wish.sent_bytes(sparse, timeline.itemsize, filled)
 
 
-def _messages(plan, timeline) -> str:
-    count = len(plan.buffers) or len(timeline.atoms)
-    return f"{count} buffer{'s' if count > 1 else ''}"
+def _several(count, what) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
