@@ -36,7 +36,7 @@ class Session:
         self.skipped_steps = skipped_steps or int  # int() is 0
         self._counted = self.skipped_steps()  # when the last step ended
         reducer.keeps = skips or skipped_steps is not None
-        self.unproved = None  # called in the next step, to compare ranks; until then all is sent whole
+        self.unproved = None  # called when the next step ends, to compare ranks; until then all is sent whole
         self._owes = False  # whether residuals may be left on some rank
         self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
         self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
@@ -119,8 +119,6 @@ class Session:
     def _begin(self):
         if self._begun:
             return
-        if self.model_group is None or self.model_group.size() == 1:
-            self.prove()
         self.settle()
         self.reducer.begin_step(self.step)
         self._begun, self._pending = True, bool(self.reducer.residuals)
@@ -129,7 +127,7 @@ class Session:
             watcher.step_began(self)
 
     def prove(self) -> None:
-        """ValueError on every rank: they differ. Of a divided model only where all parts are at the same place."""
+        """ValueError on every rank: they differ. Only where all parts of a divided model are at the same place."""
         if self.unproved:
             self.unproved()
             self.unproved = None

@@ -52,7 +52,7 @@ class SparseFusion:
     keeps a residual of each gradient that is sent sparsely, at least fp32, 4 bytes a number, and another one where steps may
     be skipped.
 
-    Modes but dense and fp16 begin with five dense steps, which are watched (fp16 of a divided model with one). All ranks
+    Modes but dense and fp16 begin with five dense steps, which are watched (fp16 with one). All ranks
     hold the same plan, and their means have the same bits. A mean that is not finite is a FloatingPointError on every rank,
     or, by default with a loss scale or where DeepSpeed skips it, a step that is skipped: residuals go back to where they
     were before it. (Dense steps with nothing pending are the framework's.) ValueError: an option that is none.

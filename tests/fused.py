@@ -62,6 +62,13 @@ def quiet(**options):
     return SparseFusion(report=lambda text: None, **options)
 
 
+def in_halves(target, **options):
+    """A SparseFusion whose ranks have compared, so that its first step is in float16, too."""
+    fusion = quiet(mode="fp16", **options).attach(target)
+    fusion._session.prove()
+    return fusion
+
+
 def force(fusion, **options):
     """Put such a plan in force, at once."""
     session = fusion._session

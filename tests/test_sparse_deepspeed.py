@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused import MICRO, Net, batch, flush, force, pending, quiet, same_on_all_ranks, summed, timelines
+from fused import MICRO, Net, batch, flush, force, in_halves, pending, quiet, same_on_all_ranks, summed, timelines
 from sparsefusion import observation
 from sparsefusion.timeline import Load, seconds
 
@@ -285,7 +285,7 @@ def test_deepspeed_in_halves(ranks, world, deepspeed, stage):
 
     def run(rank):
         plain, ours = (engine(deepspeed, stage, gradient_clipping=0.0) for _ in range(2))
-        quiet(mode="fp16").attach(ours)
+        in_halves(ours)
         engine_step(plain, 0, rank), engine_step(ours, 0, rank)
         assert same_on_all_ranks(ours.module.parameters())
         for p, q, start in zip(*(each.parameters() for each in (plain.module, ours.module, Net())), strict=True):
@@ -359,7 +359,7 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
     def run(rank):
         options = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
         plain, made, whole = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(3))
-        fusion, _ = force(quiet().attach(made)), quiet(mode="fp16").attach(whole)
+        fusion, _ = force(quiet().attach(made)), in_halves(whole)
         for each in (plain, made, whole):
             each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (12, 0) else g)
         for step in range(16):

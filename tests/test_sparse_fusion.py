@@ -403,15 +403,19 @@ def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
 
 @pytest.mark.parametrize("world", [4, 6])
 def test_parts_of_a_divided_model_refuse_together(ranks, world):
-    """One rank was given another density."""
+    """One rank was given another density, or mode, or some do not know that the model is divided."""
 
     def run(rank):
         data, model_group = divided(world)
-        fusion = quiet(density=0.02 if rank == 2 else 0.01, model_group=model_group)
-        model = DDP(Net(), process_group=data)
-        fusion.attach(model)
-        with pytest.raises(ValueError, match="asked something else than rank 0"):
-            backward(model, 0, rank)
+        for odd in ({"density": 0.02}, {"mode": "fp16"}, {"model_group": None}):
+            options = {
+                "model_group": model_group,
+                **(odd if rank in ((2, 3) if "model_group" in odd else (2,)) else {}),
+            }
+            model = DDP(Net(), process_group=data)
+            quiet(**options).attach(model)
+            with pytest.raises(ValueError, match="asked something else than rank 0"):
+                backward(model, 0, rank)
 
     ranks(run, world)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, batch, quiet, same_on_all_ranks
+from fused import Net, backward, batch, in_halves, quiet, same_on_all_ranks
 from sparsefusion.half_reduction import HalfScale
 
 NUMEL = sum(p.numel() for p in Net().parameters())
@@ -22,7 +22,7 @@ def test_fp16_is_torchs_hook_or_nearer(ranks, world):
         plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
         plain.register_comm_hook(None, fp16_compress_hook)
         exact = DDP(Net(), bucket_cap_mb=0.1)
-        quiet(mode="fp16").attach(ours)
+        in_halves(ours)
         for step in range(3):
             backward(plain, step, rank), backward(ours, step, rank), backward(exact, step, rank)
             theirs, found, means = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, ours, exact))
@@ -38,7 +38,7 @@ def test_fp16_keeps_what_is_small(ranks, world):
 
     def run(rank):
         plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
-        fusion = quiet(mode="fp16").attach(ours)
+        fusion = in_halves(ours)
         for step, times in enumerate((1e-9, 1e-9, 1e-6, 1e3, 1e-9, 1e-9)):
             backward(plain, step, rank)
             ours.zero_grad()
@@ -56,7 +56,7 @@ def test_fp16_keeps_what_is_small(ranks, world):
 def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
     def run(rank):
         plain, ours, alone = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), Net()
-        quiet(mode="fp16").attach(ours)
+        in_halves(ours)
         for model in (plain.module, ours.module, alone) if rank == 0 else ():
             model.first.bias.register_hook(lambda g: g * 1e30)
         for step in range(3):
@@ -73,11 +73,26 @@ def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_nothing_is_rounded_before_ranks_have_compared(ranks, world):
+    """Which they do when the first step ends."""
+
+    def run(rank):
+        plain, ours = DDP(Net()), DDP(Net())
+        quiet(mode="fp16").attach(ours)
+        for step in range(3):
+            backward(plain, step, rank), backward(ours, step, rank)
+            same = all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))
+            assert same == (step == 0)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):
             model = DDP(Net())
-            quiet(mode=mode).attach(model)
+            quiet(mode=mode).attach(model) if mode == "dense" else in_halves(model)
             if rank == 0:
                 model.module.first.bias.register_hook(lambda g: g * math.inf)
             if mode == "dense":
@@ -95,7 +110,7 @@ def test_all_ranks_see_what_is_not_finite_of_float16(ranks, world):
 
     def run(rank):
         model, alone = DDP(Net(torch.float16), bucket_cap_mb=0.1), Net(torch.float16)
-        quiet(mode="fp16", on_nonfinite="skip-known").attach(model)
+        in_halves(model, on_nonfinite="skip-known")
         times = {}
         for each in (model.module, alone):
             each.first.bias.register_hook(lambda g: times["first"](g))
@@ -126,7 +141,7 @@ def test_steady_gradients_are_sent_once(ranks, world):
 
     def run(rank):
         plain, model, now = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), {}
-        fusion = quiet(mode="fp16", loss_scale=lambda: now["loss_scale"]).attach(model)
+        fusion = in_halves(model, loss_scale=lambda: now["loss_scale"])
         for each in (plain, model):
             each.module.first.bias.register_hook(lambda g: g * now["times"])
         scale = fusion._session.reducer.half_scale
@@ -197,7 +212,7 @@ def test_copies_on_parts_of_a_model_stay_alike(ranks, world):
         halves = [dist.new_group([*range(each, world, 2)]) for each in range(2)]
         pairs = [dist.new_group([each, each + 1]) for each in range(0, world, 2)]
         model = DDP(Parts(), process_group=halves[rank % 2])
-        quiet(mode="fp16", model_group=pairs[rank // 2]).attach(model)
+        in_halves(model, model_group=pairs[rank // 2])
         for step, own in enumerate((1.0, 1.0, 1e10, 1.0, 1.0)):
             generator = torch.Generator().manual_seed(10 * step + rank // 2)
             x = 1e-4 * torch.randn(1000, generator=generator) * torch.randn(1000, generator=generator).exp()

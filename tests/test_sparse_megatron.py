@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from fused import MICRO, Net, batch, flush, force, pending, plan, quiet, same_on_all_ranks, summed, timelines
+from fused import MICRO, Net, batch, flush, force, in_halves, pending, plan, quiet, same_on_all_ranks, summed, timelines
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # and seconds, once here instead of in every forked rank
@@ -132,7 +132,7 @@ def test_megatron_in_halves(ranks, world, average, distributed, monkeypatch):
     def run(rank):
         options = dict(average=average, use_distributed_optimizer=distributed)
         ours = megatron(monkeypatch, **options)
-        quiet(mode="fp16").attach(ours)
+        in_halves(ours)
         megatron_step(ours, 0, rank)
         assert same_on_all_ranks(main_grads(ours).values())
         for name, gradient in reference(rank, 1).items():

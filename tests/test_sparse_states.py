@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, force, pending, quiet, same_on_all_ranks, summed
+from fused import Net, backward, force, in_halves, pending, quiet, same_on_all_ranks, summed
 from sparsefusion import SparseFusion, trial
 from sparsefusion.curve import Curve
 from sparsefusion.fabric import Fabric
@@ -58,7 +58,7 @@ def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
 
     def run(rank):
         straight, again, without = models = [DDP(Net()) for _ in range(3)]
-        fusions = [quiet(mode="fp16").attach(model) for model in models]
+        fusions = [in_halves(model) for model in models]
         for model in models:
             model.optimizer = torch.optim.SGD(model.parameters(), 1e6)
             for parameter in model.parameters():
@@ -114,14 +114,14 @@ def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path)
 def test_one_rank_rounds_nothing(ranks, world):
     def save(rank):
         model = DDP(Net())
-        fusion = quiet(mode="fp16").attach(model)
+        fusion = in_halves(model)
         backward(model, 0, rank)
         return fusion.state_dict()
 
     states = ranks(save, world)
 
     def load(rank):
-        fusion = quiet(mode="fp16").attach(DDP(Net()))
+        fusion = in_halves(DDP(Net()))
         fusion.load_state_dict(states)
         return fusion.plan.mode
 
