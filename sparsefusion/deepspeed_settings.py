@@ -49,8 +49,9 @@ def _strange(engine, optimizer, stage):
     """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
     version = TorchVersion(sys.modules["deepspeed"].__version__)
     yield version < OLDEST, f"version {version}: {OLDEST} is the oldest"
-    sent, given = engine.communication_data_type, [p.dtype for p in engine.module.parameters() if p.requires_grad]
-    narrow = next((dtype for dtype in given if torch.promote_types(dtype, sent) != dtype), None)
+    given = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    sent = engine.communication_data_type
+    narrow = next((p.dtype for p in given.values() if torch.promote_types(p.dtype, sent) != p.dtype), None)
     yield narrow and engine.sequence_parallel_size == 1, f"communication_data_type {sent} of {narrow} gradients"
     stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
     yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
@@ -62,8 +63,7 @@ def _strange(engine, optimizer, stage):
     yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
     if not stage and skips_what_is_not_finite(optimizer, stage):
         judged = {id(p) for group in optimizer.fp16_groups for p in group}
-        given = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
-        left_out = [name for name, p in given.items() if id(p) not in judged]
+        left_out = [name for name, p in given.items() if p.numel() and id(p) not in judged]
         yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
     if stage:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)

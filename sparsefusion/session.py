@@ -95,12 +95,17 @@ class Session:
     @property
     def _sparse(self) -> bool:
         """Whether this step has buffers of the plan."""
-        return bool(self.plan.buffers) and not (self.sends_all or self.unproved)
+        return bool(self.plan.buffers) and self._by_plan
 
     @property
     def _half(self) -> bool:
         """Whether this step's atoms are sent whole, in float16."""
-        return self.plan.mode == "fp16" and not (self.sends_all or self.unproved)
+        return self.plan.mode == "fp16" and self._by_plan
+
+    @property
+    def _by_plan(self) -> bool:
+        """Whether this step is the plan's; else all is sent as the framework does."""
+        return not (self.sends_all or self.unproved)
 
     @property
     def _flushes(self) -> bool:
@@ -171,10 +176,10 @@ class Session:
         """Between steps: if the last one is known to be skipped, residuals go back now. RuntimeError: a step has begun."""
         if self._begun:
             raise RuntimeError(f"step {self.step} has begun: what is pending is known only when it has ended")
-        counted = self.skipped_steps() > self._counted
-        if self._skipped or counted:
+        before, self._counted = self._counted, self.skipped_steps()
+        if self._skipped or self._counted > before:
             self.reducer.roll_back()
-        self._skipped, self._owes, self._counted = False, self._owes or counted, self.skipped_steps()
+        self._skipped, self._owes = False, self._owes or self._counted > before
 
     def restore(self, step: int, residuals: Mapping[str, torch.Tensor], half_scale=1.0) -> None:
         """Go on with the step of that number."""
@@ -305,5 +310,6 @@ def usual_dtype(tensors, dtype_of=attrgetter("dtype")) -> torch.dtype:
     """That of most numbers of these."""
     numbers = {}
     for tensor in tensors:
-        numbers[dtype_of(tensor)] = numbers.get(dtype_of(tensor), 0) + tensor.numel()
+        dtype = dtype_of(tensor)
+        numbers[dtype] = numbers.get(dtype, 0) + tensor.numel()
     return max(numbers, key=numbers.get)

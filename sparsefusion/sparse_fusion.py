@@ -52,10 +52,10 @@ class SparseFusion:
     keeps a residual of each gradient that is sent sparsely, at least fp32, 4 bytes a number, and another one where steps may
     be skipped.
 
-    Modes but dense and fp16 begin with five dense steps, which are watched (fp16 with one). All ranks
-    hold the same plan, and their means have the same bits. A mean that is not finite is a FloatingPointError on every rank,
-    or, by default with a loss scale or where DeepSpeed skips it, a step that is skipped: residuals go back to where they
-    were before it. (Dense steps with nothing pending are the framework's.) ValueError: an option that is none.
+    All modes begin with a dense step, after which ranks compare; those but dense and fp16 with five, which are watched. All
+    ranks hold the same plan, and their means have the same bits. A mean that is not finite is a FloatingPointError on every
+    rank, or, by default with a loss scale or where DeepSpeed skips it, a step that is skipped: residuals go back to where
+    they were before it. (Dense steps with nothing pending are the framework's.) ValueError: an option that is none.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class SparseFusion:
             return {"dense": found["dense"], "plans": sized}
 
         self._take(from_first(planned, group, session.device))
-        self._compare()
+        session.prove()
 
     def _planned(self, timeline, costs) -> dict:
         """Candidates: plans, {mode: JSON}, with all their predictions, which are reported; dense, a dense step's seconds."""
@@ -252,7 +252,7 @@ class SparseFusion:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         close = contestants(seconds)
-        session.plan = plans[close[0]]
+        session.plan, session.unproved = plans[close[0]], self._compare
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step
         if self.density_warmup and any(plans[mode].buffers for mode in close):

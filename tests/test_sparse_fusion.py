@@ -407,13 +407,9 @@ def test_parts_of_a_divided_model_refuse_together(ranks, world):
 
     def run(rank):
         data, model_group = divided(world)
-        for odd in ({"density": 0.02}, {"mode": "fp16"}, {"model_group": None}):
-            options = {
-                "model_group": model_group,
-                **(odd if rank in ((2, 3) if "model_group" in odd else (2,)) else {}),
-            }
+        for odd, option in ([2], {"density": 0.02}), ([2], {"mode": "fp16"}), ([2, 3], {"model_group": None}):
             model = DDP(Net(), process_group=data)
-            quiet(**options).attach(model)
+            quiet(**{"model_group": model_group} | (option if rank in odd else {})).attach(model)
             with pytest.raises(ValueError, match="asked something else than rank 0"):
                 backward(model, 0, rank)
 
