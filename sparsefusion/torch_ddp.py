@@ -50,10 +50,26 @@ class TorchDDP:
         self._futures.append((future, flat))
         if bucket.is_last():
             ended, self._futures = self._futures, []
-            self._session.end_step()
+            try:
+                self._session.end_step()
+            except Exception as error:  # of any kind: raised here, it would leave DDP in the middle of its backward
+                _raise_after(error)
             for each, mean in ended:
                 each.set_result(mean)
         return future
+
+
+def _raise_after(error):
+    """When DDP has ended its backward, so that another can follow; it queues its own end when the last hook is over."""
+
+    def failed():
+        raise error
+
+    engine = torch.autograd.Variable._execution_engine
+    try:
+        engine.queue_callback(lambda: engine.queue_callback(failed))
+    except RuntimeError:  # no backward: this rank only follows the others', in join()
+        raise error from None
 
 
 def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -268,6 +268,46 @@ def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_ddp_goes_on_after_an_error(ranks, world, how):
+    """In the first step, which is all of static graphs' own, and in others; beside ranks without data in join(), too."""
+
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.05, **{how: True})
+        fusion = force(quiet().attach(model))
+        for step in range(6):
+            if step in (0, 3):
+                factor = math.nan if rank == 0 else 1
+                wrong = model.module.second.weight.register_hook(lambda g, factor=factor: g * factor)
+                with pytest.raises(FloatingPointError, match=f"step {step}: the gradient of second.weight"):
+                    backward(model, step, rank)
+                wrong.remove()
+                continue
+            backward(model, step, rank)
+            assert same_on_all_ranks(p.grad for p in model.parameters())
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+        assert fusion.state_dict()["step"] == 6
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_not_finite_is_an_error_where_the_data_are_over(ranks, world):
+    """In join(), where there is no backward of one's own."""
+
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.05)
+        force(quiet().attach(model))
+        with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight"), model.join():
+            for step in range(1 + bool(rank)):
+                if step:
+                    model.module.second.weight.register_hook(lambda g: g * math.nan)
+                backward(model, step, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_is_pending_is_not_lost_unnoticed_in_a_dense_step(ranks, world):
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.1)
