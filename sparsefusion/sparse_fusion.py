@@ -40,7 +40,7 @@ class SparseFusion:
         nothing else. Each reduction is a step: accumulate under no_sync, or what earlier reductions sent goes with it.
     fabric: a `Fabric` of these links, else it is measured.
     model_group: the ranks over which the model is divided (tensor parallel), which then plan, and skip steps, together
-        (Megatron's and DeepSpeed's are known).
+        (Megatron's and DeepSpeed's are known); where it is forgotten on some of them alone, others wait.
     copied(parameter): whether several of those hold it, so that its copies must stay alike (default: without the mark
         tensor_model_parallel or model_parallel).
     budget: how the density pays for what goes whole: by bytes, or as in the paper.
@@ -205,9 +205,8 @@ class SparseFusion:
 
     def _observed(self, timeline) -> None:
         """Plan: the first rank of all does, for all."""
-        session, wish = self._session, self.wish
-        group = session.reducer.group
-        costs = measured_costs(group, session.device, self._dtype, timeline.numel, wish, self._whole, self.fabric)
+        session, group = self._session, self._session.reducer.group
+        costs = measured_costs(group, session.device, self._dtype, timeline.numel, self.wish, self._whole, self.fabric)
 
         def planned():  # of a divided model, on one rank of each part
             found, sized = from_first(lambda: self._planned(timeline, costs), session.model_group, session.device), {}
@@ -255,8 +254,7 @@ class SparseFusion:
         session.plan, session.unproved = plans[close[0]], self._compare
         if self._sparse_since is None:  # the first step that is not dense
             self._sparse_since = session.step
-        if self.density_warmup and any(plans[mode].buffers for mode in close):
-            self._warm_up()
+        self._warm_up(plans[mode] for mode in close)
         if self.mode != "auto" or close == ["dense"]:
             self._decided = True
             return
@@ -270,10 +268,10 @@ class SparseFusion:
         trial = Trial(session, plans, close, candidates["dense"], wait, decided, candidates.get("trial"))
         session.watchers.append(trial)
 
-    def _warm_up(self):
-        self._session.watchers.append(
-            DensityWarmup(self.wish.density, self.density_warmup, self._sparse_since, self._helps)
-        )
+    def _warm_up(self, plans):
+        if self.density_warmup and any(plan.buffers for plan in plans):
+            warmup = DensityWarmup(self.wish.density, self.density_warmup, self._sparse_since, self._helps)
+            self._session.watchers.append(warmup)
 
     def _say(self, text: str) -> None:
         """Have the first rank of all report it, on all ranks together; what goes wrong there is everyone's error."""
@@ -297,7 +295,7 @@ class SparseFusion:
             "step": session.step,
             "sparse_since": self._sparse_since,
             "budget": self.wish.budget,
-            "plan": session.plan.to_json() if self._decided else None,
+            "plan": session.plan.to_json() if self._decided and not session.unproved else None,
             "candidates": trial and {**self._candidates, "trial": trial.progress},
             "half_scale": session.reducer.half_scale.value,
             "residuals": {name: residual.clone() for name, residual in session.reducer.residuals.items()},
@@ -317,7 +315,8 @@ class SparseFusion:
 
         def check():
             found.extend(checked_states(state, group, session.sizes, part_of(session.model_group)))
-            return "its own state" if isinstance(state, Mapping) else "the list of all states"
+            has = " and ".join(what for what in ("plan", "candidates") if found[0][what])
+            return f"{'its own state' if isinstance(state, Mapping) else 'the list of all states'}, with {has or 'no plan'}"
 
         self._agree(session.model_group, lambda: self._agree(group, check))
         one, count = found[0], found[0]["ranks"]
@@ -330,14 +329,15 @@ class SparseFusion:
             self.replan()
         elif plan and self._wants(plan, one["budget"]):
             session.plan, self._decided = plan.among(ranks), True
-            if self.density_warmup and session.plan.buffers:
-                self._warm_up()
+            self._warm_up([session.plan])
         elif undecided and self.mode == "auto" and all(self._wants(each, one["budget"]) for each in undecided):
             self._take(one["candidates"])
         else:
             self.replan()
         session.unproved = self._compare
         session.prove()
+        if not (one["plan"] or undecided):  # then the next step was to be watched, or ranks to be compared in it
+            session.unproved = self._compare
 
     def _wants(self, plan, budget) -> bool:
         """Whether a saved plan is what is asked for now, of these parameters, and helps."""

@@ -83,6 +83,32 @@ def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("saved, replanned", [(0, False), (2, False), (2, True)])
+def test_a_resumed_run_in_fp16_rounds_the_same_steps(ranks, world, saved, replanned):
+    """Not the first one, nor the first after `replan()`."""
+
+    def run(rank):
+        fusions = []
+        for part in (range(saved), range(saved, saved + 2)):
+            model = DDP(Net())
+            fusions.append(quiet(mode="fp16").attach(model))
+            if len(fusions) > 1:
+                fusions[1].load_state_dict(fusions[0].state_dict())
+            rounded = []
+            for step in part:
+                backward(model, step, rank)
+                plain = DDP(Net())
+                backward(plain, step, rank)
+                same = map(torch.equal, *([p.grad for p in each.parameters()] for each in (plain, model)))
+                rounded.append(not all(same))
+            if replanned and len(fusions) == 1:
+                fusions[0].replan()
+        assert rounded == [saved == 2 and not replanned, True]
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path):
     def save(rank):
         model = DDP(Net())
@@ -347,8 +373,12 @@ def test_states_of_something_else_are_refused(ranks, world):
             fusion.load_state_dict({**state, "residuals": None} if rank == 1 else state)
         states = [None] * world
         dist.all_gather_object(states, state)
-        with pytest.raises(ValueError, match="'its own state' instead of 'the list of all states'"):
+        with pytest.raises(
+            ValueError, match="'its own state, with plan' instead of 'the list of all states, with plan'"
+        ):
             fusion.load_state_dict(state if rank == 1 else states)
+        with pytest.raises(ValueError, match="'its own state, with no plan' instead of 'its own state, with plan'"):
+            fusion.load_state_dict({**state, "plan": None} if rank == 1 else state)
         after = fusion.state_dict()
         assert after["step"] == 1 and after["plan"] == state["plan"]
         assert all(torch.equal(after["residuals"][name], state["residuals"][name]) for name in state["residuals"])
