@@ -69,8 +69,8 @@ def _found(directory, trainer) -> dict | list[dict]:
         return state(groups.data_rank)
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
-        sizes = {name: p.numel() for name, p in trainer.named_parameters() if p.requires_grad}
-        checked_states(states, None, sizes, part_of(groups.tensor))
+        parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}
+        checked_states(states, None, parameters, part_of(groups.tensor))
     return states
 
 

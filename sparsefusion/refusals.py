@@ -52,6 +52,8 @@ def refuse_ddp(ddp) -> None:
         raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
     if getattr(ddp, "_use_python_reducer", False):
         raise ValueError("this DDP has the python reducer (torch._dynamo.config.optimize_ddp), which has no buckets")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        raise ValueError("this DDP has optimizers in its backward, for which it takes its one communication hook")
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
 

@@ -15,7 +15,7 @@ from .planner import Wish, corrected, helps, plans_of, predict
 from .reducer import Reducer
 from .refusals import refuse_gradients, refuse_options
 from .session import Session, usual_dtype
-from .states import VERSION, checked_states, mean_residuals, part_of
+from .states import VERSION, checked_states, mean_residuals, orders_of, part_of
 from .trial import Trial, contestants
 from .warmup import DensityWarmup
 
@@ -244,10 +244,7 @@ class SparseFusion:
         return modes
 
     def _take(self, candidates: dict) -> None:
-        """Put the plan in force that is asked for, or predicted to be fastest; the close ones take turns first.
-
-        candidates: see `_planned`.
-        """
+        """Put in force the one of `_planned`'s that is asked for, or predicted fastest; the close ones take turns first."""
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self._session, next(iter(plans.values())).predicted
         close = contestants(seconds)
@@ -292,6 +289,7 @@ class SparseFusion:
             "ranks": session.reducer.group.size(),
             "rank": session.reducer.group.rank(),
             "part": part_of(session.model_group),
+            "orders": orders_of(self._door.parameters),
             "step": session.step,
             "sparse_since": self._sparse_since,
             "budget": self.wish.budget,
@@ -314,7 +312,7 @@ class SparseFusion:
         group, ranks = session.reducer.group, session.reducer.group.size()
 
         def check():
-            found.extend(checked_states(state, group, session.sizes, part_of(session.model_group)))
+            found.extend(checked_states(state, group, self._door.parameters, part_of(session.model_group)))
             has = " and ".join(what for what in ("plan", "candidates") if found[0][what])
             return f"{'its own state' if isinstance(state, Mapping) else 'the list of all states'}, with {has or 'no plan'}"
 

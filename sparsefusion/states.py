@@ -18,18 +18,26 @@ def part_of(model_group) -> list[int]:
     return [0, 1] if model_group is None else [model_group.rank(), model_group.size()]
 
 
-def checked_states(state, group, sizes: Mapping[str, int], part) -> list[dict]:
+def orders_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """{name: strides} of what does not lie in memory as it is indexed (channels_last): residuals lie as gradients do."""
+    return {name: [*p.stride()] for name, p in parameters.items() if not p.is_contiguous()}
+
+
+def checked_states(state, group, parameters: Mapping[str, torch.Tensor], part) -> list[dict]:
     """`state`, this rank's or a list of all ranks' of a run, as a list.
 
-    group: of those who go on; None: of a list it is not asked. sizes: {name: numel} of this rank's gradients. part: this
-    rank's (`part_of`). ValueError: what they are a state of is something else.
+    group: of those who go on; None: of a list it is not asked. parameters: this rank's. part: this rank's (`part_of`).
+    ValueError: what they are a state of is something else.
     """
     alone = isinstance(state, Mapping)
     if not alone and not isinstance(state, list | tuple):
         raise ValueError(f"{type(state).__name__} is no state of SparseFusion, nor a list of them")
     states = [state] if alone else list(state)
+    sizes, orders = {name: p.numel() for name, p in parameters.items()}, orders_of(parameters)
     for each in states:
         _check(each, sizes)
+        if (saved := each.get("orders", orders)) != orders:  # states of older code do not say it
+            raise ValueError(f"a state of parameters that lie otherwise in memory: strides {saved}, and here {orders}")
         if each.get("part", part) != part:  # states of older code do not say it
             raise ValueError(
                 f"the state of part {each['part']} of a model, and this rank's is {part} (number, of how many)"

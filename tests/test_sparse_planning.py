@@ -40,12 +40,15 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
 
     def run(rank):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from torch.distributed.optim import _apply_optimizer_in_backward
 
         hooked, ours = DDP(Net()), DDP(Net())
         hooked.register_comm_hook(None, allreduce_hook)
         fusion = quiet().attach(ours)
         builtin = DDP(Net())
         builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        fused = Net()
+        _apply_optimizer_in_backward(torch.optim.SGD, fused.parameters(), {"lr": 0.1})
         with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
             without_buckets = DDP(Net())
         for target, why in (
@@ -60,6 +63,7 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
                 "this DDP takes no communication hook: register_comm_hook",
             ),  # as before: nothing of ours was left
             (without_buckets, "has the python reducer"),
+            (DDP(fused), "optimizers in its backward"),
             (ours, "another SparseFusion is attached"),
             (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
             (DDP(Embedded()), "words has sparse=True"),

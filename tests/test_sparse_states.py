@@ -328,6 +328,28 @@ def test_another_parts_state_is_refused(ranks, tp, dp):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_a_state_of_parameters_that_lie_otherwise_is_refused(ranks, world):
+    """Residuals lie as gradients do in memory; in the same order they are taken."""
+
+    def run(rank):
+        def attached(order):
+            model = DDP(torch.nn.Conv2d(17, 33, 3).to(memory_format=order))
+            return model, force(quiet(density=0.05).attach(model), mode="bucket", whole=())
+
+        model, fusion = attached(torch.channels_last)
+        model(torch.randn(2, 17, 9, 9)).square().mean().backward()
+        state = fusion.state_dict()
+        _, same = attached(torch.channels_last)
+        same.load_state_dict(state)
+        _, other = attached(torch.contiguous_format)
+        with pytest.raises(ValueError, match=r"strides {'weight': \[153, 1, 51, 17\]}, and here {}"):
+            other.load_state_dict(state)
+        return same.state_dict()["residuals"]["weight"].any()
+
+    assert all(ranks(run, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_states_of_something_else_are_refused(ranks, world):
     def run(rank):
         model = DDP(Net())
