@@ -51,23 +51,19 @@ class Cell:
 
     ranks: int
     rate: str
-    hidden: int = 384
+    hidden: int
 
     def __str__(self):
         return f"{self.ranks}, {self.rate}"
 
 
-SMALL = [
-    (2, "100mbit"),
-    (2, "200mbit"),
-    (2, "500mbit"),
-    (2, "1gbit"),
-    (2, "none"),
-    (4, "200mbit"),
-    (4, "1gbit"),
-    (4, "none"),
-]
-CELLS = [*(Cell(*small) for small in SMALL), Cell(2, "500mbit", 896), Cell(2, "1gbit", 896)]
+RATES = {
+    (2, 384): ("100mbit", "200mbit", "500mbit", "1gbit", "none"),
+    (4, 384): ("100mbit", "200mbit", "500mbit", "1gbit", "none"),
+    (2, 896): ("200mbit", "500mbit", "1gbit", "none"),
+    (4, 896): ("1gbit",),
+}
+CELLS = [Cell(ranks, rate, hidden) for (ranks, hidden), rates in RATES.items() for rate in rates]
 
 
 class Copy:
@@ -199,7 +195,7 @@ def row(cell: Cell, measured: dict) -> list[str]:
 
 def plot(results: dict) -> None:
     """Times dense's speed, by cell."""
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
     names = ["torch fp16", "PowerSGD", "layerwise", "auto"]
     for number, name in enumerate(names):
         heights = [each["seconds"]["dense"] / each["seconds"][name] for each in results.values()]
