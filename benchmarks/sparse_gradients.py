@@ -1,4 +1,4 @@
-"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 65 min; root).
+"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 105 min; root).
 
 The claims, of a Mamba-2 of 4 M parameters in torch's DDP at density 0.01: `auto` makes a step at least 4 times as fast as
 dense at 200 mbit on 2 ranks (where no messages at all make it 5 times as fast), 3 times on 4, 1.15 times at 1 gbit, and

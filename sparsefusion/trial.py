@@ -12,7 +12,7 @@ from .session import Watcher
 
 MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
 ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
-BEHIND = 0.2  # over the root of the rounds so far: a plan that takes this much more than the best has no further turns
+BEHIND, WANING = 0.2, 0.7  # a plan that takes BEHIND / rounds**WANING more than the best one has no further turns
 WORTH = 0.95  # of a dense step's time, in the middle one of the rounds: else a plan is not worth its losses
 MOSTLY = 0.75  # of the rounds are like that: then dense needs no further turns
 LEAST = 3  # rounds, unless dense takes CLOSE times as long
@@ -90,7 +90,7 @@ class Trial(Watcher):
         self._rounds.append({mode: next(medians) for mode in self._seconds})
         seconds = {mode: next(medians) for mode in self._samples}
         best, *others = sorted(self._seconds, key=seconds.get)
-        most = (1 + BEHIND / math.sqrt(len(self._rounds))) * seconds[best]
+        most = (1 + BEHIND / len(self._rounds) ** WANING) * seconds[best]
         of_dense = self._of_dense(best)
         sure = sum(each <= WORTH for each in of_dense) >= MOSTLY * len(of_dense)
         known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
