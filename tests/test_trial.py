@@ -55,7 +55,7 @@ def tried(monkeypatch, tale, dense=1.0, after=0, turns=None, resumed=None):
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_trial_goes_on_after_its_last_complete_round(ranks, monkeypatch, world):
     def run(rank):
-        tale = {"a": [0.5], "b": [0.47], "c": [0.9], "dense": [1.0]}
+        tale = {"a": [0.49], "b": [0.47], "c": [0.9], "dense": [1.0]}
         mode, seconds, steps = tried(monkeypatch, tale)
         again = tried(monkeypatch, tale, resumed=6 * STEPS + 1)  # in the third round, the second one of "a" and "b"
         assert mode == again[0] == "b" and again[1] == pytest.approx(seconds)
@@ -81,10 +81,12 @@ def test_the_fastest_stays(ranks, monkeypatch, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_plan_may_be_the_further_behind_the_less_is_known(ranks, monkeypatch, world):
     def run(rank):
-        _, _, steps = tried(monkeypatch, {"a": [0.47], "b": [0.4]})  # 1.175: within 1 + 0.2, not 1 + 0.2 / sqrt(2)
+        _, _, steps = tried(monkeypatch, {"a": [0.47], "b": [0.4]})  # 1.175: within 1 + 0.2, not 1 + 0.2 / 2**0.7
         assert steps.count("a") == 2 * STEPS
-        mode, _, steps = tried(monkeypatch, {"a": [0.47, 0.38], "b": [0.4]})  # a bad start
+        mode, _, steps = tried(monkeypatch, {"a": [0.47, 0.385], "b": [0.4]})  # a bad start
         assert mode == "a" and steps.count("a") == ROUNDS * STEPS
+        _, _, steps = tried(monkeypatch, {"a": [0.427], "b": [0.4]})  # 1.0675: within 1 + 0.2 / 4**0.7
+        assert steps.count("a") == 5 * STEPS
 
     ranks(run, world)
 
@@ -96,7 +98,7 @@ def test_what_is_not_surely_faster_than_dense_is_not_worth_it(ranks, monkeypatch
         assert tried(monkeypatch, {"a": [0.94], "dense": [1.0]})[0] == "a"
         assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "a"  # in 5 rounds of 8
         assert tried(monkeypatch, {"a": [0.92, 0.99, 0.99, 0.99, 0.99, 0.92], "dense": [1.0]})[0] == "dense"
-        mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.92, 0.92, 0.92, 0.99], "dense": [1.0]})
+        mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.94, 0.94, 0.94, 0.99], "dense": [1.0]})
         assert mode == "dense" and steps.count("dense") == 8 * STEPS  # though not in the first four
         mode, _, steps = tried(monkeypatch, {"a": [0.99, 0.5], "dense": [1.0]})  # far ahead before it is sure
         assert mode == "a" and steps.count("dense") == 4 * STEPS
