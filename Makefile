@@ -11,7 +11,7 @@ WORKERS := -n 2 --dist worksteal
 TESTS ?=
 # -qq: errors only; pip's warnings are about its own configuration.
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
-BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*.py)))
 
 .PHONY: env demo test test-all lint bench
 .DELETE_ON_ERROR:
@@ -20,7 +20,7 @@ env: .venv/stamp
 	@cat .venv/stamp
 
 # The stamp's text is the line that `make env` prints.
-.venv/stamp: setup.py pyproject.toml Makefile $(wildcard */_native/*.[ch])
+.venv/stamp: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
 	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (a minute or two)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
@@ -41,6 +41,7 @@ test-all: .venv/stamp
 
 lint: .venv/stamp
 	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check --quiet .
 
 # The first line of a benchmark is its docstring, which ends in "(about N min)".
 bench: .venv/stamp

@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from sparsefusion.native import digest, skipped, sources  # noqa: E402
+from sparsefusion.native.library import LIBRARY_NAME, digest, skipped, sources  # noqa: E402
 
 FLAGS = ["-std=gnu11", "-O3", "-fno-wrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 # Sums within a kernel may be added in any order (sparsefusion's sums between ranks may not).
@@ -37,19 +37,23 @@ class BuildKernels(build_ext):
                 if flags is ATTEMPTS[-1]:
                     raise
 
+    def get_ext_filename(self, name):
+        """`PACKAGE/native/libkernels.so`: ctypes loads it, so one file serves every version of Python."""
+        return str(Path(*name.split(".")[:-1], LIBRARY_NAME))
+
     def get_export_symbols(self, extension):
         """What ctypes loads needs no PyInit function."""
         return []
 
 
 def kernels(package) -> Extension:
-    """The library of a package: `package`/_native/kernels.*.so."""
+    """The library of a package: `package`/native/libkernels.so."""
     files = [str(path.relative_to(HERE)) for path in sources(package, HERE)]
     macros = [("SOURCES", f'"{digest(package, HERE)}"')]
     return Extension(
-        f"{package}._native.kernels",
+        f"{package}.native.libkernels",
         [name for name in files if name.endswith(".c")],
-        include_dirs=["sparsefusion/_native"],
+        include_dirs=["sparsefusion/native"],
         define_macros=macros,
         optional=True,
     )

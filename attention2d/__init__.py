@@ -3,13 +3,13 @@
 Names are imported on first use.
 """
 
-from sparsefusion.lazy import exporting
+from sparsefusion.foundation.lazy import exporting
 
-_HOME = {name: "schedules" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
-    "Tree": "tree",
-    "choose": "choosing",
-    "attention": "interface",
-    "CoreAttention": "core_attention",
+_HOME = {name: "schedules.family" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
+    "Tree": "schedules.tree",
+    "choose": "schedules.choosing",
+    "attention": "schedules.sdpa",
+    "CoreAttention": "schedules.megatron",
 }
 
 __all__, __getattr__, __dir__ = exporting(__name__, _HOME)

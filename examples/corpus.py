@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from megatron_ssm.data import bigram_nats_per_byte, ngram_overlap, ngrams
+from megatron_ssm.training.data import bigram_nats_per_byte, ngram_overlap, ngrams
 
 HELD_OUT = ("binary", "calls", "dict", "import", "objects", "power", "raise", "subscriptions")
 NGRAM = 60

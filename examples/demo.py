@@ -14,8 +14,8 @@ from pathlib import Path
 
 from corpus import HELD_OUT, NGRAM, write_corpus
 
-from megatron_ssm.data import bigram_nats_per_byte, longest_shared, ngram_overlap
-from sparsefusion.arguments import quiet, run
+from megatron_ssm.training.data import bigram_nats_per_byte, longest_shared, ngram_overlap
+from sparsefusion.foundation.command_line import quiet, run
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"

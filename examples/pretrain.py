@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 -- examples/pretrain.py --tensor-model-parallel-size
 import os
 import sys
 
-from megatron_ssm.options import parse_options
-from sparsefusion.arguments import leave_on_interrupt, quiet, run
+from megatron_ssm.training.options import parse_options
+from sparsefusion.foundation.command_line import leave_on_interrupt, quiet, run
 
 
 def main():
@@ -17,7 +17,7 @@ def main():
     quiet()
 
     def command():
-        from megatron_ssm.pretraining import pretrain
+        from megatron_ssm.training.pretraining import pretrain
 
         pretrain(options)
 

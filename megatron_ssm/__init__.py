@@ -3,19 +3,19 @@
 Names are imported on first use, so that `import megatron_ssm` and command-line help load no torch.
 """
 
-from sparsefusion.lazy import exporting
+from sparsefusion.foundation.lazy import exporting
 
 _HOME = {
-    "load": "checkpoint",
-    "save": "checkpoint",
-    "build": "checkpoint",
-    "generate": "generation",
-    "stream": "generation",
-    "Engine": "engine",
-    "initialize": "initialization",
-    "Config": "config",
-    "Model": "model",
-    "Cache": "cache",
+    "load": "checkpoints.hf",
+    "save": "checkpoints.hf",
+    "build": "checkpoints.hf",
+    "generate": "inference.generation",
+    "stream": "inference.generation",
+    "Engine": "inference.engine",
+    "initialize": "models.initialization",
+    "Config": "configs.config",
+    "Model": "models.model",
+    "Cache": "layers.cache",
 }
 
 __all__, __getattr__, __dir__ = exporting(__name__, _HOME)

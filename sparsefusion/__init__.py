@@ -3,7 +3,7 @@
 Names are imported on first use, so that command-line help loads no torch.
 """
 
-from .lazy import exporting
+from sparsefusion.foundation.lazy import exporting
 
 # What `all_reduce` takes for its format.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
@@ -12,9 +12,9 @@ MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved", "of
 SPARSIFIERS = ("topk", "dgc", "gaussiank", "redsync", "sidco", "randomk")
 
 _HOME = {
-    "all_reduce": "reduction",
-    "Fabric": "fabric",
-    "SparseFusion": "sparse_fusion",
+    "all_reduce": "reduction.quantized",
+    "Fabric": "fabric.cost_model",
+    "SparseFusion": "fusion.sparse_fusion",
 }
 
 __all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS", "MODES", "SPARSIFIERS")

@@ -1,10 +1,8 @@
-"""The rules of the house, read off the source; oracle: its syntax trees, the Makefile and the README."""
+"""Rules of the source: layout, imports, docstrings, habits. Oracle: the syntax trees of its files."""
 
 import ast
-import importlib.util
 import math
-import re
-import shlex
+import statistics
 import subprocess
 import sys
 from functools import cache
@@ -12,16 +10,27 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")  # each imports only those to its left
 PRESENT = [package for package in PACKAGES if (ROOT / package / "__init__.py").exists()]
 PACKAGE_FILES = [path for package in PRESENT for path in sorted((ROOT / package).rglob("*.py"))]
-ROOMS = ("examples", "launch", "benchmarks", "tests")
-ALL_FILES = PACKAGE_FILES + [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-MEGATRON_FILES = {"megatron_ssm/parallel.py", "megatron_ssm/specs.py"}
-BORROWED = {  # packages that may be missing or broken: what imports them finds out, and says so
-    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/cuda_kernels.py"},
-    ("transformer_engine", "apex"): {"megatron_ssm/fused_adam.py"},
+# The sub-packages of each package in order: each imports only those before it.
+ROOMS = {
+    "sparsefusion": (
+        "foundation native collectives fabric reduction selection planning gradients adapters fusion cli"
+    ).split(),
+    "attention2d": "layout compute cost schedules".split(),
+    "megatron_ssm": (
+        "configs native ops parallel layers decoding inference models checkpoints diagnostics training sizing "
+        "integrations cli"
+    ).split(),
+}
+FOLDERS = ("examples", "launch", "benchmarks", "tests")
+ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+MEGATRON_FILES = {"megatron_ssm/parallel/groups.py", "megatron_ssm/integrations/specs.py"}
+OPTIONAL_IMPORTS = {  # packages that may be missing or broken: one file imports them, and says so
+    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
+    ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
 }
 WORLD_NAMES = {"world", "world_size", "tp", "dp", "cp"}  # parameters that multiply to the number of ranks
 
@@ -72,19 +81,58 @@ def test_packages_import_only_packages_to_their_left():
     assert_none([f"{at(path, node)} imports {rightward(path, node)}" for path, node in found if rightward(path, node)])
 
 
-def test_doors_are_thin():
+def rooms_imported(path):
+    """The rooms of its own package that a file imports, other than its own."""
+    package, room = path.relative_to(ROOT).parts[:2]
+    names = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    rooms = {parts[1] for name in names if (parts := name.split("."))[0] == package and len(parts) > 1}
+    return rooms & set(ROOMS[package]) - {room}
+
+
+def test_every_room_is_in_the_order():
+    for package in PRESENT:
+        folders = {path.parent.name for path in (ROOT / package).glob("*/*.py")}
+        assert folders == set(ROOMS[package]), package
+
+
+def test_relative_imports_stay_in_their_room():
+    """Across rooms imports are absolute, so that a file shows which rooms it uses."""
+    found = nodes(PACKAGE_FILES, ast.ImportFrom)
+    assert_none([at(path, node) for path, node in found if node.level > 1])
+
+
+@pytest.mark.parametrize("package", PRESENT)
+def test_rooms_import_earlier_rooms_only_as_their_docstrings_say(package):
+    """The last line of a room's docstring is "May import: ..." with exactly the rooms that its files import."""
+    for index, room in enumerate(ROOMS[package]):
+        folder = ROOT / package / room
+        imported = set().union(*(rooms_imported(path) for path in folder.glob("*.py")))
+        assert imported <= set(ROOMS[package][:index]), f"{package}/{room} imports {imported}"
+        last = ast.get_docstring(tree(folder / "__init__.py")).splitlines()[-1]
+        expected = ", ".join(name for name in ROOMS[package] if name in imported) or "no other room"
+        assert last == f"May import: {expected}.", f"{package}/{room}/__init__.py"
+
+
+def test_adapters_are_thin():
     """The adapters of frameworks translate, and do nothing else: fewer than 100 lines each."""
-    doors = [ROOT / "sparsefusion" / name for name in ("torch_ddp.py", "megatron_ddp.py", "deepspeed_engine.py")]
-    assert_none([f"{path}: {count} lines" for path in doors if (count := len(path.read_text().splitlines())) >= 100])
+    adapters = [
+        ROOT / "sparsefusion" / "adapters" / name for name in ("torch_ddp.py", "megatron_ddp.py", "deepspeed_engine.py")
+    ]
+    assert_none([f"{path}: {count} lines" for path in adapters if (count := len(path.read_text().splitlines())) > 100])
 
 
 def test_megatron_core_is_imported_in_two_files():
     assert_none(importers("megatron") - MEGATRON_FILES)
 
 
-@pytest.mark.parametrize("packages", BORROWED)
+@pytest.mark.parametrize("packages", OPTIONAL_IMPORTS)
 def test_compiled_kernels_are_imported_in_one_file(packages):
-    assert importers(*packages) == BORROWED[packages]
+    assert importers(*packages) == OPTIONAL_IMPORTS[packages]
 
 
 def test_importing_megatron_ssm_loads_no_torch():
@@ -113,6 +161,28 @@ def test_no_module_has_the_name_of_an_export(package):
     modules = sorted(name for name in modules if not name.startswith("__"))
     command = [sys.executable, "-W", "ignore", "-c", EXPORTS, package, *modules]
     assert_none(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
+
+
+# Sizes
+
+
+def test_folders_have_at_most_fourteen_modules():
+    folders = {path.parent for path in ALL_FILES}
+    counts = {folder: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
+    assert_none([f"{folder.relative_to(ROOT)}: {count} modules" for folder, count in counts.items() if count > 14])
+
+
+def test_files_are_read_in_one_sitting():
+    counts = {path: len(path.read_text().splitlines()) for path in PACKAGE_FILES}
+    assert_none([f"{path.relative_to(ROOT)}: {count} lines" for path, count in counts.items() if count > 376])
+
+
+def test_functions_fit_a_screen():
+    """Half of them take ten lines or fewer, nine in ten 35 or fewer (with docstrings)."""
+    found = nodes(PACKAGE_FILES, ast.FunctionDef)
+    lines = [node.end_lineno - node.lineno + 1 for _, node in found]
+    assert statistics.median(lines) <= 10
+    assert statistics.quantiles(lines, n=10)[-1] <= 35
 
 
 # Docstrings
@@ -223,98 +293,10 @@ def test_tests_of_ranks_run_two_world_sizes():
     """Each takes `world`, `world_size`, `tp`, ... from a parametrize mark with at least two literal values."""
     lonely = [
         f"{at(path, node)} {node.name}"
-        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
         for owner, node in definitions(tree(path))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
         if "ranks" in {argument.arg for argument in node.args.args}
         if all(len(world_sizes(names, rows)) < 2 for names, rows in parametrizations(path, owner, node))
     ]
     assert_none(lonely)
-
-
-# What the documentation promises
-
-
-def command_lines(text):
-    """The shell words of each command in ```sh and ```bash blocks."""
-    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield shlex.split(re.sub(r"^(\$ )?(\w+=\S* )*", "", line), comments=True)
-
-
-def missing_from(words):
-    """The make targets, scripts and modules that a command names and the checkout lacks."""
-    if words[:1] == ["make"]:
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return [word for word in words[1:] if "=" not in word and not word.startswith("-") and word not in targets]
-    if not words or Path(words[0]).name not in {"python", "python3", "torchrun", "deepspeed"}:
-        return []
-    modules = [name for flag, name in zip(words, words[1:], strict=False) if flag == "-m"]
-    scripts = [word for word in words if word.endswith(".py")]
-    return [name for name in modules if not runnable(name)] + [name for name in scripts if not (ROOT / name).exists()]
-
-
-def runnable(module):
-    """Whether `python -m module` finds something: in the checkout where the package is ours, else installed."""
-    top, *rest = module.split(".")
-    if top not in PACKAGES:
-        return importlib.util.find_spec(top) is not None
-    path = ROOT.joinpath(top, *rest)
-    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-
-
-def test_the_commands_of_the_readme_exist():
-    readme = ROOT / "README.md"
-    text = readme.read_text() if readme.exists() else ""
-    missing = [f"{shlex.join(words)}: no {name}" for words in command_lines(text) for name in missing_from(words)]
-    assert_none(missing)
-
-
-def test_benchmarks_tell_how_long_they_take():
-    """`make bench` prints the first line of each, which says "(about N min)"."""
-    benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")]
-    silent = [path.name for path in benchmarks if not re.search(r"about \d+ min", path.read_text().partition("\n")[0])]
-    assert_none(silent)
-
-
-MARKED = re.compile(r"^<!-- ([\w-]+) -->$", re.MULTILINE)
-
-
-def tables():
-    """{name: benchmark} of every table that a benchmark publishes."""
-    calls = nodes(sorted((ROOT / "benchmarks").glob("[!_]*.py")), ast.Call)
-    return {node.args[0].value: path.name for path, node in calls if ast.unparse(node.func).endswith("publish")}
-
-
-def test_every_benchmark_has_its_table_in_the_readme():
-    """Between markers that follow one another: its name, the table, end."""
-    text = (ROOT / "README.md").read_text()
-    markers = MARKED.findall(text)
-    assert markers[1::2] == ["end"] * (len(markers) // 2) and len(markers) % 2 == 0, markers
-    assert sorted(markers[::2]) == sorted(tables()) and len(tables()) >= 4
-    for name in tables():
-        table = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].splitlines()
-        assert len(table) >= 3 and all(line.startswith("| ") and line.endswith(" |") for line in table), name
-        assert set(table[1]) == set("| -") and len({line.count(" | ") for line in table}) == 1, name
-
-
-@pytest.mark.parametrize("emptied", ("", *sorted(tables())))
-def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch):
-    """Also where it is empty, or another one is; a table that the README lacks is an error and changes nothing."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    shared, copy = importlib.import_module("_tables"), tmp_path / "README.md"
-    monkeypatch.setattr(shared, "README", copy)
-    text = (ROOT / "README.md").read_text()
-    if emptied:
-        text = re.sub(rf"(<!-- {emptied} -->\n).*?(<!-- end -->)", r"\1\2", text, count=1, flags=re.DOTALL)
-        assert f"<!-- {emptied} -->\n<!-- end -->" in text
-    for name in tables():
-        copy.write_text(text)
-        shared.publish(name, shared.markdown(["a", "b"], [["1", r"\1"]]))
-        before, rest = text.split(f"<!-- {name} -->\n")
-        after = rest[rest.index("<!-- end -->") :]
-        assert copy.read_text() == f"{before}<!-- {name} -->\n| a | b |\n| --- | --- |\n| 1 | \\1 |\n{after}"
-    copy.write_text(text)
-    with pytest.raises(ValueError, match="README.md has no table 'colours'"):
-        shared.publish("colours", "| a |")
-    assert copy.read_text() == text

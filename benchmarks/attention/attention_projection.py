@@ -1,0 +1,105 @@
+"""PROJECTION, not a measurement: attention over a million tokens on 64 to 1024 ranks, by the bytes they send (about 1 min).
+
+Bytes are exact (`volume`), forward and backward, bf16, gradients in fp32. Seconds are those of the messages: a step takes a
+third of an all-gather's time among the four H100s of examples/h100x4, which share NVLink; or at 50 GB/s, what a network card
+of 400 Gbit/s carries, without latency. Neither was measured on so many ranks. Products: 3.5 times forward's, at half of an
+H100's 989 TFLOP/s, all ranks alike; where they take longer than messages, an overlapped schedule hides those.
+"""
+
+from pathlib import Path
+
+import matplotlib
+from projection import h100s
+
+from attention2d.cost.volume import messages
+from attention2d.layout.grid import Grid
+from attention2d.layout.token_order import local_length
+from attention2d.schedules.choosing import candidates
+from benchmarks.support.tables import markdown, publish
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "attention_projection.png"
+SEQ, RANKS, FLOPS = 2**20, (64, 256, 1024), 0.5 * 989e12
+MEASURED, CARD = 4, 50e9
+PLOTTED = tuple(2**power for power in range(2, 11))
+SHAPES = {
+    "32/32 heads of 128": (32, 32, 128),
+    "64/8 heads of 128 (Llama-3-70B)": (64, 8, 128),
+    "8/1 heads of 128": (8, 1, 128),
+}
+SCHEDULES = ("ring", "paper's 2-D", "2-D", "3-D")
+
+
+def points(ranks, heads, kv_heads, head_dim) -> dict[str, Grid]:
+    """The grids compared: those called 2-D and 3-D send the fewest bytes of their kind."""
+    ordered = candidates(ranks, heads, kv_heads, head_dim, SEQ)
+    ordered.sort(key=lambda each: each.nbytes)
+    flat = next(each for each in ordered if each.ulysses == 1)
+    square = 2 ** (ranks.bit_length() // 2)
+    return {
+        "ring": Grid(0, 1, ranks, 1),
+        "paper's 2-D": Grid(0, 1, square, ranks // square),
+        "2-D": Grid(0, 1, flat.rows, flat.cols),
+        "3-D": Grid(0, ordered[0].ulysses, ordered[0].rows, ordered[0].cols),
+    }
+
+
+def sent(name, grid, shape):
+    """The messages of one rank."""
+    slots = local_length("zigzag", SEQ, grid.ranks)
+    return messages(grid, slots, 1, *shape, 2, moved=name == "paper's 2-D")
+
+
+def gigabytes(name, grid, shape) -> float:
+    """Forward and backward."""
+    volume = sent(name, grid, shape).volume
+    return (volume.forward + volume.backward) / 1e9
+
+
+def seconds(fabric, name, grid, shape) -> str:
+    """Of all messages, over NVLink and over network cards."""
+    made = sent(name, grid, shape)
+    steps = [message for message in (*made.forward, *made.backward) if message[0]]
+    nvlink = sum(count * fabric.time("all_gather", nbytes, MEASURED) / (MEASURED - 1) for count, nbytes in steps)
+    return f"{nvlink:.2g} / {gigabytes(name, grid, shape) * 1e9 / CARD:.2g} s"
+
+
+def row(fabric, title, shape, ranks) -> list[str]:
+    """A shape on so many ranks."""
+    heads, _, head_dim = shape
+    products = 3.5 * 2 * SEQ**2 * heads * head_dim / ranks / FLOPS
+    cells = []
+    for name, grid in points(ranks, *shape).items():
+        shown = f"{grid.rows} x {grid.cols}" if grid.ulysses == 1 else f"{grid.ulysses} x {grid.rows} x {grid.cols}"
+        at = "" if name == "ring" else f"{shown}: "
+        cells.append(f"{at}{gigabytes(name, grid, shape):.2f} GB, {seconds(fabric, name, grid, shape)}")
+    return [title, str(ranks), f"{products:.2g} s", *cells]
+
+
+def plot() -> None:
+    """Bytes against ranks, a panel for each shape."""
+    figure, panels = plt.subplots(1, len(SHAPES), figsize=(12, 3.8), sharey=True, layout="constrained")
+    for panel, (title, shape) in zip(panels, SHAPES.items(), strict=True):
+        for name in SCHEDULES:
+            found = [gigabytes(name, points(ranks, *shape)[name], shape) for ranks in PLOTTED]
+            panel.plot(PLOTTED, found, marker=".", label=name)
+        panel.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("GB that a rank sends, forward and backward")
+    panels[0].legend()
+    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
+
+
+def main() -> None:
+    """Compute and publish."""
+    fabric = h100s()
+    rows = [row(fabric, title, shape, ranks) for title, shape in SHAPES.items() for ranks in RANKS]
+    header = ["PROJECTION", "ranks", "products", *(f"{name}: NVLink / card" for name in SCHEDULES)]
+    publish("attention-projection", markdown(header, rows))
+    plot()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One GPU: parity with the CPU, prefill and decoding against transformers, CUDA graphs (about 4 min; needs CUDA).
+
+The claims: logits within 2e-3 of the CPU's in fp32 and the same greedy tokens; decoding >= 1.0x transformers at batch 1 and
+64, with mamba-ssm's kernels in both where they are installed (the last line says where not); graphs >= 2x without them at
+batch 1. "decode" never looks at a token, "generate" reads a prompt and looks at each. A prefill's memory is the growth of
+what torch gave out, beside the formula. The 130m shapes and a Mamba of 2.8b, random weights; fp32 where parity is the claim,
+else bf16. Without a GPU the table stays as it is.
+"""
+
+import logging
+import tempfile
+
+import torch
+import transformers
+from speed import NEW, theirs
+from transformers import AutoModelForCausalLM
+
+import megatron_ssm
+from benchmarks.support.shapes import FAMILIES, PROMPT, PUBLISHED, SHAPES, random_model
+from benchmarks.support.tables import interleaved, markdown, publish
+from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.sizing.memory import Memory
+
+BATCHES, STREAM = (1, 64), 2**28  # floats to read
+LARGE = {"Mamba 2.8b": PUBLISHED["mamba-2.8b"]}
+WARNINGS = logging.getLogger("transformers.integrations.hub_kernels")
+
+
+class Missing(logging.Handler):
+    """The functions for which transformers says that it falls back to torch."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.names = []
+        WARNINGS.setLevel(logging.WARNING)
+        WARNINGS.addHandler(self)
+
+    def emit(self, record):
+        """`NAME` is falling back ..."""
+        if "falling back" in record.getMessage():
+            self.names.append(record.getMessage().split("`")[1])
+
+
+def synchronized(function):
+    """The function, until the GPU is done."""
+
+    def run():
+        function()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def parity(directory) -> str:
+    """How far fp32 logits on the GPU are from the CPU's, and whether greedy tokens are the same."""
+    ids = torch.randint(0, 50280, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+    cpu, gpu = megatron_ssm.load(directory), megatron_ssm.load(directory, device="cuda")
+    difference = (gpu(ids.cuda()).cpu() - cpu(ids)).abs().max().item()
+    tokens = [megatron_ssm.generate(model, ids.to(model.device), max_new_tokens=NEW) for model in (cpu, gpu)]
+    return f"{difference:.0e}, {'same' if torch.equal(*tokens) else 'other'} tokens"
+
+
+def ours(model, ids):
+    """{phase: a repetition of ours}"""
+    cache = model.new_cache(len(ids), 2**20)
+    model.local_logits(ids, cache=cache, logits_to_keep=1)
+
+    def decode():
+        for _ in range(NEW):
+            model.local_logits(ids[:, :1], cache=cache)
+
+    return {
+        "prefill": lambda: model.local_logits(ids, None, model.new_cache(len(ids)), 1),
+        "decode": decode,
+        "generate": lambda: megatron_ssm.generate(model, ids, max_new_tokens=NEW),
+    }
+
+
+def memory_of(prefill, memory, batch) -> str:
+    """What torch's allocator gave out for a prefill at its peak, and what the formula says."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    prefill()
+    return f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.2f} / {memory.prefill(batch, PROMPT) / 1e9:.2f} GB"
+
+
+def rows(shape, directory, agreement) -> list[list[str]]:
+    """The table's lines of one shape."""
+    where = dict(dtype=torch.bfloat16, device="cuda")
+    eager, graph = (megatron_ssm.load(directory, graphs=on, **where) for on in (False, True))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda().eval()
+    weights, stream = sum(p.nbytes for p in graph.parameters()), torch.ones(STREAM, device="cuda")
+    memory = STREAM * 4 / interleaved({"read": synchronized(stream.sum)})["read"]
+    lines = []
+    for batch in BATCHES:
+        ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device="cuda")
+        options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        whole = {"generate": lambda ids=ids, options=options: model.generate(ids, **options)}
+        engines = {"theirs": theirs(model, ids) | whole, "eager": ours(eager, ids), "graph": ours(graph, ids)}
+        formula = Memory(graph.config, on_cuda=True)
+        for phase in ("prefill", "decode", "generate"):
+            seconds = interleaved({name: synchronized(phases[phase]) for name, phases in engines.items()})
+            steps = NEW if phase == "decode" else 1
+            each = [f"{seconds[name] / steps * 1e3:.2f} ms" for name in engines]
+            moved = weights + 2 * formula.state * batch
+            share = f"{moved * steps / seconds['graph'] / memory:.0%}" if phase == "decode" else ""
+            if phase == "prefill":
+                share = memory_of(engines["eager"]["prefill"], formula, batch)
+            gains = [f"{seconds[other] / seconds['graph']:.2f}x" for other in ("theirs", "eager")]
+            lines.append([shape, agreement, str(batch), phase, *each, *gains, share])
+    return lines
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure every shape and publish the table."""
+    if not torch.cuda.is_available():
+        print("no GPU here: the table stays as it is")
+        return
+    missing, table = Missing(), []
+    FAMILIES.update(LARGE)
+    for shape in (*SHAPES, *LARGE):
+        with tempfile.TemporaryDirectory() as directory:
+            random_model(shape, directory)
+            table += rows(shape, directory, parity(directory) if shape in SHAPES else "")
+    header = [torch.cuda.get_device_name(), f"fp32 and the CPU's logits, {NEW} tokens", "batch", f"prompt {PROMPT}"]
+    header += ["transformers", "ours, eager", "ours, graphs", "over transformers", "over eager",
+               "of the memory's speed; prefill: GB, measured / formula"]  # fmt: skip
+    theirs_are = f"torch's {', '.join(missing.names)}" if missing.names else "mamba-ssm's and causal-conv1d's"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, whose kernels are {theirs_are}"
+    table.append([f"{kernels_line('cuda', torch.bfloat16)}; {versions}", *[""] * (len(header) - 1)])
+    publish("cuda", markdown(header, table))
+
+
+if __name__ == "__main__":
+    main()

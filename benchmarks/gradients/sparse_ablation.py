@@ -1,0 +1,192 @@
+"""SSFusion's steps one by one, and what planning costs (about 15 min; root).
+
+The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others
+are selected brings nothing on a CPU. Planning 500 gradients in all modes, from what was measured to JSON, takes 50 ms at
+most. Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients, and they take turns, each a step that
+does not count and one that does, repeated if the hypervisor took the cores away in it; medians. Dense is torch's DDP as it
+comes; it, too, is measured in the buckets of 0.2 MB that the others are planned from. The last one is the plan of the one
+before, measured a second time.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support.cells import cell_arguments, measure_cell, write_result
+from benchmarks.support.learner import Learner, step, warm_turn
+from benchmarks.support.tables import markdown, publish
+from sparsefusion import MODES, SparseFusion
+from sparsefusion.fabric.measurement import repetitions
+from sparsefusion.fusion.dry_run import dry_run
+from sparsefusion.fusion.profiling import Sampled
+from sparsefusion.planning.plan import Buffer, Plan
+from sparsefusion.planning.planner import Wish, corrected, plans_of, predict
+from sparsefusion.planning.timeline import Costs, Tensor, Timeline
+from sparsefusion.selection.indices import PLACE_BYTES
+
+REPETITIONS, DENSITY, LAYERS, HIDDEN, BUCKET_MB = 20, 0.01, 24, 192, 0.2
+PLANNED = ((100, 10), (500, 20), (500, 128), (500, 500))  # gradients and buckets
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Ranks behind links."""
+
+    ranks: int
+    rate: str
+
+    def __str__(self):
+        return f"{self.ranks}, {self.rate}"
+
+
+CELLS = [Cell(2, "200mbit"), Cell(2, "1gbit"), Cell(4, "200mbit"), Cell(4, "1gbit")]
+
+
+def changed(plan: Plan, how) -> Plan:
+    """With `how` done to each buffer's units."""
+    return replace(plan, buffers=tuple(Buffer(tuple(map(how, buffer.units))) for buffer in plan.buffers))
+
+
+def density(plan: Plan, unit) -> int:
+    """The k that was asked for."""
+    return max(1, int(plan.density * unit.numel))
+
+
+def dense(plan: Plan) -> Plan:
+    """The framework's own reduction."""
+    return replace(plan, mode="dense", buffers=())
+
+
+def fused(plan: Plan) -> Plan:
+    """All gradients are sent sparsely."""
+    return changed(plan, lambda unit: replace(unit, k=density(plan, unit)))
+
+
+def alone(plan: Plan) -> Plan:
+    """And every gradient in a message of its own."""
+    return replace(plan, buffers=tuple(Buffer((unit,)) for buffer in fused(plan).buffers for unit in buffer.units))
+
+
+def selective(plan: Plan) -> Plan:
+    """What goes sparsely has the density that was asked for."""
+    return changed(plan, lambda unit: replace(unit, k=density(plan, unit)) if unit.k else unit)
+
+
+def interleaved(plan: Plan) -> Plan:
+    """What goes whole leaves before the rest is selected."""
+    return replace(plan, mode="interleaved")
+
+
+CONTESTANTS = {  # made from one selective plan
+    "in 0.2 MB": dense, "each gradient alone": alone, "fused": fused, "+ selective": selective,
+    "+ density-aware": lambda plan: plan, "+ interleaved": interleaved, "that again": interleaved,
+}  # fmt: skip
+
+
+class Dense:
+    """A copy of the model, trained by torch's DDP."""
+
+    def __init__(self, **options):
+        self.loss = DistributedDataParallel(Learner(LAYERS, HIDDEN), **options)
+        self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=1e-3)
+
+    def step(self):
+        """One, on random tokens."""
+        step(self.loss, self.optimizer)
+
+    def sent(self) -> dict:
+        """Bytes that a rank sends in a step."""
+        ranks, numel = dist.get_world_size(), sum(p.numel() for p in self.loss.parameters())
+        return {"bytes": 8 * (ranks - 1) / ranks * numel}
+
+
+class Contestant(Dense):
+    """One that is trained by a plan; None: by the one that is made here."""
+
+    def __init__(self, plan=None):
+        super().__init__(bucket_cap_mb=BUCKET_MB)
+        mode = "selective" if plan is None else plan.mode
+        self.fusion = SparseFusion(DENSITY, mode=mode, report=lambda text: None).attach(self.loss)
+        if plan is not None:
+            self.fusion.load_state_dict(self.fusion.state_dict() | {"plan": plan.to_json()})
+        for _ in range(6):
+            self.step()
+
+    def sent(self) -> dict:
+        """Bytes that a rank sends in a step, and in how many messages."""
+        plan, ranks = self.fusion.plan, dist.get_world_size()
+        if not plan.buffers:
+            return super().sent()
+        dense, sparse, _ = plan.sent_numbers
+        messages = [any(unit.k == 0 for unit in b.units) + any(unit.k for unit in b.units) for b in plan.buffers]
+        return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + PLACE_BYTES) * sparse), "messages": sum(messages)}
+
+
+def measure(out) -> None:
+    """One rank's part of a cell."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    plan = Contestant().fusion.plan
+    contestants = {"dense": Dense()} | {name: Contestant(how(plan)) for name, how in CONTESTANTS.items()}
+    turns = [partial(warm_turn, contestant.step) for contestant in contestants.values()]
+    rows = repetitions(turns, dist.group.WORLD, "cpu", REPETITIONS)
+    if dist.get_rank() == 0:
+        seconds = rows.median(0).values.tolist()
+        write_result(out, [c.sent() | {"seconds": s} for c, s in zip(contestants.values(), seconds, strict=True)])
+    dist.destroy_process_group()
+
+
+def planning(count, buckets) -> float:
+    """Seconds from a timeline and costs to all modes' plans on another rank: so many gradients, links of 1 ms, 25 MB/s."""
+    sizes = [768 * 3072, 256, 768, 24, 24, 24, 768 * 768, 768, 2304] * count
+    tensors = [Tensor(f"w{i}", n, 2 if n > 4000 else 1, 0.1 + 1e-3 * i) for i, n in enumerate(sizes[:count])]
+    each = -(-count // buckets)
+    names = [tensor.name for tensor in tensors]
+    atoms = tuple(tuple(names[i : i + each]) for i in range(0, count, each))
+    points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
+    fabric = Sampled({"all_reduce": points, "all_gather": points})
+    costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
+    watched, wish, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), Wish(DENSITY), []
+    for _ in range(5):
+        start = time.perf_counter()
+        right = corrected(costs, watched)
+        plans = plans_of(MODES[:-1], wish, watched, right, early=True)
+        seconds = {mode: predict(plan, wish, watched, right) for mode, plan in plans.items()}
+        dry_run(plans, seconds, wish, watched)
+        for plan in plans.values():
+            Plan.from_json(plan.predicting(seconds).to_json())
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def row(cell, measured) -> list[str]:
+    """A line of the ablation."""
+    dense, *ours = measured
+    texts = [f"{dense['seconds'] / each['seconds']:.2f}x" for each in ours]
+    sent = [
+        f"{each['bytes'] / 1e3:.0f} kB" + (f" in {each['messages']}" if "messages" in each else "") for each in ours
+    ]
+    return [
+        str(cell),
+        f"{1e3 * dense['seconds']:.0f} ms",
+        *(f"{text}, {how}" for text, how in zip(texts, sent, strict=True)),
+    ]
+
+
+def main() -> None:
+    """Measure every cell; publish both tables."""
+    rows = [row(cell, measure_cell(__file__, cell.ranks, cell.rate)) for cell in CELLS]
+    publish("sparse-ablation", markdown(["ranks, links", "dense", *CONTESTANTS], rows))
+    lines = [[f"{count} in {buckets}", f"{1e3 * planning(count, buckets):.0f} ms"] for count, buckets in PLANNED]
+    publish("sparse-planning", markdown(["gradients, in buckets of the framework", "planning all modes"], lines))
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else measure(*arguments)

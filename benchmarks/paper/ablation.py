@@ -1,0 +1,163 @@
+"""What each step of the paper's design is worth: a token at 256/256, naive sharding to quantized sums (about 10 min; root).
+
+The claim: cached decoding >= 10x faster than recomputing the sequence, in shared memory. Mamba-1 of the 130m shape on two
+ranks of one thread. Naive sharding is the paper's: four collectives a block, because packed activations are put together
+again after in_proj and around the convolution; nothing is cached, so every token is a forward pass of what stands before
+it (of 384 tokens, those of the one in the middle: the time of a pass is linear in its length). Medians of 10.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1")
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megatron_ssm
+from benchmarks.support.cells import cell_arguments, measure_cell, write_result
+from benchmarks.support.shapes import PROMPT, random_model
+from benchmarks.support.tables import markdown, publish
+from megatron_ssm.ops.matrices import linear
+from megatron_ssm.ops.scan import selective_scan
+from megatron_ssm.parallel.layers import gather_last
+from sparsefusion.fabric.measurement import repetitions, timed
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
+BEFORE = PROMPT + PROMPT // 2  # the tokens that stand before the one in the middle
+LINKS = {"shared memory": None, "gloo": None, "1gbit": "1gbit", "200mbit": "200mbit"}
+STEPS = {
+    "naive sharding, nothing cached": "naive",
+    "split by channel": "split",
+    "+ cache": "fp32",
+    "+ fp16 sums": "fp16",
+    "+ int8 sums": "int8",
+}
+PAPER = {"A6000, the paper's": (9000, 717.4, 83.2, 73.2), "A100, the paper's": (3100, 201.3, 18.2, 16.2)}
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "ablation.png"
+
+
+class NaiveMixer(nn.Module):
+    """A MambaMixer whose packed projection is cut into equal rows, whatever field they belong to. Nothing is cached."""
+
+    def __init__(self, mixer, ranks):
+        super().__init__()
+        self.mixer, self.ranks = mixer, ranks
+        whole = torch.cat([ranks.gather(field.detach()).flatten(0, 1) for field in mixer.in_proj.weight.parameters()])
+        self.rows = whole.chunk(ranks.size)[ranks.rank].clone()
+        self.mine = slice(ranks.rank * mixer.channels, (ranks.rank + 1) * mixer.channels)
+
+    def forward(self, hidden, call, cache=None):
+        """hidden (batch, seq, hidden) -> the same, by two all-gathers and two all-reduces."""
+        mixer = self.mixer
+        x, z = gather_last(linear(hidden, self.rows), self.ranks).chunk(2, dim=-1)
+        x, _ = mixer.conv(x[..., self.mine])
+        x = gather_last(x, self.ranks)[..., self.mine].contiguous()
+        dt, B, C = mixer._sum(linear(x, mixer.x_proj)).split(mixer.splits, dim=-1)
+        dt = linear(dt, mixer.dt_proj)
+        y, _ = selective_scan(x, dt, mixer.A_log, B, C, mixer.D, z[..., self.mine], mixer.dt_bias)
+        return mixer.out_proj(y)
+
+
+def load(directory, link, step):
+    """The model of one step of the ablation."""
+    reduce = step if step in ("fp16", "int8") else "fp32"
+    shared = link == "shared memory"
+    model = megatron_ssm.load(directory, dist.group.WORLD, reduce=reduce, shared_memory=shared)
+    if step == "naive":
+        for block in model.layers:
+            block.mixer = NaiveMixer(block.mixer, model.ranks)
+    return model
+
+
+def check(models, ids) -> None:
+    """The naive model is the same model."""
+    ours, naive = (models[step].local_logits(ids, logits_to_keep=1) for step in ("split", "naive"))
+    torch.testing.assert_close(naive, ours, rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+def cell(out, link, directory) -> None:
+    """One rank's part: {step: seconds per token}."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    models = {step: load(directory, link, step) for step in STEPS.values()}
+    ids = torch.randint(0, models["split"].config.vocab_size, (1, BEFORE), generator=torch.Generator().manual_seed(0))
+    check(models, ids[:, :PROMPT])
+    recomputed = ("naive", "split")
+    passes = [timed(lambda s=step: models[s].local_logits(ids, logits_to_keep=1)) for step in recomputed]
+    medians = repetitions(passes, group, "cpu", 10).median(0).values.tolist()
+    seconds = dict(zip(recomputed, medians, strict=True))
+    cached = [step for step in models if step not in seconds]
+    models["again"] = models["fp32"]
+    caches = {step: models[step].new_cache(1) for step in (*cached, "again")}
+
+    def decode(step):
+        for _ in range(NEW):
+            models[step].local_logits(ids[:, :1], cache=caches[step])
+
+    for step in caches:
+        models[step].local_logits(ids[:, :PROMPT], cache=caches[step], logits_to_keep=1)
+    medians = repetitions([timed(lambda s=step: decode(s)) for step in caches], group, "cpu", 10).median(0).values
+    seconds |= dict(zip(caches, (medians / NEW).tolist(), strict=True))
+    if dist.get_rank() == 0:
+        write_result(out, seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def column(milliseconds) -> list[str]:
+    """Cells of one link: each step's time, and by how much it is faster than the one before."""
+    cells = [f"{milliseconds[0]:.0f}"]
+    for before, now in zip(milliseconds, milliseconds[1:], strict=False):
+        cells.append(f"{now:.1f} ({before / now:.2f}x)" if before / now < 10 else f"{now:.1f} ({before / now:.0f}x)")
+    return cells + ["-"] * (len(STEPS) - len(cells))
+
+
+def spread(seconds) -> str:
+    """The difference between two identical runs of cached decoding."""
+    return f"{abs(seconds['again'] / seconds['fp32'] - 1):.0%}"
+
+
+def plot(columns) -> None:
+    """Bars: steps side by side, links as groups."""
+    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.08, 1, 0.92))
+    for index, step in enumerate(STEPS):
+        heights = [times[index] if index < len(times) else 0 for times in columns.values()]
+        axes.bar([place + index * 0.17 for place in range(len(columns))], heights, 0.16, label=step)
+    axes.set(yscale="log", ylabel="ms per token", title=f"{SHAPE}, two ranks, 256 tokens in and out")
+    axes.set_xticks([place + 0.34 for place in range(len(columns))], columns, fontsize=8)
+    figure.legend(fontsize=7, ncols=len(STEPS), loc="lower center")
+    axes.grid(True, axis="y", alpha=0.3)
+    figure.savefig(PLOT, dpi=80)
+
+
+def main() -> None:
+    """Measure on every link, plot, publish."""
+    columns, spreads = {}, []
+    with tempfile.TemporaryDirectory() as directory:
+        random_model(SHAPE, directory)
+        for link, rate in LINKS.items():
+            seconds = measure_cell(__file__, RANKS, rate, link, directory)
+            columns[link] = [seconds[step] * 1e3 for step in STEPS.values()]
+            spreads.append(spread(seconds))
+    columns |= PAPER
+    plot(columns)
+    table = zip(*(column(times) for times in columns.values()), strict=True)
+    header = ["ms per token (faster than the line above)", *columns]
+    rows = [[step, *cells] for step, cells in zip(STEPS, table, strict=True)]
+    rows.append(["spread of two identical runs of cached decoding", *spreads, *["-"] * len(PAPER)])
+    publish("ablation", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else cell(*arguments)

@@ -1,0 +1,73 @@
+"""PROJECTION, not a measurement: published shapes on 1 to 8 H100s, from what four H100s were measured to take (about 1 min).
+
+A token that follows 1024 others takes the bytes it reads (a shared block's at each use; keys and values) over 0.7 of an
+H100's 3.35 TB/s, and its all-reduces' time by the fabric of examples/h100x4 (four GPUs; two and eight are extrapolated).
+Extrapolated times are intervals: from a latency that does not grow with the ranks to one that grows like a ring's. "Graph"
+is all-reduce latency inside CUDA graphs; what the host takes to launch kernels is in neither. bf16 weights, fp32 states and
+sums; the longest prompt is that of mamba-ssm's kernels.
+"""
+
+from pathlib import Path
+
+from benchmarks.support.shapes import PUBLISHED
+from benchmarks.support.tables import markdown, publish
+from megatron_ssm import Config
+from megatron_ssm.sizing.advise import decoding_shape
+from megatron_ssm.sizing.memory import Memory
+from sparsefusion.fabric.advice import best_degree
+from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.fabric.readers import extended, read_curves
+
+FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
+DEGREES, BATCHES, PROMPT, GB = (1, 2, 4, 8), (1, 64), 1024, 1e9
+CAPACITY, MEASURED = 80 * GB, (1, 4)
+
+
+def h100s() -> Fabric:
+    """Four H100s: small messages as a token's all-reduces were timed, larger ones as nccl-tests did."""
+    sweeps = [read_curves(FILES / f"{name}.csv", name, 4)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
+    return Fabric(tuple(extended(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
+
+
+def row(name, config, fabric, degree) -> list[str]:
+    """A model on so many GPUs."""
+    memory = Memory(config, degree)
+    held = memory.weights + memory.cache(max(BATCHES), PROMPT)
+    cells = [name, str(degree), f"{memory.weights / GB:.1f} GB", f"{held / GB:.1f} GB"]
+    if held > CAPACITY:
+        return [*cells, *["does not fit"] * 3]
+    shape = decoding_shape(name, config, degree, length=PROMPT)
+    for batch in BATCHES:
+        found = (
+            best_degree(shape, fabric, [degree], batch, mode=mode, extrapolate=True).rows[0]
+            for mode in ("eager", "graph")
+        )
+        cells.append(" / ".join(map(milliseconds, found)))
+    return [*cells, f"{Memory(config, degree, on_cuda=True).longest_prompt(CAPACITY, 256):,}"]
+
+
+def milliseconds(found) -> str:
+    """Of a measured number of GPUs the time, of others the interval."""
+    if found.degree in MEASURED:
+        return f"{found.seconds * 1e3:.2f}"
+    return f"{found.low * 1e3:.1f} to {found.high * 1e3:.1f}"
+
+
+def main() -> None:
+    """Compute and publish."""
+    fabric, rows = h100s(), []
+    for name, theirs in PUBLISHED.items():
+        config = Config.from_dict(theirs.to_dict())
+        for degree in DEGREES:
+            try:
+                rows.append(row(name, config, fabric, degree))
+            except ValueError as error:
+                rows.append([name, str(degree), str(error), *[""] * 4])
+    header = ["PROJECTION", "H100s", "weights per GPU", f"and {max(BATCHES)} sequences of {PROMPT}"]
+    header += [f"ms per token, batch {batch}: all-reduces eager / in graphs" for batch in BATCHES]
+    header += ["longest prompt, batch 256"]
+    publish("projection", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What quantized sums add to throughput, by prompt and output: the paper's Fig. 9 (about 14 min; root).
+
+The claim: fp16 sums >= 1.1x at 256 tokens in and 16 out behind 200 mbit. Mamba-1 of the 130m shape, and the two others of
+which the paper gives a number; batch 1, links of 1 gbit and 200 mbit. Reading each prompt and decoding are measured in turn
+with exact, fp16 and int8 sums, medians of 15; an output of n tokens takes one and n - 1 times the other. The exact model
+runs twice: gains are over the mean of both, and their difference is the spread.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1")
+
+import matplotlib
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from benchmarks.support.cells import cell_arguments, measure_cell, write_result
+from benchmarks.support.shapes import random_model
+from benchmarks.support.tables import markdown, publish
+from sparsefusion.fabric.measurement import repetitions, timed
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+RANKS, NEW, REPETITIONS = 2, 8, 15
+LINKS, FORMATS, OUTPUTS = ("1gbit", "200mbit"), ("fp32", "fp16", "int8"), (16, 64, 256)
+PROMPTS = {"Mamba-1 130m": (64, 128, 256), "Falcon-Mamba": (256,), "Zamba": (256,)}
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "quantized_throughput.png"
+PAPER = [["Mamba, the paper's", "A6000, PCIe", "64 to 256", "fp16", "1.03 to 1.12x", "", "1.12x at 256 in", ""],
+         ["Mamba, the paper's", "A100, NVLink", "64 to 256", "fp16", "1.03 to 1.10x", "", "1.10x at 256 in", ""],
+         ["Falcon-Mamba, Zamba, the paper's", "", "", "fp16", "1.12 to 1.18x", "", "", ""]]  # fmt: skip
+
+
+@torch.no_grad()
+def cell(out, shape, directory) -> None:
+    """One rank's part: {"prompt format": seconds}; prompt 0: of a decoded token."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    models = {name: megatron_ssm.load(directory, group, reduce=name, shared_memory=False) for name in FORMATS}
+    models["again"] = models["fp32"]
+    caches = {name: model.new_cache(1) for name, model in models.items()}
+    prompts = PROMPTS[shape]
+    ids = torch.randint(0, 50280, (1, max(prompts)), generator=torch.Generator().manual_seed(0))
+
+    def read(name, prompt):
+        models[name].local_logits(ids[:, :prompt], cache=models[name].new_cache(1), logits_to_keep=1)
+
+    def decode(name):
+        for _ in range(NEW):
+            models[name].local_logits(ids[:, :1], cache=caches[name])
+
+    for name in models:
+        models[name].local_logits(ids, cache=caches[name], logits_to_keep=1)
+    calls = {f"{prompt} {name}": timed(lambda n=name, p=prompt: read(n, p)) for prompt in prompts for name in models}
+    calls |= {f"0 {name}": timed(lambda n=name: decode(n)) for name in models}
+    medians = repetitions(list(calls.values()), group, "cpu", REPETITIONS).median(0).values.tolist()
+    if dist.get_rank() == 0:
+        write_result(out, {of: s / (NEW if of.startswith("0 ") else 1) for of, s in zip(calls, medians, strict=True)})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gain(seconds, prompt, output, name) -> float:
+    """Throughput over exact sums'."""
+    exact, again, those = (whole(seconds, prompt, output, each) for each in ("fp32", "again", name))
+    return (exact + again) / 2 / those
+
+
+def whole(seconds, prompt, output, name) -> float:
+    """Seconds of a prompt and what follows."""
+    return seconds[f"{prompt} {name}"] + (output - 1) * seconds[f"0 {name}"]
+
+
+def spread(seconds, prompt) -> str:
+    """The largest difference between two exact runs."""
+    pairs = ([whole(seconds, prompt, output, name) for name in ("fp32", "again")] for output in OUTPUTS)
+    return f"{max(max(pair) / min(pair) for pair in pairs) - 1:.0%}"
+
+
+def plot(gains) -> None:
+    """A line for each link, prompt and format of the first shape; gains: a function of these and the output."""
+    figure, panels = plt.subplots(1, len(LINKS), figsize=(8, 3), layout="constrained", sharey=True)
+    for panel, link in zip(panels, LINKS, strict=True):
+        for name, style in zip(FORMATS[1:], (".-", ".--"), strict=True):
+            for prompt in PROMPTS["Mamba-1 130m"]:
+                by_output = [gains(link, prompt, name, output) for output in OUTPUTS]
+                panel.plot(OUTPUTS, by_output, style, label=f"{name}, prompt {prompt}", linewidth=1)
+        panel.set(title=f"throughput over exact sums, {link}", xscale="log", xlabel="new tokens")
+        panel.set_xticks(OUTPUTS, list(map(str, OUTPUTS)))
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
+    panels[0].legend(fontsize=6)
+    figure.savefig(PLOT, dpi=80)
+
+
+def main() -> None:
+    """Measure both links, plot, publish."""
+    measured = {}
+    for shape in PROMPTS:
+        with tempfile.TemporaryDirectory() as directory:
+            random_model(shape, directory)
+            measured |= {(shape, link): measure_cell(__file__, RANKS, link, shape, directory) for link in LINKS}
+    plot(lambda link, prompt, name, output: gain(measured["Mamba-1 130m", link], prompt, output, name))
+    rows = [
+        [
+            shape,
+            link,
+            str(prompt),
+            name,
+            *(f"{gain(seconds, prompt, output, name):.2f}x" for output in OUTPUTS),
+            spread(seconds, prompt),
+        ]
+        for (shape, link), seconds in measured.items()
+        for prompt in PROMPTS[shape]
+        for name in FORMATS[1:]
+    ]
+    header = ["batch 1", "link", "prompt", "sums", *(f"{output} new" for output in OUTPUTS), "spread"]
+    publish("quantized-throughput", markdown(header, PAPER + rows))
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else cell(*arguments)

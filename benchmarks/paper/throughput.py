@@ -1,0 +1,163 @@
+"""Tensor parallelism against one rank, and against data parallelism on the same cores, by prompt and output (about 33 min).
+
+The claim: two ranks give more tokens per second than one rank, and, unless the prompt is long and the output short, than two
+replicas that take half of the batch each.
+Four families at sizes near 130m, one thread per rank, all ranks of one machine, greedy `megatron_ssm.stream`; the token
+times of one run give the throughput of every shorter output. Medians of interleaved runs; the spread is what TP 2's even
+and odd runs differ by.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1")
+
+import matplotlib
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from benchmarks.support.pair import launch, meet
+from benchmarks.support.shapes import FAMILIES, random_model
+from benchmarks.support.tables import markdown, publish
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+BATCH, REPETITIONS = 4, 6
+PROMPTS = {"Mamba-1 130m": (16, 64, 256), "Mamba-2 130m": (16, 64, 256)}  # the paper's; of the others up to 1024
+LONG, OUTPUTS = (16, 256, 1024), (4, 16, 64)
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "throughput.png"
+PAPER = [
+    ["the paper's four, 2 A6000", "16 to 1024", "", "", "1.58 to 1.98x", "1.02 to 1.59x", ""],
+    ["the paper's four, 2 A100", "16 to 1024", "", "", "1.75 to 1.96x", "1.01 to 1.27x", ""],
+]
+
+
+def token_times(model, ids) -> list[float]:
+    """Seconds after which each token of the longest output was known."""
+    start, times = time.perf_counter(), []
+    for _ in megatron_ssm.stream(model, ids, max_new_tokens=max(OUTPUTS)):
+        times.append(time.perf_counter() - start)
+    return times
+
+
+@torch.no_grad()
+def rank_main(rank, folder, arrived, directory, prompts) -> None:
+    """One rank's part; rank 0 writes {(prompt, who): [token times of a run]} down, each the slower rank's."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
+    both, alone = megatron_ssm.load(directory, dist.group.WORLD), megatron_ssm.load(directory)
+    measured = {}
+    for prompt in prompts:
+        ids = torch.randint(0, both.config.vocab_size, (BATCH, prompt), generator=torch.Generator().manual_seed(0))
+        works = {
+            "one rank": (alone, ids) if rank == 0 else None,
+            "TP 2": (both, ids),
+            "DP 2": (alone, ids[rank * BATCH // 2 :][: BATCH // 2]),
+        }
+        for repetition in range(REPETITIONS + 1):
+            for who, work in works.items():
+                meet(arrived, rank)
+                times = torch.tensor(token_times(*work) if work else [0.0] * max(OUTPUTS), dtype=torch.float64)
+                meet(arrived, rank)
+                dist.all_reduce(times, op=dist.ReduceOp.MAX)
+                if repetition:
+                    measured.setdefault((prompt, who), []).append(times.tolist())
+    if rank == 0:
+        torch.save(measured, Path(folder, "measured"))
+    dist.barrier()
+
+
+class Found:
+    """Medians of one family and prompt."""
+
+    def __init__(self, measured, prompt):
+        self.runs = {who: runs for (length, who), runs in measured.items() if length == prompt}
+
+    def median(self, who, of) -> float:
+        """Of a function of a run's token times."""
+        return statistics.median(map(of, self.runs[who]))
+
+    def first(self, who) -> float:
+        """TTFT in seconds."""
+        return self.median(who, lambda times: times[0])
+
+    def each(self, who) -> float:
+        """TPOT in seconds."""
+        return self.median(who, lambda times: (times[-1] - times[0]) / (len(times) - 1))
+
+    def gain(self, over, output) -> float:
+        """Throughput of TP 2 over another's: both give the batch's tokens, in the time of the last."""
+        return self.median(over, lambda t: t[output - 1]) / self.median("TP 2", lambda t: t[output - 1])
+
+    def spread(self) -> float:
+        """How far the halves of TP 2's runs are apart, first token to last."""
+        totals = [times[-1] for times in self.runs["TP 2"]]
+        return abs(statistics.median(totals[::2]) / statistics.median(totals[1::2]) - 1)
+
+    @property
+    def gains(self) -> tuple:
+        """What `plot` takes."""
+        over = [[self.gain(who, output) for output in OUTPUTS] for who in ("one rank", "DP 2")]
+        return *over, self.first("DP 2") / self.first("TP 2")
+
+
+def row(family, prompt, found: Found) -> list[str]:
+    """A line of the table."""
+    whole = []
+    for value, unit in ((found.first, "ms"), (found.each, "ms")):
+        times = [value(who) for who in ("one rank", "TP 2", "DP 2")]
+        whole.append(f"{times[1] * 1e3:.0f} {unit} ({times[0] / times[1]:.2f}x, {times[2] / times[1]:.2f}x)")
+    gains = [" / ".join(f"{found.gain(over, output):.2f}x" for output in OUTPUTS) for over in ("one rank", "DP 2")]
+    return [family, str(prompt), *whole, *gains, f"{found.spread():.0%}"]
+
+
+def plot(gains) -> None:
+    """Throughput over one rank and over replicas by output, first token by prompt: the paper's Figs. 4 to 6.
+
+    gains: {(family, prompt): (over one rank, over DP 2, of the first token over DP 2)}, the first two by output.
+    """
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    families = list(dict.fromkeys(family for family, _ in gains))
+    for (family, prompt), found in gains.items():
+        color = f"C{families.index(family)}"
+        style = dict(color=color, linewidth=1, alpha=0.4 + 0.3 * (prompt > 16) + 0.3 * (prompt > 200))
+        for place in range(2):
+            axes[place].plot(OUTPUTS, found[place], ".-", label=f"{family}, {prompt}", **style)
+    for family in families:
+        firsts = {prompt: found[2] for (name, prompt), found in gains.items() if name == family}
+        axes[2].plot(*zip(*firsts.items(), strict=True), ".-", label=family, linewidth=1)
+    titles = "throughput over one rank", "throughput over 2 replicas", "first token over 2 replicas"
+    ticks = (OUTPUTS, OUTPUTS, sorted({prompt for _, prompt in gains}))
+    for axis, title, x, at in zip(axes, titles, ("new tokens", "new tokens", "prompt tokens"), ticks, strict=True):
+        axis.set(title=f"TP 2: {title}", xscale="log", xlabel=x)
+        axis.set_xticks(at, list(map(str, at)))
+        axis.minorticks_off()
+        axis.axhline(1, color="gray", linestyle="--", linewidth=0.7)
+        axis.grid(True, alpha=0.3)
+    axes[2].legend(fontsize=6, title="darker: longer prompts", title_fontsize=6)
+    figure.savefig(PLOT, dpi=80)
+
+
+def main() -> None:
+    """Measure every family and publish the table."""
+    found = {}
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as directory:
+            random_model(family, directory)
+            prompts = PROMPTS.get(family, LONG)
+            measured = launch(rank_main, directory, prompts)
+        found |= {(family, prompt): Found(measured, prompt) for prompt in prompts}
+    plot({of: one.gains for of, one in found.items()})
+    outputs = " / ".join(map(str, OUTPUTS))
+    header = [f"model, batch {BATCH}", "prompt", "TP 2: first token (faster than one rank, than DP 2)",
+              "then each (the same)", f"throughput over one rank, {outputs} new", "over DP 2, same", "spread"]  # fmt: skip
+    publish("throughput", markdown(header, [*PAPER, *(row(*of, one) for of, one in found.items())]))
+
+
+if __name__ == "__main__":
+    main()

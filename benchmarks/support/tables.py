@@ -1,0 +1,40 @@
+"""What the benchmarks share: interleaved timing, and tables that go into the pages of docs/ between their markers."""
+
+import re
+import statistics
+import time
+from pathlib import Path
+
+DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs"
+
+
+def interleaved(contestants: dict, repetitions: int = 10) -> dict[str, float]:
+    """Median seconds of each contestant (name: function without arguments), run in turn, after one run to warm up."""
+    seconds = {name: [] for name in contestants}
+    for repetition in range(repetitions + 1):
+        for name, function in contestants.items():
+            start = time.perf_counter()
+            function()
+            if repetition:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def publish(name: str, table: str) -> None:
+    """Print the table and put it into the page of docs/ that has the lines `<!-- NAME -->` and `<!-- end -->`."""
+    print(table)
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n)(?:(?!<!-- ).)*(<!-- end -->)", flags=re.DOTALL)
+    for page in sorted(DOCUMENTATION.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if pattern.search(text):
+            page.write_text(pattern.sub(lambda m: m[1] + table + "\n" + m[2], text), encoding="utf-8")
+            return
+    raise ValueError(
+        f"no page of docs/ has a table {name!r}: add the lines `<!-- {name} -->` and `<!-- end -->` to one"
+    )

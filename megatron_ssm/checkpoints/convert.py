@@ -1,0 +1,255 @@
+"""Checkpoints of state-spaces/mamba (pytorch_model.bin beside their config.json) to Hugging Face directories, and back.
+
+The mixers' tensors have the same names and shapes in both; the embedding's name, the head and the configuration differ.
+Nothing is guessed: a tensor or a configuration field that has no counterpart is an error that names it.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_ssm.configs.config import Config, read_json
+from megatron_ssm.configs.hf_fields import Values
+from megatron_ssm.configs.layouts import hf_shapes, layout
+
+from .hf import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
+
+BIN = "pytorch_model.bin"
+EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
+EPSILON = 1e-5  # of every norm in state-spaces' models
+
+# state-spaces' `ssm_cfg` under Hugging Face's names, with state-spaces' defaults.
+_SSM = {
+    "mamba": dict(
+        d_state=("state_size", 16), d_conv=("conv_kernel", 4), expand=("expand", 2), dt_rank=("time_step_rank", "auto"),
+        dt_min=("time_step_min", 0.001), dt_max=("time_step_max", 0.1), dt_init_floor=("time_step_floor", 1e-4),
+        conv_bias=("use_conv_bias", True), bias=("use_bias", False),
+    ),
+    "mamba2": dict(
+        d_state=("state_size", 128), d_conv=("conv_kernel", 4), expand=("expand", 2), headdim=("head_dim", 64),
+        ngroups=("n_groups", 1), dt_min=("time_step_min", 0.001), dt_max=("time_step_max", 0.1),
+        dt_init_floor=("time_step_floor", 1e-4), conv_bias=("use_conv_bias", True), bias=("use_bias", False),
+        dt_limit=("time_step_limit", (0.0, math.inf)), chunk_size=("chunk_size", 256),
+    ),
+}  # fmt: skip
+# What Hugging Face's classes cannot express: the values that they can; and what does not matter.
+_SSM_ONLY = dict(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, d_ssm=None)
+_SSM_IRRELEVANT = {"layer", "conv_init", "A_init_range", "use_mem_eff_path", "use_fast_path", "dt_init", "dt_scale"}
+_MODEL_ONLY = dict(d_intermediate=0, rms_norm=True, attn_layer_idx=[], attn_cfg={})
+_MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32", "fused_add_norm",
+                "pad_vocab_size_multiple", "tie_embeddings"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor: its name before and after ("" for none: a copy of a tied one), shape and dtype."""
+
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
+    """Translate directory `source` into directory `target` (None: only check); returns one row per tensor.
+
+    A Hugging Face directory of a mamba or mamba2 model becomes state-spaces' own, and the other way round. Tensors keep
+    dtype and bytes. ValueError or FileNotFoundError, with nothing written, for anything that has no counterpart.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is not a directory")
+    if target is not None:
+        _check_target(source, Path(target))
+    raw = read_json(source)
+    if isinstance(raw, dict) and "d_model" in raw and "model_type" not in raw:
+        return _to_hugging_face(source, raw, target, file_bytes)
+    return _to_state_spaces(source, Config.from_dict(raw), target)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """ValueError for a target that is a file, or has a model already."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is not a directory")
+    if target.is_dir() and source.samefile(target):
+        raise ValueError(f"{target} is the directory to be translated; name another")
+    held = [name for name in ("config.json", WEIGHTS, INDEX, BIN) if (target / name).exists()]
+    if held:
+        raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
+
+
+def hugging_face_config(raw: dict) -> dict:
+    """state-spaces' config.json as Hugging Face's; ValueError for what it cannot say."""
+    ssm = raw.get("ssm_cfg") or {}
+    if not isinstance(ssm, dict):
+        raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
+    layer = ssm.get("layer", "Mamba1")
+    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer if isinstance(layer, str) else None)
+    if family is None:
+        raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
+    _only(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
+    _only(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
+    multiple = raw.get("pad_vocab_size_multiple", 8)
+    sizes = {name: raw.get(name) for name in ("d_model", "n_layer", "vocab_size")}
+    sizes |= {"pad_vocab_size_multiple": multiple}
+    sizes |= {f"ssm_cfg.{name}": ssm[name] for name in ("expand", "headdim") if name in ssm}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"config.json: {name}={size!r} must be a positive integer")
+    config = {
+        "architectures": ["MambaForCausalLM" if family == "mamba" else "Mamba2ForCausalLM"],
+        "model_type": family,
+        "vocab_size": -(-raw["vocab_size"] // multiple) * multiple,
+        "hidden_size": raw["d_model"],
+        "num_hidden_layers": raw["n_layer"],
+        "layer_norm_epsilon": EPSILON,
+        "residual_in_fp32": raw.get("residual_in_fp32", True),
+        "tie_word_embeddings": raw.get("tie_embeddings", True),
+        **{f"{name}_token_id": 0 for name in ("bos", "eos", "pad")},  # of GPT-NeoX's tokenizer, which these models use
+        **{hf: ssm.get(name, default) for name, (hf, default) in _SSM[family].items()},
+    }
+    if family == "mamba2":
+        inner = int(config["expand"] * config["hidden_size"])
+        config["num_heads"] = inner // config["head_dim"]
+        limit = Values(family, config).limits("time_step_limit")
+        config["time_step_limit"] = [{"__float__": "Infinity"} if x == math.inf else x for x in limit]
+    return config
+
+
+def state_spaces_config(config: Config) -> dict:
+    """A configuration as state-spaces' config.json; ValueError for what that cannot say."""
+    if config.family not in _SSM:
+        raise ValueError(f"state-spaces' code has no {config.family} models (it has {' and '.join(_SSM)})")
+    if config.norm_eps != EPSILON:
+        raise ValueError(
+            f"layer_norm_epsilon={config.norm_eps} cannot be told to state-spaces' code: it uses {EPSILON}"
+        )
+    low, high, floor = config.dt_init
+    values = dict(
+        d_state=config.state_size, d_conv=config.conv_kernel, dt_min=low, dt_max=high, dt_init_floor=floor,
+        conv_bias=config.conv_bias, bias=config.use_bias, dt_rank=config.dt_rank, headdim=config.head_dim,
+        ngroups=config.groups, dt_limit=config.dt_limit, chunk_size=config.raw.get("chunk_size", 256),
+        expand=_whole(config.intermediate_size, config.hidden_size),
+    )  # fmt: skip
+    ssm = {"layer": "Mamba2" if config.groups else "Mamba1"}
+    automatic = math.ceil(config.hidden_size / 16)
+    for name, (_, default) in _SSM[config.family].items():
+        if values[name] != (automatic if default == "auto" else default):
+            ssm[name] = values[name]
+    return dict(
+        d_model=config.hidden_size, d_intermediate=0, n_layer=config.num_layers, vocab_size=config.vocab_size, ssm_cfg=ssm,
+        attn_layer_idx=[], attn_cfg={}, rms_norm=True, residual_in_fp32=config.residual_in_fp32, fused_add_norm=True,
+        pad_vocab_size_multiple=1, tie_embeddings=config.tie_embeddings,
+    )  # fmt: skip
+
+
+def _whole(inner, hidden):
+    """expand: an integer where it is one (state-spaces multiplies with it)."""
+    if inner % hidden:
+        raise ValueError(
+            f"{inner} channels are no multiple of hidden_size={hidden} ({inner} % {hidden} = {inner % hidden})"
+        )
+    return inner // hidden
+
+
+def _only(values, only, known, prefix) -> None:
+    """ValueError for a field that is unknown, or has a value without a counterpart."""
+    for name, value in values.items():
+        if name in only and value not in (only[name], None):
+            raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart (only {only[name]!r})")
+        if name not in only and name not in known:
+            raise ValueError(f"config.json: {prefix}{name} is not a field of state-spaces' checkpoints")
+
+
+def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
+    config_json = hugging_face_config(raw)
+    config = Config.from_dict(config_json)
+    tensors = _read_bin(source / BIN)
+    shapes = hf_shapes(layout(config))
+    names = {hf: EMBEDDING if hf == EMBEDDINGS else hf for hf in shapes}
+    for hf, name in names.items():
+        if name not in tensors:
+            raise ValueError(f"{source / BIN} has no tensor {name} {shapes[hf]}")
+        if tuple(tensors[name].shape) != shapes[hf]:
+            raise ValueError(
+                f"{source / BIN}: {name} is {tuple(tensors[name].shape)}, its configuration says {shapes[hf]}"
+            )
+    tied = config.tie_embeddings and HEAD in tensors
+    if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        raise ValueError(f"{source / BIN}: {HEAD} differs from {EMBEDDING}, but tie_embeddings is true")
+    left = sorted(set(tensors) - set(names.values()) - ({HEAD} if tied else set()))
+    if left:
+        raise ValueError(f"{source / BIN} has {len(left)} tensors without a counterpart, such as {left[0]}")
+    rows = [_row(name, hf, tensors[name]) for hf, name in names.items()]
+    rows += [_row(HEAD, "", tensors[HEAD])] if tied else []
+    if target is not None:
+        dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
+        writer = Writer(Path(target))
+        with _told(writer):
+            writer.open()
+            weight_map = _write_files(writer, {hf: tensors[name] for hf, name in names.items()}, file_bytes)
+            writer.close({**config_json, "dtype": dtype}, source, weight_map)
+    return rows
+
+
+def _to_state_spaces(source: Path, config: Config, target) -> list[Row]:
+    config_json = state_spaces_config(config)
+    with contextlib.ExitStack() as stack:
+        slices = open_tensors(source, stack)
+        names = match_tensors(config, slices, source)
+        tensors = {hf: slices[name][:] for hf, name in names.items()}
+        rows = [_row(name, EMBEDDING if hf == EMBEDDINGS else hf, tensors[hf]) for hf, name in names.items()]
+        state = {row.target: tensor for row, tensor in zip(rows, tensors.values(), strict=True)}
+        if config.tie_embeddings:  # state-spaces' code asks for both names
+            rows.append(_row("", HEAD, state[EMBEDDING]))
+            state[HEAD] = state[EMBEDDING]
+        if target is not None:
+            writer = Writer(Path(target))
+            with _told(writer):
+                writer.open()
+                torch.save(state, writer.hidden / BIN)
+                writer.close(config_json, source, {})
+    return rows
+
+
+def _row(source, target, tensor) -> Row:
+    return Row(source, target, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _read_bin(path: Path) -> dict:
+    """The tensors of a pytorch_model.bin, mapped from the file; no code in it is run."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        named = all(isinstance(name, str) and torch.is_tensor(t) for name, t in tensors.items())
+    except Exception as error:  # a damaged or foreign pickle may raise anything
+        raise ValueError(f"{path} is not a whole file of tensors ({str(error).splitlines()[0]})") from None
+    if not named:
+        raise ValueError(f"{path} holds something else than named tensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS.values():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, not a floating-point type")
+    return tensors
+
+
+def _write_files(writer, tensors: dict, file_bytes) -> dict[str, str]:
+    """Write Hugging Face tensors in files of at most `file_bytes`; returns {tensor: file}."""
+    weight_map = {}
+    for file, names in file_plan({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes).items():
+        writer.write(file, {name: tensors[name].contiguous() for name in names})
+        weight_map.update(dict.fromkeys(names, file))
+    return weight_map
+
+
+@contextlib.contextmanager
+def _told(writer):
+    """Leave nothing half-written."""
+    try:
+        yield
+    except BaseException:
+        writer.abandon()
+        raise

@@ -1,0 +1,120 @@
+"""`python -m megatron_ssm COMMAND`: see README.md for the contract of each command."""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from megatron_ssm.configs.config import read_for_ranks
+from megatron_ssm.parallel.local_launch import run_local_ranks
+from sparsefusion import FORMATS
+from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, quiet, run
+
+
+def parser() -> Parser:
+    """The command line. Formats and dtypes are names here, so that --help loads no torch."""
+    main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
+    _hide(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
+    generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="F", help="a file that is one prompt, UTF-8")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    generate.add_argument("--top-k", type=int, metavar="K")
+    generate.add_argument("--top-p", type=float, metavar="P")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    generate.add_argument("--seed", type=int, metavar="S")
+    generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
+    generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    generate.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
+    generate.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
+    generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
+    generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
+    _hide(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last for our own ranks
+    about = "Translate a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
+    convert = commands.add_parser(
+        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
+    )
+    convert.add_argument("--model", required=True, metavar="DIR", help="what to translate; its kind is recognized")
+    convert.add_argument("--out", metavar="DIR", help="receives the translation (not needed with --dry-run)")
+    convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    about = "Versions, the kernels that run on this machine and why, and what is known to go wrong: for a bug report."
+    doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return main
+
+
+def _hide(parser, *flags) -> None:
+    for flag in flags:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+
+
+def main(argv=None) -> int:
+    """Run a command line; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser().parse_args(argv)
+    if arguments.command == "generate":
+        return _generate(arguments, argv)
+    return {"convert": _convert, "doctor": _doctor}[arguments.command](arguments)
+
+
+def _generate(arguments, argv) -> int:
+    if arguments.tp is not None and arguments.tp < 1:
+        parser().error(f"--tp {arguments.tp} must be at least 1")
+    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # what can be known before ranks start, and torch
+        code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, arguments.tp))
+        return code or run_local_ranks(argv, arguments.tp)
+    leave_on_interrupt()
+    quiet()
+
+    def command():
+        from .commands import generate
+
+        generate(arguments)
+
+    return run("megatron_ssm generate", command)
+
+
+def _convert(arguments) -> int:
+    if arguments.out is None and not arguments.dry_run:
+        parser().error("convert needs --out DIR, or --dry-run")
+    quiet()
+
+    def command():
+        from .commands import convert_checkpoint
+
+        convert_checkpoint(arguments)
+
+    return run("megatron_ssm convert", command)
+
+
+def _doctor(arguments) -> int:
+    leave_on_interrupt()
+    quiet()
+
+    def command():
+        from megatron_ssm.diagnostics.doctor import doctor
+
+        doctor(arguments.json)
+
+    return run("megatron_ssm doctor", command)
+
+
+def run_and_exit() -> NoReturn:
+    """Run the command line and leave the process with its exit code.
+
+    It leaves with `os._exit`: while the interpreter shuts down normally, gloo's thread may still free a tensor, which aborts
+    the process because it no longer gets the interpreter's lock.
+    """
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code)

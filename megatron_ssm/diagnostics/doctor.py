@@ -1,0 +1,286 @@
+"""`python -m megatron_ssm doctor`: what is installed, which kernels run here, and what is known to go wrong.
+
+A report is a dictionary of plain values, printed as a page or as JSON. Whatever cannot be found out is "unknown (why)".
+"""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from megatron_ssm.ops.optional_imports import version_of
+from sparsefusion.foundation.command_line import Printer, this_rank
+from sparsefusion.native.library import Library, file_of
+
+from .known_problems import LIBRARIES, known, torch_build, usable_cores, warnings
+
+PACKAGES = (
+    "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
+    "mamba-ssm", "causal-conv1d", "transformer-engine",
+    "apex",
+)  # fmt: skip
+TYPES = ("float32", "bfloat16", "float64")
+
+
+def kernels_line(device, dtype, all_reduce=None, trains=False) -> str:
+    """Which kernels a job runs, for the first line it prints; all_reduce: how its ranks add up (None: one rank)."""
+    device, dtype = str(device).split(":")[0], str(dtype).removeprefix("torch.")
+    kernels = _kernels_of_cuda(dtype) if device == "cuda" else _kernels_of_cpu(device, dtype)
+    adamw = f"; AdamW {_adamw_of_cuda(dtype)}" if trains and device == "cuda" else ""
+    return f"megatron-ssm: kernels {kernels}{adamw}" + (f"; all-reduce {all_reduce}" if all_reduce else "")
+
+
+def _kernels_of_cpu(device, dtype) -> str:
+    from megatron_ssm.native.kernels import LIBRARY
+
+    other = device if device != "cpu" else dtype if dtype not in TYPES[:2] else LIBRARY.why
+    return f"torch ({other})" if other else f"C ({LIBRARY.variant})"
+
+
+def _kernels_of_cuda(dtype) -> str:
+    """The packages whose kernels are all there, else torch and why."""
+    from megatron_ssm.ops import cuda_kernels
+
+    if dtype not in map(_name, cuda_kernels.TYPES):
+        return f"torch (cuda; no other kernels take {dtype})"
+    whys = {}
+    for kernel in map(cuda_kernels.found, cuda_kernels.KERNELS):
+        whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
+    good = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
+    missing = [why for package in whys.values() for why in sorted(package)]
+    torchs = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
+    return ", ".join([*good, *torchs])
+
+
+def _adamw_of_cuda(dtype) -> str:
+    import torch
+
+    from megatron_ssm.ops.fused_adam import told
+
+    name, why = told(getattr(torch, dtype))
+    return f"{name} ({why})" if why else name
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def doctor(as_json: bool) -> None:
+    """Print the report from rank 0."""
+    found = report()
+    Printer(this_rank() == 0).print(json.dumps(found) + "\n" if as_json else page(found))
+
+
+def report() -> dict:
+    """Everything that the doctor knows."""
+    parts = {
+        "versions": versions,
+        "kernels": libraries,
+        "operations": operations,
+        "launchers": launchers,
+        "threads": threads,
+        "warnings": warnings,
+    }
+    return {name: known(part) for name, part in parts.items()}
+
+
+# What is there
+
+
+def versions() -> dict:
+    """Of the machine and of the packages."""
+    machine = {
+        "python": platform.python_version,
+        "platform": platform.platform,
+        "CPU": _cpu_model,
+        "cores for this process": usable_cores,
+        "torch build": torch_build,
+    }
+    return {name: known(find) for name, find in machine.items()} | {name: known(version_of, name) for name in PACKAGES}
+
+
+def _cpu_model() -> str:
+    """Linux tells it, except of some processors; then the architecture."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]} ({platform.machine()})" if models else platform.machine()
+
+
+def libraries() -> dict:
+    """{package: its C library}."""
+    return {package: known(_library_of, package) for package in LIBRARIES}
+
+
+def _library_of(package) -> dict:
+    library, file = Library(package, {}), file_of(package)
+    return {"loaded": bool(library), "variant": library.variant, "file": file and str(file), "why not": library.why}
+
+
+def launchers() -> dict:
+    """Where each is: beside this Python, or in PATH."""
+    found = {name: known(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
+    if found["torchrun"] == "not found" and version_of("torch") != "not installed":
+        found["torchrun"] = "not found; python -m torch.distributed.run is the same"
+    return found
+
+
+def _launcher(name) -> str:
+    beside = [str(Path(sys.executable).parent)] if sys.executable else []
+    return shutil.which(name, path=os.pathsep.join([*beside, os.environ.get("PATH", os.defpath)])) or "not found"
+
+
+def threads() -> dict:
+    """How many each operation uses, and what asks for it."""
+
+    def of_torch():
+        import torch
+
+        return torch.get_num_threads()
+
+    return {"torch": known(of_torch), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
+
+
+# Which implementation runs
+
+
+def operations() -> list[dict]:
+    """One row for each operation on each device that is here."""
+    import torch
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [row for device in devices for row in operations_on(device)]
+
+
+def operations_on(device: str) -> list[dict]:
+    """What runs each operation on "cpu" or "cuda", and why."""
+    rows = _on_cpu() if device == "cpu" else _on_cuda()
+    return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
+            for name, *row in rows]  # fmt: skip
+
+
+def _on_cuda() -> list[tuple]:
+    """As `_on_cpu`, of the code that chooses in `cuda_kernels` and `fused_adam`."""
+    from megatron_ssm.ops import cuda_kernels
+    from megatron_ssm.ops.fused_adam import told
+
+    state, taps = cuda_kernels.LARGEST_STATE, " or ".join(map(str, cuda_kernels.WIDTHS))
+    alone, (adamw, why) = "in training one token", told()
+    given = {
+        "selective scan": _borrowed("selective_scan_fn", "selective_state_update",
+                                    f"float64, states of more than {state} numbers, {alone} and a state that is continued"),
+        "SSD": _borrowed("mamba_chunk_scan_combined", "selective_state_update",
+                         f"float64, float32 where products may not be TF32 (one token may), {alone}"),
+        "convolution": _borrowed("causal_conv1d_fn", "causal_conv1d_update",
+                                 f"float64, not {taps} taps, channels not a multiple of {cuda_kernels.VECTOR}, {alone}"),
+        "matrix product": ("torch", "torch", "cuBLAS"),
+        "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
+        "AdamW": ("none: it trains", adamw, why or "float64: torch"),
+        "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
+    }  # fmt: skip
+    return [
+        (
+            name,
+            *given.get(name, ("torch", training if training.startswith("none") else "torch", "our C is for the CPU")),
+        )
+        for name, _, training, _ in _on_cpu()
+    ]
+
+
+def _borrowed(several, one, left) -> tuple[str, str, str]:
+    """(inference, training, why) of an operation with a kernel for several tokens and one for one; left: to torch."""
+    from megatron_ssm.ops.cuda_kernels import found
+
+    parts = {"several tokens": found(several), "one token": found(one)}
+    runs = {f"{kernel.package} ({tokens})": kernel for tokens, kernel in parts.items() if kernel.item}
+    training = parts["several tokens"].package if parts["several tokens"].item else "torch"
+    whys = dict.fromkeys(kernel.why for kernel in parts.values() if kernel.why)
+    if not whys:
+        return training, training, f"torch: {left}"
+    return ", ".join([*runs, "torch"]), training, "; ".join(whys)
+
+
+def _on_cpu() -> list[tuple]:
+    """(operation, inference, training, why), of the code that chooses in `kernels`."""
+    import torch
+
+    from megatron_ssm.native import kernels
+
+    library = kernels.LIBRARY
+    types = [name for name in TYPES if kernels.usable(torch.empty(1, dtype=getattr(torch, name)))]
+    ours, gradient = (f"C ({', '.join(types)})", "C (float32)") if types else ("torch", "torch")
+    state, taps = kernels.LARGEST_STATE, kernels.LONGEST_KERNEL
+    rows = [
+        ("selective scan", ours, gradient, f"torch: float64, states of more than {state} numbers"),
+        ("SSD", ours, gradient, f"torch: float64, states of more than {state} numbers"),
+        ("convolution", ours, gradient, f"torch: float64, more than {taps} taps, training in bfloat16"),
+        ("RMS norm", ours, "torch", "torch: float64; the C kernel has no gradient"),
+        *_products(library, {dtype: kernels.most_rows(dtype) for dtype in kernels.ROWS}),
+    ]
+    rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
+    rows += [
+        ("matrix product", *_matrix_product(kernels)),
+        ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
+        ("AdamW", "none: it trains", "torch", "torch's fused AdamW"),
+    ]
+    return [*rows, ("all-reduce between ranks", *_all_reduce())]
+
+
+def _products(library, most_rows) -> list[tuple]:
+    """Matrix-vector products, by the type of the matrix."""
+    rows = []
+    for dtype, count in most_rows.items():
+        name = _name(dtype)
+        training = "none: int8 is not trained" if name == "int8" else "torch"
+        runs = f"C (up to {count} rows)" if library else "torch"
+        rows.append((f"matrix-vector product, {name}", runs, training, "C reads each weight once; it has no gradient"))
+    return rows
+
+
+def _matrix_product(kernels) -> tuple:
+    widened = [_name(dtype) for dtype in kernels.HALVES if kernels.widens(dtype)]
+    if not widened:
+        return "torch", "torch", "of more rows: torch's is faster"
+    names = " and ".join(widened)
+    return f"torch ({names} in float32)", "torch", f"this processor has no instructions for {names}"
+
+
+def _all_reduce() -> tuple:
+    library = Library("sparsefusion", {})
+    if not library:
+        return "gloo", "gloo", "sparsefusion's C kernels are not loaded"
+    return "C, shared memory", "C, shared memory", "if all ranks are on one machine; else gloo"
+
+
+# The page
+
+
+def page(found: dict) -> str:
+    """The report for people."""
+    titles = {"kernels": "C kernels", "operations": "what runs each operation"}
+    parts = [f"{titles.get(name, name).capitalize()}\n{_part(part)}" for name, part in found.items()]
+    return "megatron-ssm doctor\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _part(part) -> str:
+    """Text, {name: value}, rows of one table, or lines."""
+    if isinstance(part, dict):
+        return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
+    if isinstance(part, list) and part and isinstance(part[0], dict):
+        return _aligned([tuple(part[0]), *(tuple(row.values()) for row in part)])
+    return "\n".join("  " + line for line in ([part] if isinstance(part, str) else part or ["none"]))
+
+
+def _library_line(library: dict) -> str:
+    """One of `kernels` in words."""
+    where = f", {library['file']}" if library["file"] else ""
+    return f"C ({library['variant']}){where}" if library["loaded"] else f"torch ({library['why not']}){where}"
+
+
+def _aligned(rows) -> str:
+    """Columns two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join("  " + line.rstrip() for line in lines)

@@ -1,0 +1,37 @@
+"""What generation needs of a model: the interface that `Engine`, `generate` and beam search are written against."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.layers.cache import Cache
+from megatron_ssm.parallel.layers import VocabularyParallel
+from megatron_ssm.parallel.ranks import Ranks
+
+
+class LanguageModel(Protocol):
+    """A model split over tensor-parallel ranks that can continue sequences; `megatron_ssm.Model` is one.
+
+    config: the model's configuration. ranks: the tensor-parallel ranks. embeddings: which part of the vocabulary this rank
+    holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none.
+    """
+
+    config: Config
+    ranks: Ranks
+    embeddings: VocabularyParallel
+    directory: Path | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+
+    def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
+        """An empty cache for `batch` sequences; max_length: the most tokens per sequence (None: it grows)."""
+
+    def check(self, input_ids, attention_mask=None, cache=None) -> torch.Tensor | None:
+        """Raise ValueError for invalid input, before anything is sent; returns the mask as (batch, seq, 1), or None."""
+
+    def local_logits(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0, prompt=False) -> torch.Tensor:
+        """This rank's slice of the logits: (batch, kept, ceil(vocab_size / ranks))."""

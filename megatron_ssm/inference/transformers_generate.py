@@ -1,0 +1,182 @@
+"""`model.generate` with transformers' arguments, defaults and result."""
+
+import difflib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_ssm.configs.config import token_ids
+
+from .beam_search import Beams, beam_search
+from .generation import generate
+from .language_model import LanguageModel
+from .request import Request
+from .sampling import Sampling
+
+# transformers 5.23's defaults of what is implemented here.
+DEFAULTS = dict(
+    max_length=None, max_new_tokens=None, min_length=0, min_new_tokens=None, do_sample=False, num_beams=1,
+    num_return_sequences=1, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, length_penalty=1.0,
+    early_stopping=False, eos_token_id=None, pad_token_id=None, stop_strings=None,
+)  # fmt: skip
+DEFAULT_NEW_TOKENS = 20
+
+# What would change the tokens and is not implemented: the values that do not.
+_NEUTRAL = dict(
+    num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, min_p=None, top_h=None,
+    epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
+    encoder_repetition_penalty=1.0, bad_words_ids=None, force_words_ids=None, constraints=None,
+    forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None, suppress_tokens=None,
+    begin_suppress_tokens=None, sequence_bias=None, guidance_scale=None, renormalize_logits=None, max_time=None,
+    prompt_lookup_num_tokens=None, dola_layers=None, logits_processor=None, stopping_criteria=None,
+    prefix_allowed_tokens_fn=None, assistant_model=None, token_healing=None, watermarking_config=None, use_mtp=None,
+    return_dict_in_generate=False, output_scores=False, output_logits=None, output_attentions=False,
+    output_hidden_states=False, streamer=None, inputs_embeds=None, past_key_values=None, negative_prompt_ids=None,
+)  # fmt: skip
+# Fields of a generation configuration that do not change the tokens.
+_IRRELEVANT = frozenset(
+    """use_cache cache_implementation cache_config max_cache_len bos_token_id decoder_start_token_id transformers_version
+    _from_model_config is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
+    speculation_type compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size
+    remove_invalid_values synced_gpus tokenizer""".split()
+)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a call means: `beams`, or `options` of `megatron_ssm.generate`; each prompt `sequences` times."""
+
+    attention_mask: torch.Tensor | None
+    sequences: int
+    beams: Beams | None
+    options: dict
+
+
+def transformers_generate(
+    model: LanguageModel, input_ids, attention_mask, generation_config, seed, arguments
+) -> torch.Tensor:
+    """See `Model.generate`."""
+    plans = []
+
+    def asked():
+        values = _settings(model, generation_config, arguments)
+        plans.append(_plan(model, input_ids, attention_mask, values, seed))
+        mask = plans[0].attention_mask
+        return plans[0].beams, plans[0].options, input_ids.tolist(), None if mask is None else mask.tolist()
+
+    model.ranks.agree(model.device, asked)
+    plan = plans[0]
+    rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(plan.sequences)
+    if plan.beams is not None:
+        new = beam_search(model, input_ids, plan.attention_mask, plan.beams)
+    else:
+        mask = None if plan.attention_mask is None else plan.attention_mask[rows]
+        new = generate(model, input_ids[rows], mask, **plan.options)
+    return torch.cat([input_ids[rows], new.to(input_ids.device)], dim=1)
+
+
+def _plan(model, input_ids, attention_mask, values, seed) -> _Plan:
+    """The settings as what is to be done; ValueError for what cannot be."""
+    eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
+    model.check(input_ids)
+    if attention_mask is None and pad is not None and pad not in eos:
+        attention_mask = (input_ids != pad).long()
+        if (attention_mask.diff(dim=1) < 0).any():  # transformers would hide them, and go on as if nothing was
+            raise ValueError(f"pad_token_id={pad} stands after other tokens of a prompt: pass an attention_mask")
+    model.check(input_ids, attention_mask)
+    length = input_ids.shape[1]
+    longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
+    shortest = max(0, values["min_length"] - length) if shortest is None else shortest
+    sampling = Sampling(0.0, repetition_penalty=values["repetition_penalty"])
+    if values["do_sample"]:
+        sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p")})
+    Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError if it cannot be
+    sequences = values["num_return_sequences"]
+    if values["num_beams"] > 1:
+        fill = (pad or eos[0]) if eos else -1  # transformers' own: pad id 0 counts as none
+        beams = Beams(
+            values["num_beams"], longest, eos, fill, values["length_penalty"], values["early_stopping"],
+            values["repetition_penalty"], shortest, sequences,
+        )  # fmt: skip
+        return _Plan(attention_mask, sequences, beams, {})
+    options = dict(
+        vars(sampling), max_new_tokens=longest, min_new_tokens=shortest, stop_tokens=eos, seed=seed,
+        stop_strings=values["stop_strings"] or (), pad_token_id=pad if pad is not None else (eos or (0,))[0],
+    )  # fmt: skip
+    return _Plan(attention_mask, sequences, None, options)
+
+
+def _settings(model, generation_config, arguments) -> dict:
+    """DEFAULTS, overruled by the checkpoint's generation configuration, then by the one given, then by the arguments.
+
+    A checkpoint's own configuration may have fields that nobody knows, as in transformers.
+    """
+    values, checkpoint = dict(DEFAULTS), _of_checkpoint(model)
+    for source in (checkpoint, _as_dict(generation_config), arguments):
+        for name, value in source.items():
+            value = value.tolist() if torch.is_tensor(value) and name in DEFAULTS else value
+            if name in _NEUTRAL and value not in (None, [], _NEUTRAL[name]):
+                raise ValueError(f"generate: {name}={value!r} is not implemented")
+            if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT and source is not checkpoint:
+                close = difflib.get_close_matches(name, DEFAULTS, 1)
+                raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
+            if name in DEFAULTS and (value is not None or source is arguments):
+                values[name] = value
+    for name in ("temperature", "repetition_penalty", "length_penalty", "early_stopping", "do_sample", "min_length"):
+        values[name] = DEFAULTS[name] if values[name] is None else values[name]
+    _check(values)
+    sampled = values["do_sample"]
+    values["top_k"] = values["top_k"] if sampled and values["top_k"] else None
+    values["top_p"] = values["top_p"] if sampled and values["top_p"] not in (None, 1.0) else None
+    return values
+
+
+def _check(values) -> None:
+    if isinstance(values["length_penalty"], bool) or not isinstance(values["length_penalty"], int | float):
+        raise ValueError(f"length_penalty={values['length_penalty']!r} must be a number")
+    for name in ("num_beams", "num_return_sequences"):
+        if type(values[name]) is not int or values[name] < 1:
+            raise ValueError(f"{name}={values[name]!r} must be at least 1")
+    beams, sequences = values["num_beams"], values["num_return_sequences"]
+    if beams > 1 and values["do_sample"]:
+        raise ValueError("do_sample=True with num_beams > 1 is not implemented")
+    if beams > 1 and values["stop_strings"]:
+        raise ValueError("stop_strings with num_beams > 1 are not implemented")
+    if not values["do_sample"] and sequences > beams:
+        raise ValueError(
+            f"num_return_sequences={sequences} needs do_sample=True or at least as many beams, not {beams}"
+        )
+    if values["early_stopping"] not in (True, False, "never"):
+        raise ValueError(f"early_stopping={values['early_stopping']!r} must be True, False or 'never'")
+
+
+def _new_tokens(values, length) -> int:
+    """How many tokens may follow a prompt of `length`."""
+    if values["max_new_tokens"] is not None:
+        return values["max_new_tokens"]
+    if values["max_length"] is None:
+        return DEFAULT_NEW_TOKENS
+    if values["max_length"] <= length:
+        raise ValueError(f"max_length={values['max_length']} leaves no room after a prompt of {length} tokens")
+    return values["max_length"] - length
+
+
+def _of_checkpoint(model) -> dict:
+    """The checkpoint's generation_config.json; without one, what its config.json says of generation."""
+    path = Path(model.directory or ".") / "generation_config.json"
+    if model.directory is None or not path.is_file():
+        return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NEUTRAL}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is not a generation configuration") from None
+
+
+def _as_dict(generation_config) -> dict:
+    """A transformers GenerationConfig, a dictionary, or None."""
+    if generation_config is None:
+        return {}
+    return dict(generation_config if isinstance(generation_config, dict) else generation_config.to_dict())

@@ -1,0 +1,33 @@
+"""One residual block of the language model: a norm and a mixer, and in hybrid layers the shared attention block."""
+
+import torch
+from torch import nn
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.parallel.layers import RMSNorm
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .cache import Call
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x + use)), `use` being what a hybrid layer gets from the shared block; whole on every rank."""
+
+    def __init__(self, config: Config, mixer, use=None, dtype=None, device=None):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.mixer, self.use = mixer, use
+        self.residual_in_fp32 = config.residual_in_fp32
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of what the layers add to."""
+        dtype = self.norm.weight.dtype
+        return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
+
+    def forward(self, x, call: Call, cache=None, shared=None, embeddings=None):
+        """(batch, seq, hidden) -> the same. shared, embeddings: the block that a hybrid layer uses, and its other input."""
+        residual = x.to(self.sum_dtype)
+        if self.use is not None:
+            x = x + shared(x, embeddings, self.use, call, cache)
+        return residual + self.mixer(self.norm(x), call, cache)

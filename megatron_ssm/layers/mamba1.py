@@ -1,0 +1,120 @@
+"""The Mamba-1 mixer, split by channel over the tensor-parallel ranks (ssm.md A1, A2, A4; paper, section IV).
+
+Each rank holds I/T of the I inner channels: their rows of in_proj, their convolution, their A, D and dt. Only x_proj,
+which mixes all channels into the step size and the B and C that every channel reads, and out_proj cross the ranks: two
+all-reduces a block, of R + 2N and of H numbers per token.
+"""
+
+import torch
+from torch import nn
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.ops import cuda_kernels
+from megatron_ssm.ops.convolution import causal_conv
+from megatron_ssm.ops.matrices import linear
+from megatron_ssm.ops.scan import selective_scan
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Packed,
+    Ranks,
+    RowParallelLinear,
+    is_plain,
+    rms_norm,
+    sum_over_ranks,
+)
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .cache import Call, LayerCache
+
+
+class Convolution(nn.Module):
+    """The depthwise causal convolution's parameters; `channels` maps each field to this rank's channels (see `Packed`)."""
+
+    def __init__(self, channels: dict, kernel, bias, ranks: Ranks, dtype=None, device=None, shared=(), slots=1):
+        super().__init__()
+        self.weight = Packed(channels, (1, kernel), ranks, dtype, device, shared, slots)
+        self.bias = Packed(channels, (), ranks, dtype, device, shared, slots) if bias else None
+
+    def forward(self, x, history=None, overwrite=False):
+        """(batch, seq, channels) -> the same, through SiLU, and the inputs to remember: see `causal_conv`."""
+        return causal_conv(x, *self.tensors(), history, overwrite)
+
+    def tensors(self):
+        """weight (channels, 1, K) and bias (channels,) or None, of all fields."""
+        return self.weight(), None if self.bias is None else self.bias()
+
+
+class MambaMixer(nn.Module):
+    """Selective state space block: x (batch, seq, hidden), whole, to the same shape, whole.
+
+    Falcon-Mamba normalizes dt, B and C, after their sum: the same on every rank, so nothing more is sent. Zamba's
+    channels form heads with an x_proj of their own: a rank that has whole heads needs no sum there, and with more ranks
+    than heads, only the `head_ranks` that share one do. Forward sends out_proj's all-reduce and, unless there are at
+    least as many heads as ranks, x_proj's; backward in_proj's input's and again x_proj's.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, head_ranks: Ranks, dtype=None, device=None):
+        super().__init__()
+        inner, state, rank = config.intermediate_size // ranks.size, config.state_size, config.dt_rank
+        wide = at_least_fp32(dtype)
+        self.head_ranks, self.channels, self.splits = head_ranks, inner, (rank, state, state)
+        self.heads = max(1, config.heads // ranks.size)
+        self.inner_norm_eps = config.inner_norm_eps
+        self.kernel, self.state_size = config.conv_kernel, state
+        self.A_log = nn.Parameter(torch.empty(inner, state, dtype=wide, device=device))
+        self.D = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, {"x": inner, "z": inner}, config.use_bias, ranks, dtype, device
+        )
+        self.conv = Convolution({"x": inner}, config.conv_kernel, config.conv_bias, ranks, dtype, device)
+        self.x_proj = nn.Parameter(torch.empty(rank + 2 * state, inner, dtype=dtype, device=device))
+        self.dt_proj = nn.Parameter(torch.empty(inner, rank, dtype=dtype, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
+        self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
+
+    def new_cache(self, batch: int) -> LayerCache:
+        """An empty state of this rank's channels for `batch` sequences."""
+        where = dict(device=self.D.device)
+        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, **where)
+        return LayerCache(
+            conv, torch.zeros(batch, self.state_size, self.channels, dtype=at_least_fp32(self.D.dtype), **where)
+        )
+
+    def forward(self, hidden, call: Call, cache: LayerCache | None = None):
+        """hidden: (batch, seq, hidden_size). cache: read and updated."""
+        return self.out_proj(self._gated(hidden, call, cache))
+
+    def _gated(self, hidden, call, cache):
+        """What out_proj takes, (batch, seq, this rank's channels); what it was made of is freed before that product."""
+        conv, state = (None, None) if cache is None else cache.read(call.rows)
+        state = None if call.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan begins at zeros
+        x, z = self.in_proj(hidden).chunk(2, dim=-1)
+        x = x if call.mask is None else x * call.mask
+        x, conv = self.conv(x, conv, overwrite=cache is not None)
+        x = x if call.mask is None else x * call.mask
+        width = self.channels // self.heads
+        heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
+        scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
+        y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
+        if cache is not None:
+            cache.update(conv, state, call.rows)
+        return y
+
+    def _sum(self, parameters):
+        """The ranks' parts of (dt, B, C), (..., R + 2N), added up and, in Falcon-Mamba, normalized each."""
+        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
+        if self.inner_norm_eps is None:
+            return parameters
+        parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
+        return torch.cat(list(parts), dim=-1)
+
+    def _scan(self, x, z, head: slice, state):
+        """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y, gated, and the state after it.
+
+        The state is overwritten where it is a cache's; so is x, which the convolution gave, unless others may hold it.
+        """
+        parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
+        dt, B, C = parameters.split(self.splits, dim=-1)
+        dt = linear(dt, self.dt_proj[head])
+        inputs = x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state
+        return selective_scan(*inputs, overwrite=state is not None, overwrite_x=is_plain(self.conv, Convolution))

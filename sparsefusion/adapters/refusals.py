@@ -1,0 +1,83 @@
+"""Options that are none, and targets whose gradients cannot be taken over, by name; all raise ValueError."""
+
+from numbers import Integral, Real
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from sparsefusion import MODES, SPARSIFIERS
+from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.planning.plan import WIRES
+
+KNOWN = {
+    "sparsifier": SPARSIFIERS,
+    "mode": MODES,
+    "wire": WIRES,
+    "budget": ("bytes", "paper"),
+    "on_nonfinite": ("raise", "skip-known"),
+}
+
+
+def refuse_options(density, density_warmup, fabric, model_group, functions, names) -> None:
+    """Of a `SparseFusion`. functions: {option: function or None}. names: {option: one of KNOWN's}."""
+    if not isinstance(density, Real) or not 0 < density <= 1:
+        raise ValueError(f"density={density!r} must be above 0 and at most 1")
+    if not isinstance(density_warmup, Integral) or density_warmup < 0:
+        raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
+    if fabric is not None and not isinstance(fabric, Fabric):
+        raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
+    if model_group is not None and not isinstance(model_group, ProcessGroup):
+        raise ValueError(f"model_group={model_group!r} must be a process group that this rank is in")
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}={value!r} must be a function")
+    for name, value in names.items():
+        if value not in KNOWN[name]:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(KNOWN[name])}")
+
+
+def refuse_gradients(module, parameters) -> None:
+    """ValueError: gradients without a fixed size, or of complex numbers. parameters: {name: parameter}."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            raise ValueError(f"{name} has sparse=True: SparseFusion selects from whole gradients")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(f"{name} is of {parameter.dtype}: SparseFusion selects from real numbers")
+
+
+def refuse_ddp(ddp) -> None:
+    """One of torch's that has a communication hook, or no buckets, or may skip the end of a step."""
+    if ddp._comm_hooks:
+        raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError("this DDP has the python reducer (torch._dynamo.config.optimize_ddp), which has no buckets")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        raise ValueError("this DDP has optimizers in its backward, for which it takes its one communication hook")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
+
+
+def refuse_megatron(ddp) -> None:
+    """One of Megatron's that reduces over two groups, or nothing, or whose steps are skipped by ranks it does not know."""
+    if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+        raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
+    for option in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation"):
+        if getattr(ddp.ddp_config, option, False):
+            raise ValueError(f"SparseFusion does not work with Megatron's {option}")
+    if not ddp.bucket_groups:
+        raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+    stages = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
+    if any(group.size() > 1 for group in stages):
+        raise ValueError(
+            "SparseFusion does not work with Megatron's pipeline parallelism: a stage has a step of its own"
+        )
+
+
+def refuse_partly_skipped(ddp, session) -> None:
+    """One of Megatron's that skips steps for gradients that the session does not see."""
+    if (session.skips or session.loss_scale) and ddp.expert_parallel_bucket_groups:
+        raise ValueError(
+            "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
+            "in theirs is skipped, and what was sent of the others in it would be lost"
+        )

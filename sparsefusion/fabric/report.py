@@ -1,0 +1,117 @@
+"""A fabric as a page: its table, and three plots: bus bandwidth, time against its two bounds, the latency wall."""
+
+from pathlib import Path
+
+import numpy as np
+
+from sparsefusion.foundation.command_line import Failure
+
+from .cost_model import Fabric, size_name
+
+LAYERS = {"32 layers": 32, "80 layers": 80, "126 layers": 126}  # of a transformer: two all-reduces each
+CALLS = np.arange(8, 513, 8)  # all-reduces per token
+
+
+def write_report(fabric: Fabric, directory) -> list[Path]:
+    """Write fabric.md and its three PNGs into `directory` (made if missing); returns their paths.
+
+    Failure: matplotlib is not installed. ValueError: a fabric without curves, a file where the directory should be.
+    """
+    if not fabric.curves:
+        raise ValueError("a fabric without curves has nothing to report")
+    plt = _pyplot()
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / "fabric.md"]
+    for name, draw in (("bandwidth", draw_bandwidth), ("roofline", draw_roofline), ("latency_wall", draw_wall)):
+        figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+        draw(axes, fabric)
+        axes.grid(True, alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+        paths.append(directory / f"{name}.png")
+        figure.savefig(paths[-1], dpi=100)
+        plt.close(figure)
+    paths[0].write_text(markdown(fabric), encoding="utf-8")
+    return paths
+
+
+def _pyplot():
+    """matplotlib.pyplot, drawing to files."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise Failure("the report draws with matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def markdown(fabric: Fabric) -> str:
+    """The page, with links to the plots beside it."""
+    described = "".join(f"- {key}: {value}\n" for key, value in fabric.description.items())
+    dropped = [
+        f"- {curve.operation} on {curve.ranks} ranks ({curve.mode}), {size_name(nbytes)}: {seconds * 1e6:.1f} us\n"
+        for curve in fabric.curves
+        for nbytes, seconds in curve.dropped
+    ]
+    left_out = "## Left out of the fits\n\n" + "".join(dropped) + "\n" if dropped else ""
+    return (
+        f"# Fabric\n\n{described}\n{fabric.table()}\n\n"
+        "Errors are of the fit against the measured points; bus bandwidth is what a ring would move over each link.\n\n"
+        f"{left_out}"
+        "![bus bandwidth by message size](bandwidth.png)\n\n"
+        "![time by message size, with latency and bandwidth bounds](roofline.png)\n\n"
+        "![tokens per second that all-reduces alone allow](latency_wall.png)\n"
+    )
+
+
+def _label(curve) -> str:
+    return f"{curve.operation}, {curve.ranks} ranks" + (", graph" if curve.mode == "graph" else "")
+
+
+def draw_bandwidth(axes, fabric: Fabric) -> None:
+    """Bus bandwidth by message size: points measured, lines fitted, the link's budget dashed."""
+    for curve in fabric.curves:
+        nbytes = np.array(curve.nbytes)
+        scale = curve.bus_bandwidth(1) * curve.time(1) / 1e9  # GB on the wire per byte of the message
+        dots = axes.plot(nbytes, scale * nbytes / curve.seconds, ".", markersize=4)[0]
+        sizes = np.geomspace(nbytes[0], nbytes[-1], 200)
+        fitted = [scale * size / curve.time(size) for size in sizes]
+        axes.plot(sizes, fitted, color=dots.get_color(), linewidth=1, label=_label(curve))
+    link = fabric.description.get("link_bytes_per_s")
+    if link:
+        axes.axhline(link / 1e9, linestyle="--", color="gray", label="link")
+    axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title="Bus bandwidth")
+
+
+def draw_roofline(axes, fabric: Fabric) -> None:
+    """Time by message size, with each curve's two bounds dashed: alpha, and beta times the size."""
+    for curve in fabric.curves:
+        nbytes = np.array(curve.nbytes)
+        dots = axes.plot(nbytes, np.array(curve.seconds) * 1e6, ".", markersize=4, label=_label(curve))[0]
+        sizes = np.geomspace(nbytes[0], nbytes[-1], 200)
+        axes.plot(sizes, [curve.time(size) * 1e6 for size in sizes], color=dots.get_color(), linewidth=1)
+        bound = np.maximum(curve.alpha, curve.beta * sizes) * 1e6
+        axes.plot(sizes, bound, "--", color=dots.get_color(), linewidth=0.7)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="Time, and max(alpha, beta * bytes)")
+
+
+def draw_wall(axes, fabric: Fabric) -> None:
+    """Tokens per second that small all-reduces alone allow, by their number per token."""
+    for curve in fabric.curves:
+        if curve.operation.split()[0] == "all_reduce" and curve.floor:
+            axes.plot(CALLS, 1 / (CALLS * curve.floor), label=f"{_label(curve)}: {curve.floor * 1e6:.1f} us")
+    for name, layers in LAYERS.items():
+        axes.axvline(2 * layers, color="gray", linewidth=0.7)
+        axes.text(2 * layers, 0.98, f" {name}", fontsize=7, va="top", transform=axes.get_xaxis_transform())
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="all-reduces per token (two per transformer layer)",
+        ylabel="tokens/s at most",
+        title="Latency wall",
+    )

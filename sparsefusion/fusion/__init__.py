@@ -1,0 +1,6 @@
+"""`SparseFusion`, the front of the package: profile dense steps, plan, try plans that are about equal, keep checkpoints.
+
+In: a framework's object and the mode, the density and the sparsifier that the user asks for.
+Out: gradients reduced with fewer bytes, and a report of what was sent.
+May import: collectives, fabric, selection, planning, gradients, adapters.
+"""

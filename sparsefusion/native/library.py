@@ -1,0 +1,80 @@
+"""Finds and loads a package's C library with ctypes, or says why it cannot be used.
+
+A package's kernels are the C files in its `native` folder. If there is a compiler, setup.py compiles them into one shared
+library in the same folder, `libkernels.so`. Every kernel has an equivalent in torch, which runs when the library is missing.
+With MEGATRON_SSM_SKIP_NATIVE=1 no library is built or loaded.
+"""
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the packages
+COMMON = ("sparsefusion/native/about.c", "sparsefusion/native/native.h")  # compiled into every library
+LIBRARY_NAME = "libkernels.so"
+SIZE, POINTER, INT, FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+
+def skipped() -> bool:
+    """Whether MEGATRON_SSM_SKIP_NATIVE asks for no C kernels."""
+    return os.environ.get("MEGATRON_SSM_SKIP_NATIVE", "") not in ("", "0")
+
+
+def sources(package: str, root=ROOT) -> list[Path]:
+    """The C files of a package's library; none in an installed wheel."""
+    own = Path(root, package, "native").glob("*.[ch]")
+    return sorted({*own, *(path for name in COMMON if (path := Path(root, name)).is_file())})
+
+
+def digest(package: str, root=ROOT) -> str:
+    """Of its C files: what a library built from them carries (empty without any)."""
+    texts = [path.read_bytes() for path in sources(package, root)]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else ""
+
+
+def file_of(package: str) -> Path | None:
+    """The file of a package's library, or None if it was not built. It does not depend on the version of Python."""
+    path = ROOT / package / "native" / LIBRARY_NAME
+    return path if path.is_file() else None
+
+
+class Library:
+    """A package's C library. `functions` is it, or None, and `why` then says why; signatures: {name: argument types}.
+
+    path: another library than the package's own (tests build some for older processors).
+    """
+
+    def __init__(self, package: str, signatures: dict, path=None):
+        self.package, self.functions, self.why, self.variant = package, None, "", ""
+        try:
+            self.functions = self._load(Path(path) if path else self._path(), signatures)
+            self.variant = self.functions.native_variant().decode()
+        except (OSError, AttributeError) as error:  # no such file, no library; one without the functions
+            self.why = str(error)
+
+    def _path(self) -> Path:
+        if skipped():
+            raise OSError("MEGATRON_SSM_SKIP_NATIVE is set")
+        path = file_of(self.package)
+        if path is None:
+            raise OSError("not built: it needs a C compiler when the package is installed")
+        return path
+
+    def _load(self, path, signatures):
+        library = ctypes.CDLL(str(path))
+        for name in ("native_sources", "native_variant"):
+            getattr(library, name).restype = ctypes.c_char_p
+        built_from, here = library.native_sources().decode(), digest(self.package)
+        if built_from and here and built_from != here:
+            raise OSError(f"{path.name} was built from other C files than those beside it: install the package again")
+        for name, types in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, INT
+        return library
+
+    def __bool__(self):
+        return self.functions is not None
+
+    def __str__(self):
+        return f"C, {self.variant}" if self else f"torch ({self.why})"

@@ -1,0 +1,6 @@
+"""Deciding, gradient by gradient, what to send dense and what sparse, and which neighbours to send in one message.
+
+In: sizes of gradients, the times at which they are ready, and a cost model of the network.
+Out: a plan, the same on every rank, and the predicted time of a step under it.
+May import: collectives, fabric, selection.
+"""

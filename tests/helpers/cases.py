@@ -1,0 +1,260 @@
+"""Configurations that the tests of whole models share, and a model's tensors put together again from its ranks."""
+
+import random
+from functools import cache, cached_property
+
+import pytest
+import torch
+from chosen import by_default
+
+from hf import SMALL, cache_name, hf_model, precisely
+from megatron_ssm.configs.layouts import hf_shapes
+
+SEQ = 70  # more than one chunk of either scan
+DECODED = 3  # of them, where they are decoded one by one
+
+# name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks. Of its first three layers
+# two are hybrid.
+CASES = {
+    "mamba": ("mamba", {}),
+    "mamba-biases-untied": ("mamba", dict(use_bias=True, tie_word_embeddings=False, vocab_size=64)),
+    "mamba-no-conv-bias": ("mamba", dict(use_conv_bias=False, time_step_rank=5, conv_kernel=3, residual_in_fp32=False)),
+    "mamba2-1-group": ("mamba2", dict(n_groups=1, num_hidden_layers=4)),
+    "mamba2-1-group-biases-tied": ("mamba2", dict(n_groups=1, use_bias=True, tie_word_embeddings=True)),
+    "mamba2-2-groups": ("mamba2", dict(n_groups=2, use_conv_bias=False, residual_in_fp32=False)),
+    "mamba2-2-groups-biases-tied": ("mamba2", dict(n_groups=2, use_bias=True, tie_word_embeddings=True)),
+    "mamba2-4-groups": ("mamba2", dict(n_groups=4, use_bias=True, conv_kernel=2, vocab_size=5)),
+    "mamba2-dt-limit": ("mamba2", dict(n_groups=2, time_step_limit=(0.02, 0.2), tie_word_embeddings=True)),
+    "falcon": ("falcon_mamba", dict(time_step_rank=5, mixer_rms_eps=0.0)),
+    "falcon-biases-untied": (
+        "falcon_mamba",
+        dict(use_bias=True, tie_word_embeddings=False, vocab_size=64, mixer_rms_eps=0.01),
+    ),
+    "falcon-wider": (
+        "falcon_mamba",
+        dict(intermediate_size=96, use_conv_bias=False, conv_kernel=3, residual_in_fp32=False),
+    ),
+    "zamba-1-head": (
+        "zamba",
+        dict(n_mamba_heads=1, mamba_conv_bias=False, vocab_size=5, mamba_d_conv=3, layers_block_type=["hybrid"] * 2),
+    ),
+    "zamba-2-heads-biases": ("zamba", dict(mamba_proj_bias=True, num_hidden_layers=3, hidden_act="silu")),
+    "zamba-4-heads-grouped-untied": (
+        "zamba",
+        dict(n_mamba_heads=4, tie_word_embeddings=False, num_hidden_layers=3, attention_head_dim=6, mamba_dt_rank=3)
+        | dict(num_attention_heads=8, num_key_value_heads=4),
+    ),
+    "zamba-8-heads": ("zamba", dict(n_mamba_heads=8, mamba_expand=3, num_hidden_layers=3, hidden_act="relu")),
+    "zamba2-1-group": ("zamba2", dict(layers_block_type=["linear_attention"] + ["hybrid"] * 3)),
+    "zamba2-2-groups-adapters-rope": (
+        "zamba2",
+        dict(mamba_ngroups=2, use_shared_attention_adapter=True, use_mem_rope=True, hidden_act="relu", num_mem_blocks=1)
+        | dict(layers_block_type=["hybrid"] * 2, time_step_min=0.05),
+    ),
+    "zamba2-4-groups-biases-adapters-untied": (
+        "zamba2",
+        dict(mamba_ngroups=4, add_bias_linear=True, use_shared_attention_adapter=True, tie_word_embeddings=False)
+        | dict(layers_block_type=["hybrid"] * 3, hidden_act="gelu_pytorch_tanh", use_mem_rope=True),
+    ),
+    "zamba2-grouped-rope-1-use": (
+        "zamba2",
+        dict(num_attention_heads=8, num_key_value_heads=4, hidden_act="silu", use_mem_rope=True, mamba_d_conv=2)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    ),
+    "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, time_step_min=1e-9)),
+}
+
+RARE = (
+    "mamba-no-conv-bias", "mamba2-4-groups", "falcon-wider", "zamba-1-head", "zamba-8-heads", "zamba2-grouped-rope-1-use",
+    "zamba2-no-attention",
+)  # fmt: skip
+MARKED = by_default(CASES.keys() - set(RARE), CASES)
+
+# Largest error of fp32 logits whose standard deviation is 1 to 4; and the shortest piece of a prompt that equals a
+# one-shot prefill to that: a single token that continues a sequence is not clamped to time_step_limit, which Zamba2 has.
+TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4, "zamba2": 3e-4}
+
+
+class Oracle:
+    """One case's transformers model, its directory, token ids (2, SEQ), and the logits transformers gives for them.
+
+    float64: throughout, see `hf.Float64`.
+    """
+
+    def __init__(self, directory, family, changes, dtype=torch.float32):
+        self.name, self.tolerance = f"{family} {changes}", TOLERANCE[family]
+        self.directory = directory
+        self.smallest_piece = 2 if family == "zamba2" or "time_step_limit" in changes else 1
+        self.vocab = changes.get("vocab_size", SMALL["vocab_size"])
+        self.family, self.changes, self.dtype = family, with_layers(changes), dtype
+        self.model = hf_model(family, dtype=dtype, **self.changes)
+        self.model.save_pretrained(directory)
+        self.ids = torch.randint(self.vocab, (2, SEQ), generator=torch.Generator().manual_seed(1))
+
+    @cached_property
+    @torch.no_grad()
+    def exact(self):
+        """The logits of transformers in float64 throughout."""
+        with precisely(torch.float64):
+            return hf_model(self.family, dtype=torch.float64, **self.changes)(self.ids, use_cache=False).logits
+
+    @cached_property
+    def whole(self):
+        """(batch, SEQ, vocab) of one call of transformers."""
+        return self.logits(self.ids)
+
+    @cached_property
+    def decoded(self):
+        """(batch, DECODED, vocab): the last ones, by transformers' cache."""
+        return self.decode(self.ids, DECODED)
+
+    @torch.no_grad()
+    def logits(self, ids):
+        """(batch, seq, vocab) of one call of transformers, without a cache."""
+        with precisely(self.dtype):
+            return self.model(ids, use_cache=False).logits
+
+    @torch.no_grad()
+    def decode(self, ids, steps):
+        """The logits after each of the last `steps` ids, by transformers' cache.
+
+        transformers cannot continue a Zamba2 without attention layers; such a case must not clamp dt.
+        """
+        if getattr(self.model.config, "hybrid_layer_ids", None) == []:
+            return self.logits(ids)[:, -steps:]
+        output = self.model(ids[:, :-steps], use_cache=True)
+        cache, logits = cache_name(output), []
+        for i in range(ids.shape[1] - steps, ids.shape[1]):
+            output = self.model(ids[:, i : i + 1], use_cache=True, **{cache: output[cache]})
+            logits.append(output.logits)
+        return torch.cat(logits, dim=1)
+
+
+def with_layers(changes):
+    """Two layers, unless the changes say otherwise."""
+    return {"num_hidden_layers": len(changes.get("layers_block_type", "12")), **changes}
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory):
+    """oracle(name, dtype): the `Oracle` of a case, or of a (family, seed), made once."""
+
+    @cache
+    def make(name, dtype=torch.float32):
+        family, changes = CASES[name] if name in CASES else (name[0], random_changes(*name))
+        return Oracle(tmp_path_factory.mktemp("oracle"), family, changes, dtype)
+
+    return make
+
+
+# Random configurations that every tensor-parallel degree of 1, 2 and 4 can split
+
+
+def random_changes(family, seed):
+    """Changes to the small model of `family`: whatever 4 ranks can split, and transformers can make."""
+    draw = random.Random(f"{family} {seed}")
+    changes = _RANDOM[family](draw)
+    return dict(changes, vocab_size=draw.randint(2, 90), tie_word_embeddings=draw.random() < 0.5)
+
+
+def _random_constants(draw):
+    return dict(
+        num_hidden_layers=draw.randint(1, 3),
+        state_size=draw.choice((1, 3, 8, 16)),
+        conv_kernel=draw.randint(2, 5),
+        use_bias=draw.random() < 0.5,
+        use_conv_bias=draw.random() < 0.5,
+        residual_in_fp32=draw.random() < 0.5,
+    )
+
+
+def _random_mamba(draw):
+    sizes = dict(hidden_size=4 * draw.randint(2, 12), expand=draw.choice((1, 2, 3)))
+    return dict(_random_constants(draw), **sizes, time_step_rank=draw.choice(("auto", 1, 7)))
+
+
+def _random_heads(draw):
+    """(heads, their size, groups, expand) of a Mamba-2 kind."""
+    heads = draw.choice((4, 8, 12))
+    groups = draw.choice([g for g in (1, 2, 4, 8, 12) if heads % g == 0])
+    return heads, draw.choice((2, 6, 8)), groups, draw.choice((1, 2))
+
+
+def _random_mamba2(draw):
+    heads, head_dim, groups, expand = _random_heads(draw)
+    sizes = dict(num_heads=heads, head_dim=head_dim, n_groups=groups, expand=expand)
+    return dict(_random_constants(draw), **sizes, hidden_size=heads * head_dim // expand)
+
+
+def _random_shared_block(draw, fewest, heads=(4, 8, 12)):
+    """What both Zambas have; from `fewest` to three hybrid layers, which transformers needs (Zamba: two, to tie)."""
+    kinds = ["hybrid"] * draw.randint(fewest, 3) + ["linear_attention"] * draw.randint(1, 2)
+    draw.shuffle(kinds)
+    heads = draw.choice(heads)
+    return dict(
+        layers_block_type=kinds,
+        num_attention_heads=heads,
+        num_key_value_heads=draw.choice([k for k in (4, 8, 12) if heads % k == 0]),
+        intermediate_size=4 * draw.randint(1, 16),
+        hidden_act=draw.choice(("gelu", "gelu_pytorch_tanh", "silu", "relu")),
+        mamba_d_state=draw.choice((1, 3, 8, 16)),
+        mamba_d_conv=draw.randint(2, 5),
+    )
+
+
+def _random_zamba(draw):
+    return dict(
+        _random_shared_block(draw, fewest=2),
+        hidden_size=8 * draw.randint(1, 5),
+        mamba_expand=draw.choice((1, 2, 3)),
+        n_mamba_heads=draw.choice((1, 2, 4, 8)),
+        attention_head_dim=draw.choice((None, 3, 8)),
+        mamba_dt_rank=draw.choice(("auto", 1, 7)),
+        mamba_conv_bias=draw.random() < 0.5,
+        mamba_proj_bias=draw.random() < 0.5,
+    )
+
+
+def _random_zamba2(draw):
+    heads, head_dim, groups, expand = _random_heads(draw)
+    hidden = heads * head_dim // expand
+    shared = _random_shared_block(draw, 1, [n for n in (4, 8, 12) if hidden % n == 0])  # for rotary positions
+    wide = shared["num_attention_heads"]
+    if adapters := draw.random() < 0.5 and 2 * hidden % wide == 0:
+        shared["num_key_value_heads"] = wide
+    return dict(
+        shared,
+        hidden_size=hidden,
+        mamba_expand=expand,
+        n_mamba_heads=heads,
+        mamba_ngroups=groups,
+        add_bias_linear=draw.random() < 0.5,
+        num_mem_blocks=draw.randint(1, 3),
+        adapter_rank=draw.choice((1, 6)),
+        use_shared_attention_adapter=adapters,
+        use_mem_rope=draw.random() < 0.7,
+        time_step_min=draw.choice((0.001, 0.03)),
+    )
+
+
+_RANDOM = {
+    "mamba": _random_mamba,
+    "falcon_mamba": lambda draw: dict(_random_mamba(draw), mixer_rms_eps=draw.choice((1e-6, 0.01))),
+    "mamba2": _random_mamba2,
+    "zamba": _random_zamba,
+    "zamba2": _random_zamba2,
+}
+
+
+def assemble(fields, shards):
+    """{Hugging Face name: whole tensor} from {our name: piece} of each rank; copies must be the same to the bit."""
+    whole = {}
+    for name, shape in hf_shapes(fields).items():
+        whole[name] = torch.full(shape, float("nan"), dtype=torch.float64)
+    for field in fields:
+        for rank, shard in enumerate(shards):
+            piece, known = shard[field.name].double(), field.read(whole[field.hf], rank, len(shards))
+            assert known.isnan().all() or known.equal(piece), f"rank {rank} holds another {field.name}"
+            field.write(whole[field.hf], piece, rank, len(shards))
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole

@@ -1,0 +1,124 @@
+"""A small model and its batches, and plans for it, for the tests of sparse gradients."""
+
+from dataclasses import replace
+
+import torch
+import torch._dynamo  # DDP would import it in each forked rank, for seconds
+import torch.distributed as dist
+
+from sparsefusion import SparseFusion
+from sparsefusion.planning.plan import Buffer, Plan, Unit
+
+MICRO = 2  # batches that are added up in a step of Megatron's and DeepSpeed's
+
+
+class Net(torch.nn.Module):
+    """43,000 parameters, some of them in vectors; one may be left unused."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(32, 200), torch.nn.Linear(200, 150)
+        self.spare, self.last = torch.nn.Linear(150, 40), torch.nn.Linear(150, 10)
+        self.to(dtype)
+
+    def forward(self, x, spare=False):
+        """(batch, 32) -> (batch, 10)."""
+        x = self.second(self.first(x).tanh()).tanh()
+        out = self.last(x)
+        return out + self.spare(x).sum() if spare else out
+
+
+def batch(step, rank, dtype=torch.float32):
+    """This rank's, (8, 32)."""
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
+
+
+def backward(model, step, rank, spare=True, dtype=torch.float32):
+    """Gradients of a batch on the model's parameters."""
+    model.zero_grad()
+    model(batch(step, rank, dtype), spare).square().mean().backward()
+
+
+def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False, whole=None):
+    """Two buffers, in backward's order: `whole` (vectors) whole, the others sparsely, alone or (bucket) together."""
+    names = list(sizes)[::-1]
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+
+    def units(names):
+        rest = [name for name in names if (sizes[name] >= 1000 if whole is None else name not in whole)]
+        dense = [Unit((name,), sizes[name], early=early) for name in names if name not in rest]
+        if mode == "bucket" and rest:
+            numel = sum(sizes[name] for name in rest)
+            return (Unit(tuple(rest), numel, max(1, int(density * numel))), *dense)
+        sparse = [Unit((n,), sizes[n], max(1, int(density * sizes[n])), mode == "offload") for n in rest]
+        return (*sparse, *dense)
+
+    return Plan(mode, sparsifier, density, wire, ranks, tuple(Buffer(units(half)) for half in halves))
+
+
+def quiet(**options):
+    """A SparseFusion that reports nothing."""
+    return SparseFusion(report=lambda text: None, **options)
+
+
+def in_halves(target, **options):
+    """A SparseFusion whose ranks have compared, so that its first step is in float16, too."""
+    fusion = quiet(mode="fp16", **options).attach(target)
+    fusion._session.prove()
+    return fusion
+
+
+def force(fusion, **options):
+    """Put such a plan in force, at once."""
+    session = fusion._session
+    fusion._stop_watching()
+    session.plan, fusion._decided, fusion._sparse_since = (
+        plan(session.sizes, session.reducer.group.size(), **options),
+        True,
+        0,
+    )
+    session.unproved = None
+    session.reducer.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
+    return fusion
+
+
+def same_on_all_ranks(tensors) -> bool:
+    """Bit for bit."""
+    for tensor in tensors:
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, tensor.detach()):
+            return False
+    return True
+
+
+def pending(fusion, name, like):
+    """What this rank has not sent of a parameter's gradients."""
+    residual = fusion.state_dict()["residuals"].get(name)
+    return torch.zeros(like.shape, dtype=torch.float64) if residual is None else residual.double().view(like.shape)
+
+
+def summed(tensor):
+    """Over all ranks, float64."""
+    total = tensor.double().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def flush(fusion):
+    """From now on all is sent."""
+    session = fusion._session
+    session.plan = replace(session.plan, mode="dense", buffers=())
+
+
+def timelines(monkeypatch) -> list:
+    """Those that this rank plans from, from now on."""
+    seen, planned = [], SparseFusion._planned
+
+    def noting(self, timeline, costs):
+        seen.append(timeline)
+        return planned(self, timeline, costs)
+
+    monkeypatch.setattr(SparseFusion, "_planned", noting)
+    return seen

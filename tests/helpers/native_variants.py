@@ -1,0 +1,89 @@
+"""The C libraries that tests of kernels try: the installed one, and builds by setup.py for older processors.
+
+A library that is cloned for several processors runs the best clone only, so the others are compiled one by one. They are
+built once per session, whichever xdist worker asks first.
+"""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from chosen import by_default
+
+from sparsefusion.native.library import Library, skipped
+
+ROOT = Path(__file__).resolve().parents[2]
+CPUINFO = Path("/proc/cpuinfo")
+LEVELS = {  # what each level of x86-64 adds, as Linux calls it
+    "x86-64": {"sse2"},
+    "x86-64-v3": {"avx2", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+_FEATURES = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
+VARIANTS = ["installed", *(level for level in LEVELS if LEVELS[level] <= _FEATURES)]
+# Where there is AVX-512, the installed library runs it too; the least of them only with --full.
+MARKED = by_default({"installed", "x86-64-v3"} & set(VARIANTS), VARIANTS)
+
+
+def compiler():
+    """The program that setup.py compiles C with."""
+    return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+
+
+def build_ext(*arguments, root=ROOT, **environment):
+    """What `setup.py build_ext` says; it must exit with 0."""
+    command = [sys.executable, "setup.py", "build_ext", *arguments]
+    environment = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run(command, cwd=root, env=environment, check=True, **output).stdout
+
+
+def libraries(folder):
+    """{package: path} of the libraries built in a folder."""
+    return {path.parts[-3]: path for path in folder.glob("*/native/libkernels.so")}
+
+
+def variants(module):
+    """A fixture: what `module` calls `kernels()` are the C kernels of sparsefusion for each kind of processor."""
+
+    @pytest.fixture(params=MARKED)
+    def variant(request, library_path, monkeypatch):
+        library = Library("sparsefusion", module.SIGNATURES, library_path("sparsefusion", request.param))
+        assert library, library.why
+        monkeypatch.setattr(module, "kernels", lambda: library)
+
+    return variant
+
+
+@pytest.fixture(scope="session")
+def library_path(tmp_path_factory):
+    """library_path(package, variant): of its library, None for the installed one. Skips where no compiler makes it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def path(package, variant):
+        if variant == "installed":
+            return None
+        if skipped():
+            pytest.skip("MEGATRON_SSM_SKIP_NATIVE is set")
+        folder = base / f"native-{variant}"
+        with open(base / f"{folder.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                folder.mkdir()
+                where = ("-q", "--build-lib", folder, "--build-temp", folder / "objects")
+                (folder / "output").write_text(build_ext(*where, CFLAGS=f"-g0 -DNO_CLONES -march={variant}"))
+        if package in libraries(folder):
+            return libraries(folder)[package]
+        output = (folder / "output").read_text()
+        if shutil.which(compiler()) and f"'{variant}'" not in output:  # else the compiler does not know it
+            pytest.fail(f"{variant} was not built:\n{output}")
+        pytest.skip(f"{variant} was not built: {output.strip().splitlines()[-1]}")
+
+    return path

@@ -1,0 +1,89 @@
+"""The scans and the convolution, their inputs and gradients: what the tests of their forms share."""
+
+import torch
+
+from megatron_ssm.ops.convolution import causal_conv, causal_conv_ref
+from megatron_ssm.ops.scan import selective_scan, selective_scan_ref, ssd, ssd_ref
+
+KINDS = {  # the fast form and its plain twin
+    "selective": (selective_scan, selective_scan_ref),
+    "ssd": (ssd, ssd_ref),
+    "conv": (causal_conv, causal_conv_ref),
+}
+SEQUENCES = {"selective": ("x", "dt", "B", "C", "z"), "ssd": ("x", "dt", "B", "C"), "conv": ("x",)}  # cut in time
+PREVIOUS = {"selective": "state", "ssd": "state", "conv": "history"}
+
+
+def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, groups=2, size=4, kernel=4, seed=0):
+    """Random inputs of one of the three functions by name, leaves that want a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    wide = torch.promote_types(dtype, torch.float32)  # the dtype of dt, A, D and of states in a model of `dtype`
+    if kind == "conv":
+        inputs = dict(
+            x=normal(batch, seq, channels),
+            weight=normal(channels, 1, kernel),
+            bias=normal(channels),
+            history=normal(batch, kernel - 1, channels),
+        )
+    elif kind == "selective":
+        inputs = dict(
+            x=normal(batch, seq, channels),
+            dt=normal(batch, seq, channels),
+            A_log=normal(channels, size, dtype=wide),
+            B=normal(batch, seq, size),
+            C=normal(batch, seq, size),
+            D=normal(channels, dtype=wide),
+            z=normal(batch, seq, channels),
+            dt_bias=normal(channels, dtype=wide),
+            state=normal(batch, size, channels, dtype=wide),
+        )
+    else:
+        inputs = dict(
+            x=normal(batch, seq, heads, channels),
+            dt=normal(batch, seq, heads, dtype=wide).exp() / 4,
+            A_log=normal(heads, dtype=wide),
+            B=normal(batch, seq, groups, size),
+            C=normal(batch, seq, groups, size),
+            D=normal(heads, dtype=wide),
+            state=normal(batch, heads, size, channels, dtype=wide),
+        )
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+
+
+def everything(function, inputs, autocast=False):
+    """The output, what is carried on, and the gradient of every input when both of those have one."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, carried = function(**inputs)
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in (y, carried)]
+    loss = (y * weights[0]).sum() + (carried * weights[1]).sum()
+    wanted = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return dict(y=y, carried=carried, **dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True)))
+
+
+def error(ours, theirs):
+    """||ours - theirs|| / ||theirs||, absolute where theirs vanishes; both of one shape and dtype."""
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    scale = theirs.double().norm()
+    return ((ours.double() - theirs.double()).norm() / (scale if scale > 1e-8 else 1)).item()
+
+
+def worst(ours, theirs):
+    """The largest error over a dictionary of tensors."""
+    assert list(ours) == list(theirs)
+    return max(error(ours[name], theirs[name]) for name in theirs)
+
+
+def in_pieces(kind, inputs, cuts):
+    """The function called on consecutive pieces of the sequence, each continuing from the one before."""
+    function, previous = KINDS[kind][0], PREVIOUS[kind]
+    outputs, carried = [], inputs[previous]
+    for start, stop in zip([0, *cuts], [*cuts, inputs["x"].shape[1]], strict=True):
+        piece = {name: t[:, start:stop] if name in SEQUENCES[kind] else t for name, t in inputs.items()}
+        y, carried = function(**{**piece, previous: carried})
+        outputs.append(y)
+    return torch.cat(outputs, 1), carried

@@ -1,0 +1,94 @@
+"""Small checkpoints of every family, in float64 where tokens are compared, that the tests of serving share."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf import hf_model, save_hf
+from megatron_ssm import load
+from megatron_ssm.inference.text import write_byte_tokenizer
+
+VOCAB = 257  # of the byte tokenizer; divides over no number of ranks
+
+# Two layers that use one shared block where there is one; of Zamba2, dt is often clamped.
+FAMILIES = {
+    "mamba": dict(num_hidden_layers=2),
+    "falcon_mamba": dict(num_hidden_layers=2),
+    "mamba2": dict(num_hidden_layers=2),
+    "zamba": dict(num_hidden_layers=3),
+    "zamba2": dict(
+        num_hidden_layers=3, num_mem_blocks=1, use_shared_attention_adapter=True, use_mem_rope=True, time_step_min=0.1
+    ),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+_directory = tempfile.TemporaryDirectory(prefix="checkpoints-")
+
+
+@cache
+def checkpoint(family):
+    """The directory of such a model, with a tokenizer; made once. Call it before there are ranks."""
+    directory = Path(_directory.name) / family
+    save_hf(directory, family, vocab_size=VOCAB, **FAMILIES[family])
+    write_byte_tokenizer(directory)
+    return directory
+
+
+def ids(*shape, seed=3, vocab=VOCAB):
+    """Token ids drawn once and for all."""
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_ranks(ranks, world, directory, function, dtype=torch.float64, timeout=60, **options):
+    """function(model), with the model split over `world` ranks (options: of `load`): the same on each of them."""
+    first, *others = ranks(
+        lambda rank: function(load(directory, dist.group.WORLD, dtype=dtype, **options)), world, timeout=timeout
+    )
+    assert all(other == first for other in others)
+    return first
+
+
+def on_ranks_of_families(ranks, world, function, chosen=tuple(FAMILIES)):
+    """function(model) for the model of each family in turn, all on the same ranks: [{family: result} of each rank]."""
+    directories = {family: checkpoint(family) for family in chosen}
+
+    def run(rank):
+        results = {}
+        for family, directory in directories.items():
+            model = load(directory, dist.group.WORLD, dtype=torch.float64)
+            try:
+                results[family] = function(model)
+            except AssertionError as error:
+                raise AssertionError(f"{family}: {error}") from error
+        return results
+
+    return ranks(run, world)
+
+
+def attempt(function, *args, **kwargs):
+    """The type and message of what it raises; None if it does not."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def save_table(directory, table, **changes):
+    """A model whose logits are known: after token t, those of token u are table[t, u] times a constant.
+
+    One layer that adds nothing, one-hot embeddings and an untied head: each logit is one nonzero product.
+    """
+    vocab = len(table)
+    model = hf_model("mamba2", num_hidden_layers=1, vocab_size=vocab, tie_word_embeddings=False, **changes)
+    with torch.no_grad():
+        model.backbone.embeddings.weight.copy_(torch.eye(*model.backbone.embeddings.weight.shape))
+        model.backbone.layers[0].mixer.out_proj.weight.zero_()
+        model.backbone.norm_f.weight.fill_(model.config.hidden_size**-0.5)
+        model.lm_head.weight[:, :vocab] = table.T
+    model.save_pretrained(directory)
+    return model

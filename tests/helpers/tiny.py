@@ -1,0 +1,94 @@
+"""Tiny training runs in float64, on one rank or on any layout of ranks: what the tests of training share."""
+
+import warnings
+
+import torch
+
+from megatron_ssm.checkpoints.hf import build
+from megatron_ssm.configs.config import Config
+from megatron_ssm.models.initialization import initialize as initialize_parameters
+from megatron_ssm.parallel.groups import Groups, initialize
+from megatron_ssm.training.data import Batches, Tokens
+from megatron_ssm.training.options import Options
+from megatron_ssm.training.trainer import Trainer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import megatron.core.parallel_state  # noqa: F401  (seconds, once here instead of in every forked rank)
+
+ZAMBA = dict(model_type="zamba", mamba_head_dim=16, hybrid_interval=1, num_layers=2)  # 2 mamba heads
+ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank=3)
+# The first and the third use share a block, or have adapters for one another that lie idle. At RUN's lr, rounding errors
+# would grow tenfold per step.
+ZAMBA2_UNTIED = dict(
+    ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
+)
+VOCAB = 61  # does not divide: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
+RUN = dict(
+    num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,
+    global_batch_size=4, train_iters=20, lr=1e-2, lr_warmup_iters=3, clip_grad=0.5, params_dtype="float64", seed=7,
+)  # fmt: skip
+
+
+def options(**changes) -> Options:
+    """A tiny Mamba-2 run of 20 steps whose gradients are clipped at every step, changed as asked."""
+    return Options(**{**RUN, **changes})
+
+
+def stream(vocab=VOCAB, tokens=400) -> Tokens:
+    """Tokens that can be learned: each is mostly a function of the one before."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randint(vocab, (tokens,), generator=generator)
+    ids = [0]
+    for step in noise.tolist():
+        ids.append(step if step % 4 == 0 else (3 * ids[-1] + 1) % vocab)
+    return Tokens(torch.tensor(ids), len(ids))
+
+
+def batches(run: Options, vocab=VOCAB) -> Batches:
+    """The run's batches."""
+    return Batches(stream(vocab), run.seq_length, run.global_batch_size, run.seed)
+
+
+def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
+    """A trainer of a new model over these groups (None: one rank)."""
+    groups = groups or Groups()
+    config = Config.from_dict(run.model_config(vocab, 0))
+    model = build(config, groups.tensor, groups.data, getattr(torch, run.params_dtype))
+    return Trainer(initialize_parameters(model, run.seed), groups, run)
+
+
+def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
+    """(2, steps - start) float64: loss and gradient norm of each step."""
+    data = batches(trainer.options, vocab)
+    results = [trainer.step(data, step) for step in range(start, steps)]
+    return torch.tensor([[r.loss, r.grad_norm] for r in results], dtype=torch.float64).T
+
+
+def trainer_on(tp, run: Options, vocab=VOCAB) -> Trainer:
+    """A trainer on the calling rank of a world of replicas of `tp` ranks."""
+    return trainer(run, initialize(tp), vocab)
+
+
+def pieces(trainer: Trainer) -> dict:
+    """{name: this rank's piece} of every parameter."""
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def assembled(per_rank: list, fields, tp: int) -> dict:
+    """{name: whole tensor} from every rank's pieces; what several ranks hold must be bitwise the same on each.
+
+    Only of the fields that there are pieces of: what lies idle has neither gradient nor moments.
+    """
+    wholes = {}
+    assert all(".idle." in field.name for field in fields if field.name not in per_rank[0])
+    for field in (field for field in fields if field.name in per_rank[0]):
+        whole = torch.full(field.shape, float("nan"), dtype=per_rank[0][field.name].dtype)
+        for rank, held in enumerate(per_rank):
+            place = field.piece(rank % tp, tp)
+            known = not whole[place].isnan().all()
+            assert not known or torch.equal(whole[place], held[field.name]), f"{field.name} differs on rank {rank}"
+            whole[place] = held[field.name]
+        assert not whole.isnan().any(), f"nobody holds a part of {field.name}"
+        wholes[field.name] = whole
+    return wholes

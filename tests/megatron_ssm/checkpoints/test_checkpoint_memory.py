@@ -1,0 +1,94 @@
+"""Memory of load and save on models of over 400 MB; oracle: RssAnon of each rank, read from /proc by another process."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import megatron_ssm
+from megatron_ssm import Config
+from megatron_ssm.configs.layouts import hf_shapes, layout
+
+SLACK = 16 * 2**20
+FILE_BYTES = 110_000_000
+SHAPES = {
+    "mamba": dict(model_type="mamba", hidden_size=2048, num_hidden_layers=4, vocab_size=600, state_size=8),
+    "zamba": dict(
+        model_type="zamba", hidden_size=1536, num_hidden_layers=4, vocab_size=600, mamba_d_state=8,
+        layers_block_type=["linear_attention"] * 2 + ["hybrid"] * 2, num_attention_heads=16, intermediate_size=4096,
+    ),
+}  # fmt: skip
+
+# Prints, once its input closes, by how much the most was more than the first.
+SAMPLER = """
+import select, sys
+def anonymous():
+    with open(f"/proc/{sys.argv[1]}/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+first = most = anonymous()
+print(flush=True)
+while not select.select([sys.stdin], [], [], 0.0002)[0]:
+    most = max(most, anonymous())
+print(max(most, anonymous()) - first)
+"""
+
+
+@contextmanager
+def growth():
+    """`.bytes`, afterwards: by how much this process's anonymous memory grew at its peak."""
+    grown = SimpleNamespace(bytes=None)
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 20
+    )  # M_MMAP_THRESHOLD: what is freed leaves at once, holes of a heap do not count
+    ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests freed would be used again, unseen
+    command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
+        sampler.stdout.readline()
+        yield grown
+        grown.bytes = int(sampler.communicate()[0])
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def large(request, tmp_path_factory):
+    """A directory of 400 MB whose every tensor repeats one number, its own."""
+    directory, shape = tmp_path_factory.mktemp("large"), SHAPES[request.param]
+    (directory / "config.json").write_text(json.dumps(shape))
+    shapes = hf_shapes(layout(Config.from_dict(shape)))
+    tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
+    assert sum(tensor.nbytes for tensor in tensors.values()) >= 400 * 10**6
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def check_values(model):
+    """Every parameter repeats the number of its Hugging Face tensor."""
+    numbers = {name: i for i, name in enumerate(hf_shapes(layout(model.config)))}
+    for parameter in model.parameters():
+        assert parameter.min() == parameter.max() == numbers[parameter.field.hf]
+
+
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
+def test_load_and_save_hold_little(ranks, tp, large, tmp_path):
+    """load: its parameters, two slices and SLACK; save: one file, one piece and SLACK on rank 0, less elsewhere."""
+
+    def run(rank):
+        with growth() as loading:
+            model = megatron_ssm.load(large, dist.group.WORLD)
+        check_values(model)
+        with growth() as saving:
+            megatron_ssm.save(model, tmp_path / "saved", file_bytes=FILE_BYTES)
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        return sum(sizes), max(sizes), loading.bytes, saving.bytes
+
+    for rank, (parameters, piece, loading, saving) in enumerate(ranks(run, tp)):
+        assert 0.8 * parameters < loading <= parameters + 2 * piece + SLACK
+        assert saving <= (FILE_BYTES if rank == 0 else 0) + piece + SLACK
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) >= 4

@@ -1,0 +1,312 @@
+"""`convert`; oracle: transformers' logits, and state-spaces/mamba's own names and configuration, written out here."""
+
+import json
+import math
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from directories import INDEX
+from hf import hf_model
+from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
+from megatron_ssm.cli.main import main
+from megatron_ssm.configs.config import Config
+
+# What MambaLMHeadModel.save_pretrained writes for such models (mamba_ssm/models/config_mamba.py, modules/mamba*.py).
+MODEL = dict(
+    d_model=32, d_intermediate=0, n_layer=2, vocab_size=61, attn_layer_idx=[], attn_cfg={}, rms_norm=True,
+    residual_in_fp32=True, fused_add_norm=True, pad_vocab_size_multiple=8, tie_embeddings=True,
+)  # fmt: skip
+CASES = {
+    "mamba": (
+        ("mamba", dict(num_hidden_layers=2, vocab_size=64)),
+        dict(MODEL, ssm_cfg={"d_state": 8}),
+    ),
+    "mamba-biases-untied": (
+        ("mamba", dict(num_hidden_layers=2, vocab_size=64, use_bias=True, tie_word_embeddings=False, time_step_rank=5)),
+        dict(MODEL, ssm_cfg={"layer": "Mamba1", "d_state": 8, "bias": True, "dt_rank": 5}, tie_embeddings=False),
+    ),
+    "mamba2": (
+        ("mamba2", dict(num_hidden_layers=2, vocab_size=64, tie_word_embeddings=True, n_groups=2)),
+        dict(MODEL, ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2}),
+    ),
+    "mamba2-limit": (
+        ("mamba2", dict(num_hidden_layers=2, vocab_size=64, time_step_limit=(0.02, 0.2), use_conv_bias=False)),
+        dict(
+            MODEL, vocab_size=64, pad_vocab_size_multiple=1, tie_embeddings=False,
+            ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8, "dt_limit": [0.02, 0.2], "conv_bias": False},
+        ),
+    ),
+}  # fmt: skip
+IDS = torch.arange(40).view(2, 20)
+
+
+def their_state(model):
+    """A transformers model's tensors under state-spaces' names."""
+    state = {k.replace("backbone.embeddings.", "backbone.embedding."): v for k, v in model.state_dict().items()}
+    state["lm_head.weight"] = model.lm_head.weight
+    return state
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """(transformers model, its directory, the directory that state-spaces would have written)."""
+    (family, changes), config = CASES[request.param]
+    model = hf_model(family, **changes)
+    ours, theirs = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ss")
+    model.save_pretrained(ours)
+    (theirs / "config.json").write_text(json.dumps(config))
+    torch.save(their_state(model), theirs / "pytorch_model.bin")
+    return model, ours, theirs
+
+
+def logits(directory, model):
+    """What transformers computes from a directory."""
+    with torch.no_grad():
+        return type(model).from_pretrained(directory).eval()(IDS).logits
+
+
+def test_state_spaces_to_hugging_face(case, tmp_path):
+    """transformers loads the result and computes the same; no tensor changes a bit."""
+    model, _, theirs = case
+    rows = convert(theirs, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "out", model), model(IDS).logits)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {k: v for k, v in model.state_dict().items() if k in tensors}
+    assert set(model.state_dict()) - set(expected) <= {"lm_head.weight"}
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+    assert {row.source for row in rows} == set(their_state(model))
+    assert {row.target for row in rows} - {""} == set(tensors)
+
+
+def test_hugging_face_to_state_spaces(case, tmp_path):
+    """The result has state-spaces' names, its bytes, and a configuration that means the same."""
+    model, ours, _ = case
+    rows = convert(ours, tmp_path / "out")
+    state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    expected = their_state(model)
+    assert state.keys() == expected.keys() == {row.target for row in rows}
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(written) == {*MODEL, "ssm_cfg"}
+    assert Config.from_dict(hugging_face_config(written)) == Config.from_dict(
+        {**Config.read(ours).raw, **{f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}}
+    )
+
+
+def test_there_and_back(case, tmp_path):
+    """Byte for byte what it was, also in several files."""
+    _, ours, _ = case
+    convert(ours, tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back", file_bytes=20_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    back = {}
+    for path in (tmp_path / "back").glob("*.safetensors"):
+        back.update(load_file(path))
+    tensors = load_file(ours / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in back)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == back.keys()
+
+
+def test_published_configurations():
+    """The shapes of state-spaces/mamba-2.8b and mamba2-2.7b, whose ssm_cfg leaves nearly everything to defaults."""
+    mamba = hugging_face_config(dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={}, pad_vocab_size_multiple=8))
+    config = Config.from_dict(mamba)
+    assert (config.family, config.vocab_size, config.intermediate_size) == ("mamba", 50280, 5120)
+    assert (config.dt_rank, config.state_size, config.tie_embeddings) == (160, 16, True)
+    mamba2 = hugging_face_config(
+        dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={"layer": "Mamba2"}, pad_vocab_size_multiple=16)
+    )
+    config = Config.from_dict(mamba2)
+    assert (config.vocab_size, config.heads, config.head_dim, config.groups) == (50288, 80, 64, 1)
+    assert (config.state_size, config.dt_limit) == (128, (0.0, math.inf))
+    assert state_spaces_config(config)["ssm_cfg"] == {"layer": "Mamba2"}
+
+
+BROKEN_STATE = {
+    "has no tensor backbone.norm_f.weight": lambda s: s.pop("backbone.norm_f.weight"),
+    "without a counterpart, such as backbone.rotary": lambda s: s.update({"backbone.rotary": torch.zeros(2)}),
+    "backbone.norm_f.weight is (3,), its configuration says (32,)": lambda s: s.update(
+        {"backbone.norm_f.weight": torch.zeros(3)}
+    ),
+    "lm_head.weight differs from backbone.embedding.weight": lambda s: s.update(
+        {"lm_head.weight": torch.zeros(64, 32)}
+    ),
+    "is torch.int64, not a floating-point type": lambda s: s.update({"backbone.norm_f.weight": torch.arange(32)}),
+    "something else than named tensors": lambda s: s.update({"step": 3}),
+}
+BROKEN_CONFIG = {
+    "ssm_cfg.layer='Mamba3' is not supported": dict(ssm_cfg={"layer": "Mamba3"}),
+    "ssm_cfg.D_has_hdim=True has no counterpart": dict(ssm_cfg={"layer": "Mamba2", "D_has_hdim": True}),
+    "ssm_cfg.colour is not a field": dict(ssm_cfg={"colour": 3}),
+    "rms_norm=False has no counterpart": dict(rms_norm=False),
+    "attn_layer_idx=[1] has no counterpart": dict(attn_layer_idx=[1]),
+    "flavour is not a field": dict(flavour=1),
+    "n_layer=0 must be a positive integer": dict(n_layer=0),
+    "pad_vocab_size_multiple=0 must be a positive integer": dict(pad_vocab_size_multiple=0),
+    "pad_vocab_size_multiple='8' must be a positive integer": dict(pad_vocab_size_multiple="8"),
+    "ssm_cfg.headdim=0 must be a positive integer": dict(ssm_cfg={"layer": "Mamba2", "headdim": 0}),
+    "ssm_cfg.headdim='a' must be a positive integer": dict(ssm_cfg={"layer": "Mamba2", "headdim": "a"}),
+    "ssm_cfg.expand=1.5 must be a positive integer": dict(ssm_cfg={"expand": 1.5}),
+    "ssm_cfg=['Mamba2'] must be an object": dict(ssm_cfg=["Mamba2"]),
+    "ssm_cfg.layer=['Mamba2'] is not supported": dict(ssm_cfg={"layer": ["Mamba2"]}),
+    "time_step_limit=5": dict(ssm_cfg={"layer": "Mamba2", "dt_limit": 5}),
+    "time_step_limit=['a', 1]": dict(ssm_cfg={"layer": "Mamba2", "dt_limit": ["a", 1]}),
+    "state_size='a' must be": dict(ssm_cfg={"d_state": "a"}),
+    "state_size=0 must be": dict(ssm_cfg={"layer": "Mamba2", "d_state": 0}),
+    "n_groups=[1] must be": dict(ssm_cfg={"layer": "Mamba2", "ngroups": [1]}),
+    "time_step_rank=[] must be": dict(ssm_cfg={"dt_rank": []}),
+}
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A state-spaces directory that a test may spoil."""
+    (family, changes), config = CASES["mamba"]
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.save(their_state(hf_model(family, **changes)), directory / "pytorch_model.bin")
+    return directory
+
+
+def refused(source, target, words):
+    """One line that says so, and nothing written."""
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        convert(source, target)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("words", BROKEN_STATE)
+def test_broken_tensors(theirs, tmp_path, words):
+    """Missing, unmapped, misshapen, untied, of another kind."""
+    state = torch.load(theirs / "pytorch_model.bin", weights_only=True)
+    BROKEN_STATE[words](state)
+    torch.save(state, theirs / "pytorch_model.bin")
+    refused(theirs, tmp_path / "out", words)
+
+
+@pytest.mark.parametrize("words", BROKEN_CONFIG)
+def test_configurations_without_a_counterpart(theirs, tmp_path, words):
+    """What Hugging Face's classes cannot say, and what nobody knows."""
+    (theirs / "config.json").write_text(json.dumps({**CASES["mamba"][1], **BROKEN_CONFIG[words]}))
+    refused(theirs, tmp_path / "out", words)
+
+
+class _Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code in a checkpoint was run')",)
+
+
+def test_damaged_files(theirs, tmp_path):
+    """A truncated file, and one with code in it, which is not run; no file at all; no configuration."""
+    path = theirs / "pytorch_model.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    refused(theirs, tmp_path / "out", "is not a whole file of tensors")
+    path.write_bytes(pickle.dumps(_Bomb()))
+    refused(theirs, tmp_path / "out", "is not a whole file of tensors")
+    path.unlink()
+    refused(theirs, tmp_path / "out", "pytorch_model.bin does not exist")
+    (theirs / "config.json").unlink()
+    refused(theirs, tmp_path / "out", "no model configuration")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("zamba2", {}, "state-spaces' code has no zamba2 models"),
+        ("falcon_mamba", {}, "state-spaces' code has no falcon_mamba models"),
+        ("mamba", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06 cannot be told"),
+    ],
+)
+def test_hugging_face_models_without_a_counterpart(tmp_path, family, changes, words):
+    """Other families, other norms."""
+    hf_model(family, num_hidden_layers=2, **changes).save_pretrained(tmp_path / "hf")
+    refused(tmp_path / "hf", tmp_path / "out", words)
+
+
+def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
+    """An error while writing is raised, and the hidden files are gone."""
+
+    def fail(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("megatron_ssm.checkpoints.hf.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        convert(theirs, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_onto_itself(theirs):
+    """The source is not overwritten."""
+    with pytest.raises(ValueError, match="is the directory to be translated"):
+        convert(theirs, theirs)
+
+
+def contents(directory):
+    """{name: bytes} of the files in a directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("there", ("a file", "config.json", "model.safetensors", "pytorch_model.bin", INDEX))
+def test_onto_what_is_there(theirs, case, tmp_path, capsys, there):
+    """A file, or a directory with a model or a part of one: exit code 2, one line, nothing touched. Others are taken."""
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("mine")
+        words = f"{out} is not a directory"
+    else:
+        out.mkdir()
+        (out / there).write_text("mine")
+        words = f"{out} already holds a model ({there}); name another directory"
+    for source in (theirs, case[1]):
+        before = contents(source)
+        assert main(["convert", "--model", str(source), "--out", str(out)]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+        assert contents(source) == before
+        assert (out.read_text() if there == "a file" else contents(out)) in ("mine", {there: b"mine"})
+
+
+def test_into_a_directory_with_other_things(theirs, tmp_path):
+    """They stay; an empty one is as good."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    convert(theirs, tmp_path / "out")
+    assert {"README.md", "config.json", "model.safetensors"} <= set(contents(tmp_path / "out"))
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+
+
+def test_command(theirs, tmp_path, capsys):
+    """A table with one line per tensor; --dry-run writes nothing; wrong use is one line and exit code 2."""
+    assert main(["convert", "--model", str(theirs), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["tensor", "becomes", "shape", "dtype"]
+    assert "backbone.embedding.weight backbone.embeddings.weight 64 x 32 float32" in [
+        " ".join(x.split()) for x in lines
+    ]
+    assert lines[-1] == f"{len(lines) - 2} tensors, nothing written (--dry-run)"
+    assert main(["convert", "--model", str(theirs), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    shutil.rmtree(theirs)
+    capsys.readouterr()
+    assert main(["convert", "--model", str(theirs), "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit) as left:
+        main(["convert", "--model", str(theirs)])
+    assert left.value.code == 2
+
+
+def test_rows(case):
+    """Shapes and dtypes are the tensors' own."""
+    model, ours, _ = case
+    for row in convert(ours):
+        assert isinstance(row, Row) and row.dtype == "float32"
+        assert row.shape == tuple(their_state(model)[row.target].shape)

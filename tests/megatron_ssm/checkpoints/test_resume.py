@@ -1,0 +1,452 @@
+"""Resumable checkpoints. Oracles: the run that was never interrupted, and torch's own reader of such checkpoints."""
+
+import functools
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tiny
+from megatron_ssm.checkpoints.training import (
+    MOMENTS,
+    find_checkpoints,
+    load_training,
+    newest_checkpoint,
+    save_training,
+    set_aside,
+)
+from sparsefusion.foundation.command_line import Failure
+
+EXACT = 1e-10
+MODELS = {
+    "mamba": dict(model_type="mamba"),
+    "mamba2": {},
+    "mamba2 untied": dict(untie_embeddings_and_output_weights=True),
+    "mamba2 groups": dict(mamba_num_groups=2),
+    "mamba2 groups untied": dict(mamba_num_groups=2, untie_embeddings_and_output_weights=True),
+    "zamba": tiny.ZAMBA,
+    "zamba2 untied": tiny.ZAMBA2_UNTIED,
+}
+AGREED = {"global_batch_size": 4, "vocab_size": tiny.VOCAB}
+
+
+def options(**changes):
+    """A tiny run of one layer, changed as asked."""
+    return tiny.options(**{"num_layers": 1, **changes})
+
+
+def everything(trainer):
+    """The parameters, both moments and the optimizer's step counts, all of this rank."""
+    state = trainer.optimizer.state
+    held = {name: {"model": p.detach().clone(), **state[p]} for name, p in trainer.model.named_parameters()}
+    return {f"{kind}.{name}": tensor for name, kinds in held.items() for kind, tensor in kinds.items()}
+
+
+def save_after(trainer, step, directory, vocab=tiny.VOCAB):
+    """Train to a step and save there; the curve so far."""
+    curve = tiny.curve(trainer, step, vocab=vocab)
+    save_training(directory, step, trainer.model, trainer.optimizer, AGREED)
+    return curve
+
+
+def resume(trainer, directory):
+    """Load the newest checkpoint into a trainer whose parameters are NaN before; its step."""
+    path, step = newest_checkpoint(directory, AGREED)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(float("nan"))
+    load_training(path, step, trainer.model, trainer.optimizer)
+    return step
+
+
+def assert_same(ours, theirs):
+    """Bitwise, entry by entry."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+# The same layout: bitwise
+
+
+@pytest.mark.parametrize("model", ("mamba", "mamba2 untied", "zamba2 untied"))
+def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
+    run = options(**MODELS[model])
+    straight = tiny.trainer(run)
+    save_after(straight, 10, tmp_path)
+    rest = tiny.curve(straight, start=10)
+    resumed = tiny.trainer(run)
+    assert resume(resumed, tmp_path) == 10
+    assert torch.equal(tiny.curve(resumed, start=10), rest)
+    assert_same(everything(resumed), everything(straight))
+
+
+def check_bitwise(ranks, tmp_path, tp, dp, model):
+    """10 steps, a checkpoint, 10 steps; and from the checkpoint again, in new processes."""
+    run = options(**MODELS[model])
+
+    def straight(rank):
+        trainer = tiny.trainer_on(tp, run)
+        save_after(trainer, 10, tmp_path)
+        return tiny.curve(trainer, start=10), everything(trainer)
+
+    def resumed(rank):
+        trainer = tiny.trainer_on(tp, run)
+        assert resume(trainer, tmp_path) == 10
+        return tiny.curve(trainer, start=10), everything(trainer)
+
+    for (curve, ours), (other, theirs) in zip(ranks(straight, tp * dp), ranks(resumed, tp * dp), strict=True):
+        assert torch.equal(curve, other)
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "tp, dp, model",
+    [
+        (2, 1, "mamba2 groups untied"),
+        (1, 2, "mamba2"),
+        (2, 2, "mamba"),
+        pytest.param(2, 1, "zamba2 untied", marks=pytest.mark.full),
+    ],
+)
+def test_resuming_is_bitwise(ranks, tmp_path, tp, dp, model):
+    check_bitwise(ranks, tmp_path, tp, dp, model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_resuming_is_bitwise_in_every_layout(ranks, tmp_path, tp, dp, model):
+    check_bitwise(ranks, tmp_path, tp, dp, model)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_the_random_state_comes_back(ranks, tmp_path, tp):
+    def save(rank):
+        trainer = tiny.trainer_on(tp, options())
+        torch.manual_seed(5)
+        save_after(trainer, 1, tmp_path)
+        return torch.rand(3)
+
+    def load(rank):
+        resume(tiny.trainer_on(tp, options()), tmp_path)
+        return torch.rand(3)
+
+    for before, after in zip(ranks(save, tp), ranks(load, tp), strict=True):
+        assert torch.equal(before, after)
+
+
+# Another layout
+
+
+@functools.cache
+def one_rank(model, vocab):
+    """The oracle: the curve of 20 steps of one rank, the whole batch at once."""
+    return tiny.curve(tiny.trainer(options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
+
+
+def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
+    """10 steps in layout `before`, a checkpoint, 10 steps as tp x dp: the losses and norms of one rank."""
+    run = options(**MODELS[model])
+
+    def start(rank):
+        return save_after(tiny.trainer_on(before[0], run, vocab), 10, directory, vocab)
+
+    def end(rank):
+        trainer = tiny.trainer_on(tp, run, vocab)
+        return tiny.curve(trainer, start=resume(trainer, directory), vocab=vocab)
+
+    first, second = ranks(start, before[0] * before[1]), ranks(end, tp * dp)
+    for half, curve in zip((first, second), one_rank(model, vocab).split(10, dim=1), strict=True):
+        assert all(torch.equal(other, half[0]) for other in half)
+        assert (half[0] - curve).abs().max() <= EXACT
+
+
+@pytest.mark.parametrize(
+    "before, tp, dp, model, vocab",
+    [
+        ((2, 1), 1, 1, "mamba2 groups", 61),
+        pytest.param((2, 1), 4, 1, "mamba2 groups untied", 61, marks=pytest.mark.full),
+        ((2, 1), 4, 1, "mamba", 9),  # 5 + 4 rows of the vocabulary, then 3 + 3 + 3 + 0
+        ((4, 1), 2, 2, "mamba2 untied", 9),
+        pytest.param((2, 1), 4, 1, "zamba", 61, marks=pytest.mark.full),
+        pytest.param((1, 1), 2, 1, "zamba2 untied", 9, marks=pytest.mark.full),
+    ],
+)
+def test_another_layout(ranks, tmp_path, before, tp, dp, model, vocab):
+    check_another_layout(ranks, tmp_path, before, tp, dp, model, vocab)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("model", ("mamba", "mamba2", "mamba2 groups untied"))
+def test_every_other_layout(ranks, tmp_path, before, tp, dp, model):
+    check_another_layout(ranks, tmp_path, before, tp, dp, model, vocab=9)
+
+
+# What a checkpoint holds
+
+
+@pytest.mark.parametrize(
+    "tp, dp, model, vocab",
+    [
+        (1, 1, "mamba2", 61),
+        (2, 2, "mamba", 61),
+        (4, 1, "mamba2 groups", 61),
+        (4, 1, "mamba2 untied", 2),
+        (2, 1, "zamba2 untied", 61),
+        pytest.param(4, 1, "zamba", 61, marks=pytest.mark.full),
+    ],
+)
+def test_entries_are_whole_and_unpadded(ranks, tmp_path, tp, dp, model, vocab):
+    """One entry per field and moment, of the unsplit shape, each element written once; torch reads them back."""
+    run = options(**MODELS[model])
+    fields = [parameter.field for parameter in tiny.trainer(run, vocab=vocab).model.parameters()]
+
+    def save(rank):
+        trainer = tiny.trainer_on(tp, run, vocab)
+        save_after(trainer, 2, tmp_path, vocab)
+        return everything(trainer)
+
+    held = ranks(save, tp * dp)
+    entries = dcp.FileSystemReader(tmp_path / "step-000002").read_metadata().state_dict_metadata
+    kinds = ("model", *MOMENTS)
+    shapes = {
+        f"{kind}.{f.name}": f.shape for kind in kinds for f in fields if kind == "model" or ".idle." not in f.name
+    }
+    assert {name: tuple(entry.size) for name, entry in entries.items() if name != "rng"} == shapes
+    for name, shape in shapes.items():
+        written = torch.zeros(shape)
+        for chunk in entries[name].chunks:
+            written[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+        assert (written == 1).all(), name
+
+    read = {name: torch.full(shape, float("nan"), dtype=torch.float64) for name, shape in shapes.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "step-000002", no_dist=True)
+    for kind in kinds:
+        names = [field.name for field in fields if f"{kind}.{field.name}" in shapes]
+        pieces = [{name: rank[f"{kind}.{name}"] for name in names} for rank in held]
+        for name, whole in tiny.assembled(pieces, fields, tp).items():
+            assert torch.equal(read[f"{kind}.{name}"], whole), name
+
+
+def test_old_checkpoints_are_removed(tmp_path):
+    trainer = tiny.trainer(options())
+    tiny.curve(trainer, 1)
+
+    def names(step):
+        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED)
+        return sorted(os.listdir(tmp_path), key=lambda name: int(name[5:]))
+
+    assert names(999_999) == ["step-999999"]
+    assert names(999_999) == ["step-999999"]
+    assert names(1_000_000) == ["step-999999", "step-1000000"]
+    assert names(1_000_001) == ["step-1000000", "step-1000001"]
+    assert names(5) == ["step-000005", "step-1000001"]  # what was just written stays
+
+
+def test_checkpoints_are_set_aside(tmp_path):
+    directory, old = tmp_path / "checkpoints", tmp_path / "checkpoints.old"
+    for name in ("first", "second"):
+        (directory / "step-000001").mkdir(parents=True)
+        (directory / "step-000001" / "training.json").write_text(name)
+        set_aside(directory)
+        assert not directory.exists()
+        assert (old / "step-000001" / "training.json").read_text() == name
+    directory.mkdir()
+    set_aside(directory)
+    assert directory.exists() and find_checkpoints(old)
+
+
+# What cannot be written
+
+
+def in_the_way(directory):
+    directory.touch()
+
+
+def name_taken(directory):
+    directory.mkdir()
+    (directory / "step-000001").touch()
+
+
+def no_room_on_this_rank(directory):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize("spoil", (in_the_way, name_taken, no_room_on_this_rank))
+def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spoil):
+    """It is rank 0 that cannot make or rename the folder, or the last rank whose file grows too large."""
+    directory = tmp_path / "checkpoints"
+
+    def save(rank):
+        trainer = tiny.trainer_on(tp, options(hidden_size=32))
+        tiny.curve(trainer, 1)
+        if rank == (tp * dp - 1 if spoil is no_room_on_this_rank else 0):
+            spoil(directory)
+        with pytest.raises(Failure) as error:
+            save_training(directory, 1, trainer.model, trainer.optimizer, AGREED)
+        return str(error.value)
+
+    lines = ranks(save, tp * dp)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith(f"cannot write {directory}/step-000001: ") and len(lines[0].splitlines()) == 1
+    assert find_checkpoints(directory) == []
+
+
+# What cannot be resumed
+
+
+def test_an_interrupted_checkpoint_is_not_found(tmp_path):
+    trainer = tiny.trainer(options())
+    tiny.curve(trainer, 1)
+    (tmp_path / "step-000001").touch()
+    with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
+        save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
+    (tmp_path / "step-000001").unlink()
+    assert os.listdir(tmp_path) == [".step-000001"]
+    assert find_checkpoints(tmp_path) == []
+    with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):
+        newest_checkpoint(tmp_path, AGREED)
+    save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
+    assert os.listdir(tmp_path) == ["step-000001"]
+    resumed = tiny.trainer(options())
+    resume(resumed, tmp_path)
+    assert_same(everything(resumed), everything(trainer))
+
+
+def test_folders_that_are_no_checkpoints(tmp_path):
+    for name in ("step-1", "step-000001", "step-000002x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000002x" / "training.json").write_text('{"step": 2}')
+    assert find_checkpoints(tmp_path) == find_checkpoints(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("text", ("", "[1]", "7", "{}", '{"step": "x"}', '{"step": null}'))
+def test_a_damaged_training_json(tmp_path, text):
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "training.json").write_text(text)
+    with pytest.raises(ValueError, match="step-000001/training.json is not a checkpoint's$"):
+        newest_checkpoint(tmp_path, AGREED)
+
+
+def test_another_run_is_told_apart(tmp_path):
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "training.json").write_text(json.dumps({"step": 1, **AGREED}))
+    assert newest_checkpoint(tmp_path, AGREED) == (tmp_path / "step-000001", 1)
+    for wanted in ({**AGREED, "global_batch_size": 8}, {**AGREED, "new": 1}, {"vocab_size": tiny.VOCAB}):
+        with pytest.raises(ValueError, match=r"cannot resume from .*step-000001: it has \w+=\S+, this run \S+$"):
+            newest_checkpoint(tmp_path, wanted)
+
+
+def cut(path):
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def spoil(path):
+    """Overwrite a file with as many bytes of nothing."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGE = {
+    "every shard cut": lambda path: [cut(file) for file in path.glob("*.distcp")],
+    "a shard cut": lambda path: cut(max(path.glob("*.distcp"))),
+    "a shard spoilt": lambda path: spoil(max(path.glob("*.distcp"))),
+    "a shard missing": lambda path: max(path.glob("*.distcp")).unlink(),
+    "no metadata": lambda path: (path / ".metadata").unlink(),
+    "metadata cut": lambda path: cut(path / ".metadata"),
+    "metadata spoilt": lambda path: spoil(path / ".metadata"),
+    "metadata garbage": lambda path: (path / ".metadata").write_bytes(b"\x80\x05garbage"),
+    "metadata of something else": lambda path: (path / ".metadata").write_bytes(pickle.dumps([1, 2])),
+    "metadata empty": lambda path: (path / ".metadata").write_bytes(b""),
+}
+
+
+def refusals(trainer, paths):
+    """The one line with which this rank refuses to load each checkpoint; anything but a ValueError fails the test."""
+    lines = []
+    for path in paths:
+        with pytest.raises(ValueError) as error:
+            load_training(path, 2, trainer.model, trainer.optimizer)
+        line = str(error.value)
+        assert line.startswith(f"{path} is damaged or of another model: ") and len(line.splitlines()) == 1
+        lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 1), (4, 1), (1, 2)])
+def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
+    ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 2, tmp_path), tp * dp)
+    for name, damage in DAMAGE.items():
+        damage(shutil.copytree(tmp_path / "step-000002", tmp_path / name))
+    paths = [tmp_path / name for name in DAMAGE]
+    for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), paths), tp * dp):
+        assert len(lines) == len(DAMAGE)
+        assert all(re.search(r"\.distcp has \d+ bytes, not \d+$", line) for line in lines[:2])  # without reading them
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp):
+    save_after(tiny.trainer(options()), 2, tmp_path)
+    changes = (dict(hidden_size=32), dict(num_layers=3), dict(model_type="mamba"))
+
+    def refused(rank):
+        trainers = [tiny.trainer_on(tp, options(**change)) for change in changes]
+        return [refusals(trainer, [tmp_path / "step-000002"]) for trainer in trainers]
+
+    for lines in ranks(refused, tp):
+        assert len(lines) == 3
+
+
+# A pickle is a program
+
+
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
+
+def call(module, name, argument):
+    """A pickle that calls module.name(argument) when it is loaded."""
+    return b"\x80\x04c%s\n%s\n(V%s\ntR." % (module.encode(), name.encode(), str(argument).encode())
+
+
+@pytest.mark.parametrize("module, name", [("os", "mkdir"), (FILESYSTEM, "os.mkdir"), ("pathlib", "os.mkdir")])
+def test_metadata_that_calls_something_is_refused_unexecuted(tmp_path, module, name):
+    made = tmp_path / "made"
+    pickle.loads(call(module, name, made))  # the attack works where nobody looks
+    made.rmdir()
+    (tmp_path / ".metadata").write_bytes(call(module, name, made))
+    assert f"its metadata names {module}.{name}" in refusals(tiny.trainer(options()), [tmp_path])[0]
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("name", ("Path", "FileSystem", "_split_by_size_and_type", "os", "pickle.loads"))
+def test_only_records_may_be_named(tmp_path, name):
+    """Not what DCP's module imports, nor what it does."""
+    (tmp_path / ".metadata").write_bytes(call(FILESYSTEM, name, 1))
+    assert refusals(tiny.trainer(options()), [tmp_path])[0].endswith(f"its metadata names {FILESYSTEM}.{name}")
+
+
+def test_entries_of_bytes_are_refused(tmp_path):
+    """torch would unpickle what they hold."""
+    trainer = tiny.trainer(options())
+    tiny.curve(trainer, 1)
+    made = tmp_path / "made"
+
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(made),)
+
+    entries = {f"model.{name}": parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    dcp.save({**entries, "rng": Attack()}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
+    dcp.load({"rng": None}, checkpoint_id=tmp_path / "step-000001", no_dist=True)  # it works where nobody looks
+    made.rmdir()
+    assert refusals(trainer, [tmp_path / "step-000001"])[0].endswith(".BytesStorageMetadata")
+    assert not made.exists()

@@ -1,0 +1,454 @@
+"""`python -m megatron_ssm generate` as a process. Oracles: its contract, transformers' generate, Python's UTF-8."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf import save_hf
+from megatron_ssm import generate, load
+from megatron_ssm.cli import commands
+from megatron_ssm.cli import main as __main__
+from megatron_ssm.inference.text import write_byte_tokenizer
+from megatron_ssm.parallel.local_launch import GRACE_S, _wait
+from megatron_ssm.training.options import parse_options
+from sparsefusion.foundation import command_line
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = "naïve — 語\n"
+HIDDEN, INNER, STATE, LAYERS, KERNEL = 32, 64, 8, 2, 4
+NEW = 24
+FIELDS = "text tokens prompt_tokens ttft_s tpot_s tokens_per_s tp reduce bytes_sent_per_token cache_bytes".split()
+PYTHON = [sys.executable, "-m", "megatron_ssm", "generate"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:]]
+LIMIT = 30  # seconds; three times what a dead rank may cost the others
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory):
+    """A model of 300 ids with the byte tokenizer of 257; the 15th token of PROMPT's greedy continuation is its eos."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    model = save_hf(directory, "mamba2", vocab_size=300, num_hidden_layers=LAYERS)
+    write_byte_tokenizer(directory)
+    model.generation_config.eos_token_id = None
+    prompt = torch.tensor([list(PROMPT.encode())])
+    whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)
+    tokens = whole[0, prompt.shape[1] :].tolist()
+    (directory / "expected.json").write_text(json.dumps(tokens))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [298, tokens[14]]}))
+    (directory / "prompt.txt").write_bytes(PROMPT.encode())
+    return directory
+
+
+def expected(directory):
+    """transformers' greedy tokens."""
+    return json.loads((directory / "expected.json").read_text())
+
+
+def decoded(tokens):
+    """The text of bytes and of ids beyond the tokenizer's."""
+    return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode("utf-8", "replace")
+
+
+@cache
+def run(*arguments, launcher=tuple(PYTHON), prompt=PROMPT):
+    """What a command line answers; each is run once in a session."""
+    prompt = [] if prompt is None else ["--prompt", prompt]
+    command = [*launcher, *map(str, arguments), *prompt]
+    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+
+
+def said(stderr):
+    """What a run has said beside which kernels it runs, which it has said once."""
+    text, lines = re.subn(rb"megatron-ssm: kernels .*\n", b"", stderr)
+    assert lines == 1
+    return text
+
+
+def answer(*arguments, **options):
+    """The text or, with --json, the object of a run that must go well and say nothing else."""
+    result = run(*arguments, **options)
+    assert (result.returncode, said(result.stderr)) == (0, b"")
+    text = result.stdout.decode("utf-8")
+    assert text.endswith("\n")
+    return json.loads(text) if "--json" in arguments else text.removesuffix("\n")
+
+
+def change_config(directory, **fields):
+    """Write these fields into its config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def all_of_it(directory):
+    return "--model", directory, "--ignore-eos", "--max-new-tokens", NEW
+
+
+def cache_bytes(tp, itemsize=4):
+    """ssm.md A3: the convolution's history of this rank's x, B and C in the model's dtype, the state in fp32."""
+    history = (KERNEL - 1) * (INNER // tp + 2 * STATE) * itemsize
+    return LAYERS * (history + INNER // tp * STATE * 4)
+
+
+# One text, however it is run
+
+
+def test_text(directory):
+    assert max(expected(directory)) > 256  # an id that the tokenizer lacks
+    assert answer(*all_of_it(directory)) == decoded(expected(directory))
+
+
+def test_two_local_ranks_print_the_same_text(directory):
+    assert answer(*all_of_it(directory), "--tp", 2) == answer(*all_of_it(directory))
+
+
+@pytest.mark.full
+def test_torchrun_replicas_are_silent(directory, tmp_path):
+    """Also about what every one of them sees in config.json."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    change_config(copy, colour="blue")
+    result = run(*all_of_it(copy), "--tp", 1, "--json", launcher=tuple(TORCHRUN))
+    assert (result.returncode, said(result.stderr)) == (0, b"config.json: ignored unknown field colour\n")
+    report = json.loads(result.stdout)
+    assert (report["tp"], report["bytes_sent_per_token"]) == (1, 0)
+    assert report["text"] == answer(*all_of_it(directory))
+
+
+def test_json(directory):
+    """With the prompt from a file that is not ASCII."""
+    prompt_file = directory / "prompt.txt"
+    report = answer(*all_of_it(directory), "--json", "--prompt-file", prompt_file, prompt=None)
+    assert list(report) == FIELDS
+    assert report["tokens"] == expected(directory) and report["text"] == answer(*all_of_it(directory))
+    assert report["prompt_tokens"] == len(PROMPT.encode())
+    assert (report["tp"], report["reduce"], report["bytes_sent_per_token"]) == (1, "fp32", 0)
+    assert report["cache_bytes"] == cache_bytes(tp=1)
+    assert report["ttft_s"] > 0 and report["tpot_s"] > 0
+    assert report["tokens_per_s"] == pytest.approx(NEW / (report["ttft_s"] + (NEW - 1) * report["tpot_s"]))
+
+
+def test_json_of_two_ranks_of_torchrun(directory):
+    report = answer(*all_of_it(directory), "--json", launcher=tuple(TORCHRUN))
+    assert list(report) == FIELDS
+    assert report["tokens"] == expected(directory) and report["text"] == answer(*all_of_it(directory))
+    assert (report["tp"], report["cache_bytes"]) == (2, cache_bytes(tp=2))
+    # embedding; per layer out_proj with the norm's sum of squares; the greedy choice
+    assert report["bytes_sent_per_token"] == 4 * (HIDDEN + LAYERS * (HIDDEN + 1) + 2)
+
+
+def test_json_of_one_token_in_bfloat16(directory):
+    report = answer("--model", directory, "--max-new-tokens", 1, "--dtype", "bfloat16", "--json", "--local_rank=0")
+    assert (len(report["tokens"]), report["tpot_s"]) == (1, None)
+    assert report["cache_bytes"] == cache_bytes(tp=1, itemsize=2)
+
+
+def test_the_end_of_text_token(directory):
+    """It is the last of the tokens and not in the text."""
+    report = answer("--model", directory, "--max-new-tokens", NEW, "--json")
+    tokens = expected(directory)
+    end = min(tokens.index(t) for t in (tokens[14], 298) if t in tokens)
+    assert 5 < end and report["tokens"] == tokens[: end + 1]
+    assert report["text"] == decoded(tokens[:end])
+
+
+def test_stop_string(directory):
+    text = decoded(expected(directory))
+    stop = text[6:8]
+    assert answer(*all_of_it(directory), "--stop", "never", "--stop", stop) == text[: text.index(stop)]
+
+
+def test_sampling_flags(directory):
+    options = dict(temperature=1.5, top_k=90, top_p=0.9, repetition_penalty=1.3, seed=4)
+    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
+    prompt = torch.tensor([list(PROMPT.encode())])
+    tokens = generate(load(directory), prompt, max_new_tokens=NEW, **options)[0].tolist()
+    assert answer(*all_of_it(directory), *flags, "--json")["tokens"] == tokens
+
+
+# Errors: exit code 2 and one line
+
+
+def assert_one_line(result, pattern):
+    """Exit code 2, nothing on stdout, one line on stderr."""
+    message = result.stderr.decode("utf-8")
+    assert (result.returncode, result.stdout, message.count("\n")) == (2, b"", 1), message
+    assert re.fullmatch(rf"megatron_ssm( generate)?: {pattern}\n", message), message
+
+
+@pytest.mark.parametrize(
+    "flags,pattern",
+    [
+        (["--model", "DIR", "--max-new", "3"], r"unknown argument --max-new \(did you mean --max-new-tokens\?\)"),
+        (["--model", "DIR", "--modell=x"], r"unknown argument --modell=x \(did you mean --model\?\)"),
+        ([], "the following arguments are required: --model"),
+        (["--model", "DIR", "--prompt-file", "F"], "argument .*--prompt.*: not allowed with argument --prompt.*"),
+        (["--model", "DIR", "--max-new-tokens", "many"], "argument --max-new-tokens: invalid int value: 'many'"),
+        (["--model", "DIR", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8' .*"),
+        (["--model", "DIR", "--tp", "0"], "--tp 0 must be at least 1"),
+    ],
+)
+def test_errors_of_flags(flags, pattern):
+    assert_one_line(run(*flags), pattern)
+
+
+@pytest.mark.parametrize(
+    "command,line",
+    [
+        ("megatron_ssm generate --modl x --prompt y", "unknown argument --modl (did you mean --model?)"),
+        ("megatron_ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
+        ("megatron_ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
+        ("megatron_ssm genrate --modl x", "argument COMMAND: invalid choice: 'genrate' .*"),
+        ("megatron_ssm generate --model x -- --promt", "one of the arguments --prompt --prompt-file is required"),
+        ("pretrain.py --dat x --out y", "unknown argument --dat (did you mean --data?)"),
+    ],
+)
+def test_a_misspelt_flag_is_told_before_a_missing_one(capsys, command, line):
+    program, *words = command.split()
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(words) if program == "pretrain.py" else __main__.parser().parse_args(words)
+    prefix, message = capsys.readouterr().err.split(": ", 1)
+    assert command.startswith(prefix) and re.fullmatch(re.escape(line).replace(r"\.\*", ".*") + "\n", message)
+
+
+@pytest.mark.parametrize("text", [["--prompt=--modl"], ["--prompt", "--modl x"]])
+def test_values_that_look_like_flags_after_the_deepspeed_launchers_own(text):
+    given = __main__.parser().parse_args(["--local_rank=1", "generate", "--model", "x", *text])
+    assert (given.command, given.prompt) == ("generate", text[-1].removeprefix("--prompt="))
+
+
+@pytest.mark.parametrize(
+    "flags,pattern",
+    [
+        (["--tp", 3], r"8 heads do not divide over 3 tensor-parallel ranks \(8 % 3 = 2\)"),
+        (["--temperature", "nan"], "temperature=nan must be at least 0 and finite"),
+        pytest.param(["--temperature", 1, "--top-p", 1.5], "top_p=1.5 must be .*", marks=pytest.mark.full),
+        pytest.param(["--temperature", -1], "temperature=-1.0 must be .*", marks=pytest.mark.full),
+        pytest.param(["--top-k", 0], "top_k=0 must be .*", marks=pytest.mark.full),
+        pytest.param(["--max-new-tokens", 0], "max_new_tokens=0 must be .*", marks=pytest.mark.full),
+        pytest.param(["--repetition-penalty", 0], "repetition_penalty=0.0 must be .*", marks=pytest.mark.full),
+        pytest.param(["--temperature", 1, "--seed", 2**64], f"seed={2**64} .* 64 bits", marks=pytest.mark.full),
+        pytest.param(["--stop", ""], "a stop string is empty.*", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_errors_of_values(directory, flags, pattern):
+    assert_one_line(run("--model", directory, *flags), pattern)
+
+
+def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(__main__, "run_local_ranks", None)
+    for model, pattern in ((directory, r"8 heads do not divide over 16 .*"), ("none", "none is not a directory; .*")):
+        assert __main__.main(["generate", "--model", str(model), "--prompt", "a", "--tp", "16"]) == 2
+        assert re.fullmatch(f"megatron_ssm generate: {pattern}\n", capsys.readouterr().err)
+
+
+def test_a_launchers_ranks_find_that_they_cannot_share_the_model(directory, monkeypatch):
+    """Each on its own: these have no process group."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    given = __main__.parser().parse_args(["generate", "--model", str(directory), "--prompt", "a"])
+    with pytest.raises(ValueError, match="8 heads do not divide over 3"):
+        commands.generate(given)
+
+
+def test_ranks_wait_for_rank_0_to_speak_under_any_launcher(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        command_line.say(f"rank {rank}")
+    assert (capsys.readouterr().err, waited) == ("rank 0\n", [command_line.RANK_0_SPEAKS_S])
+
+
+def without_tokenizer(directory):
+    (directory / "tokenizer.json").unlink()
+
+
+def truncated(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def smaller_than_its_tokenizer(directory):
+    change_config(directory, vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    "harm,pattern",
+    [
+        pytest.param(without_tokenizer, r".*/harmed/tokenizer\.json does not exist", marks=pytest.mark.full),
+        (truncated, r".*/harmed/model\.safetensors is not a whole safetensors file .*"),
+        (smaller_than_its_tokenizer, "the tokenizer is larger than the model: id 256, vocab_size 256"),
+    ],
+)
+def test_errors_of_checkpoints(directory, tmp_path, harm, pattern):
+    harm(shutil.copytree(directory, tmp_path / "harmed"))
+    assert_one_line(run("--model", tmp_path / "harmed"), pattern)
+
+
+def test_a_missing_directory_can_be_fetched(tmp_path):
+    pattern = r"some/model-130m is not a directory; .*hf download some/model-130m --local-dir model-130m"
+    assert_one_line(run("--model", "some/model-130m", "--tp", 2), pattern)
+
+
+@pytest.mark.parametrize(
+    "flags, prompt, pattern",
+    [
+        (["--prompt-file", "latin-1"], None, r".*/latin-1 is not UTF-8 \(byte 2\)"),
+        pytest.param([], b"na\xefve", r"--prompt is not UTF-8 \(byte 2\)", marks=pytest.mark.full),
+        pytest.param([], "", "the prompt is empty", marks=pytest.mark.full),
+    ],
+)
+def test_errors_of_prompts(directory, tmp_path, flags, prompt, pattern):
+    (tmp_path / "latin-1").write_bytes("naïve".encode("latin-1"))
+    flags = [tmp_path / flag if flag == "latin-1" else flag for flag in flags]
+    assert_one_line(run("--model", directory, *flags, prompt=prompt), pattern)
+
+
+NO_TORCH = """
+import runpy, sys
+for line in ("--help", "generate --help", "generate --modle x --prompt x", "generate --model x --prompt x --tp 0", "x"):
+    sys.argv = ["megatron_ssm", *line.split()]
+    try:
+        runpy.run_module("megatron_ssm", run_name="__main__")
+    except SystemExit as end:
+        print(end.code, *{"torch", "numpy", "tokenizers", "transformers"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_a_model_loads_no_compiler():
+    """torch._dynamo takes as long to import as all of torch."""
+    modules = "megatron_ssm.inference.generation, sparsefusion.fusion.sparse_fusion"
+    line = f"import sys, {modules}; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_help_and_errors_of_flags_load_no_torch():
+    result = subprocess.run([sys.executable, "-c", NO_TORCH], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("megatron_ssm")]
+    assert lines == ["0", "0", "2", "2", "2"]
+    for flag in ("generate", "--model", "--prompt-file", "--max-new-tokens", "--top-p", "--tp", "--json"):
+        assert flag in result.stdout
+    assert "rendezvous" not in result.stdout and "local" not in result.stdout
+
+
+# Readers who go, Ctrl-C, and ranks that die
+
+
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
+def test_a_reader_who_has_gone_is_no_error(directory, tp):
+    reader, writer = os.pipe()
+    os.close(reader)  # every write fails
+    command = [*PYTHON, *map(str, all_of_it(directory)), "--prompt", "a", "--tp", str(tp)]
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=LIMIT)
+    os.close(writer)
+    assert (result.returncode, said(result.stderr)) == (0, b"")
+
+
+@pytest.mark.full
+def test_a_reader_who_goes_after_one_byte(directory):
+    command = [*PYTHON, *map(str, all_of_it(directory)), "--prompt", "a"]
+    script = '"$@" | head -c 1; exit "${PIPESTATUS[0]}"'
+    result = subprocess.run(["bash", "-c", script, "-", *command], cwd=ROOT, capture_output=True, timeout=LIMIT)
+    assert (result.returncode, len(result.stdout), said(result.stderr)) == (0, 1, b"")
+
+
+def test_a_printer_whose_reader_has_gone_falls_silent(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        printer = command_line.Printer(True)
+        printer.print("a")
+        assert not printer.speaks
+        command_line.Printer(True).print("b")  # to nowhere, as what is left in the buffer
+        monkeypatch.undo()
+
+
+@pytest.mark.full
+def test_no_stdout_is_no_error(directory):
+    command = [*PYTHON, *map(str, all_of_it(directory)), "--prompt", "a"]
+    result = subprocess.run(["bash", "-c", '"$@" >&-', "-", *command], cwd=ROOT, stderr=subprocess.PIPE, timeout=LIMIT)
+    assert (result.returncode, said(result.stderr)) == (0, b"")
+
+
+@contextmanager
+def generating(directory, tp):
+    """A process, leader of its group, that has printed its first byte and has a million tokens to go."""
+    flags = ["--model", directory, "--prompt", "a", "--ignore-eos", "--max-new-tokens", 10**6, "--tp", tp]
+    process = subprocess.Popen(
+        [*PYTHON, *map(str, flags)], cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.read(1)
+        yield process
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        process.communicate()
+
+
+def assert_all_gone(process):
+    """Every process that shared its stderr has closed it, and none is left in its group."""
+    _, message = process.communicate(timeout=LIMIT)  # until the last of them has
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return said(message).decode("utf-8")
+
+
+@pytest.mark.parametrize(
+    "tp,send", [(1, os.kill), (2, os.kill), pytest.param(2, os.killpg, marks=pytest.mark.full)], ids=str
+)
+def test_control_c(directory, tp, send):
+    with generating(directory, tp) as process:
+        send(process.pid, signal.SIGINT)
+        assert assert_all_gone(process) == ""
+        assert process.returncode == 130
+
+
+def process_of_rank(parent, rank):
+    """The child of a local launcher that runs as `rank`."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return next(int(c) for c in children if f"RANK={rank}" in Path(f"/proc/{c}/environ").read_text().split("\0"))
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_killed_rank_ends_the_others(directory, rank):
+    with generating(directory, tp=2) as process:
+        os.kill(process_of_rank(process.pid, rank), signal.SIGKILL)
+        message = assert_all_gone(process)
+        assert process.returncode == 1
+        assert message.endswith(f"megatron_ssm: rank {rank} of 2 was killed by SIGKILL\n")
+
+
+def test_the_killed_rank_is_blamed_not_those_that_fail_with_it(capfd):
+    ends = ("raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)")
+    processes = [subprocess.Popen([sys.executable, "-c", end]) for end in ends]
+    for process in processes:
+        process.wait()
+    assert _wait(processes) == 1
+    assert capfd.readouterr().err == "megatron_ssm: rank 1 of 2 was killed by SIGKILL\n"
+
+
+def test_ranks_that_wait_for_rank_0_to_speak_are_ended_when_it_has():
+    ends = ("raise SystemExit(2)", "import threading; threading.Event().wait()")
+    processes = [subprocess.Popen([sys.executable, "-c", end]) for end in ends]
+    start = time.monotonic()
+    assert _wait(processes) == 2
+    assert time.monotonic() - start < GRACE_S
+    processes[1].kill()
+    processes[1].wait()

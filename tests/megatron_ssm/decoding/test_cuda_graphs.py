@@ -1,0 +1,775 @@
+"""Decoding by graphs, without a GPU; oracle: the same model that decodes as usual, on a cache of its own.
+
+In the place of a CUDA graph stands a list of torch's operations and the tensors they were called with: as there, what
+Python does between them is done once, nothing is computed while it is made, and it refuses what CUDA would.
+"""
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from decoded import hooked, hooked_anew
+from megatron_ssm import Engine, generate, load
+from megatron_ssm.cli import commands
+from megatron_ssm.cli.main import parser
+from megatron_ssm.configs.config import Config
+from megatron_ssm.decoding import cuda_graphs
+from megatron_ssm.layers.cache import LayerCache
+from megatron_ssm.layers.shared_attention import Positions, attend
+from megatron_ssm.models.model import Model
+from megatron_ssm.parallel import groups
+from megatron_ssm.parallel.layers import VocabularyParallel
+from megatron_ssm.parallel.ranks import Ranks
+from serving import checkpoint, families, ids, on_ranks, on_ranks_of_families
+
+LOOKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::lift_fresh"}
+SEQUENCES, MORE = ids(4, 9), ids(4, 14, seed=4)
+LENGTHS = (9, 4, 1, 6)
+MASK = (torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)).long()
+ROOM = 24
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations that look at numbers, have a shape that depends on them, or bring them to another device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if torch.is_tensor(t)]
+        indices = [t for t in tree_leaves(args[1:]) if torch.is_tensor(t)] if name.startswith("aten::index") else []
+        if name in LOOKS or len({t.device for t in tensors}) > 1 or any(t.dtype is torch.bool for t in indices):
+            raise RuntimeError(f"{function} cannot be captured")
+        return result
+
+
+class Recorded(Watch):
+    """A graph: `replay` does the same operations to the same tensors. Made by a step inside `with`, after which `undo`.
+
+    memory: what it works in.
+    """
+
+    def __init__(self, memory):
+        super().__init__()
+        self.calls, self.before, self.replays, self.memory, self.is_reset = [], [], 0, memory, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        places = zip(function._schema.arguments, args, strict=False)
+        named = {argument.name: argument for argument in function._schema.arguments}
+        pairs = [*places, *((named[name], value) for name, value in kwargs.items())]
+        written = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
+        self.before += [(tensor, tensor.clone()) for tensor in written]
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    def undo(self):
+        for tensor, numbers in reversed(self.before):
+            tensor.copy_(numbers)
+
+    def replay(self):
+        assert not self.is_reset
+        self.replays += 1
+        for function, args, kwargs, result in self.calls:
+            again = function(*args, **kwargs)
+            for tensor, numbers in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if torch.is_tensor(tensor) and tensor.data_ptr() != numbers.data_ptr():
+                    tensor.copy_(numbers)
+
+    def pool(self):
+        assert not self.is_reset
+        return self.memory
+
+    def reset(self):
+        self.is_reset = True
+
+
+def alive(made):
+    """Of each graph that was made."""
+    return [graph() is not None and not graph().is_reset for graph in made]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The graphs that were made, on the CPU, of at least 4 keys."""
+    made = []
+
+    def capture(step, device, streams, pool=None):
+        memory = id(streams)  # of one thread and model
+        shared = [graph().memory for graph, lives in zip(made, alive(made), strict=True) if lives]
+        assert pool == (memory if memory in shared else None)
+        with (graph := Recorded(memory)):
+            logits = step()
+        graph.undo()
+        made.append(weakref.ref(graph))
+        return graph, logits.fill_(float("nan"))
+
+    monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graphs, "KEYS", 4)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    return made
+
+
+def loaded(family, **options):
+    return load(checkpoint(family), dtype=torch.float64, **options)
+
+
+@torch.no_grad()
+def pair(model, rows=6, max_length=ROOM):
+    """Two caches whose first four rows have read their ends of SEQUENCES: one for graphs, one for the oracle."""
+    cache = model.new_cache(rows, max_length)
+    model(SEQUENCES, MASK, cache.select(range(4)))
+    return cache, copy.deepcopy(cache)
+
+
+@torch.no_grad()
+def decoded(model, caches, rows, tokens):
+    """Logits of one token per row, which are the oracle's, as is the cache."""
+    cache, other = caches
+    logits = model(tokens, None, cache.select(rows))
+    usual, usual.graphs = copy.deepcopy(model), False
+    same(logits, usual(tokens, None, other.select(rows)))
+    assert cache.lengths.equal(other.lengths)
+    for layer, its in zip(cache.layers, other.layers, strict=True):
+        for tensor, oracle in zip(layer.tensors(), its.tensors(), strict=True):
+            same(tensor, oracle)
+    return logits
+
+
+def same(found, expected):
+    """To float64's rounding."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 if found.dtype == torch.float64 else 1e-4)
+
+
+def replays(made):
+    return sum(graph().replays for graph in made if graph() is not None)
+
+
+# What is captured
+
+
+def on_meta(family, size, monkeypatch):
+    """A model's second rank of `size`, without numbers: (model, ids, positions, keys, cache) of a step."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # does not know this device
+    for name in ("exact", "reduce"):
+        monkeypatch.setattr(Ranks, name, lambda ranks, tensor, group: tensor.clone())
+    monkeypatch.setattr(Ranks, "reduce_beside", lambda ranks, tensor, column, group: (tensor.clone(), column.clone()))
+    ranks = Ranks() if size == 1 else Ranks("group", 1, size)
+    model = Model(Config.read(checkpoint(family)), ranks, device="meta")
+    tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
+    return model, tokens, tokens.clone(), 8, model.new_cache(5, 12).select([1, 2, 3])
+
+
+@families
+@pytest.mark.parametrize("size", (1, 2))
+@torch.no_grad()
+def test_a_step_neither_looks_at_numbers_nor_moves_them(family, size, monkeypatch):
+    given = on_meta(family, size, monkeypatch)
+    with Watch():
+        logits = cuda_graphs.step(*given)
+    assert logits.shape == (3, 1, given[0].embeddings.width)
+
+
+def looks_for_padding(patch):
+    whole = LayerCache.append
+    patch(LayerCache, "append", lambda *given, padded: whole(*given, padded=True))
+
+
+def positions_from_the_host(patch):
+    of_one = Positions.of_one
+    patch(Positions, "of_one", lambda new, keys: of_one(torch.zeros(3, 1, dtype=torch.int64).to(new.device), keys))
+
+
+def as_many_keys_as_there_are(patch):
+    of_one = Positions.of_one
+    patch(Positions, "of_one", lambda new, keys: of_one(new, int(new.max()) + 1))
+
+
+def checks_ids(patch):
+    embed = VocabularyParallel.embed
+    patch(VocabularyParallel, "embed", lambda layer, ids: embed(layer, ids) if ids.min() >= 0 else None)
+
+
+def copies_to_the_host(patch):
+    embed = VocabularyParallel.embed
+    patch(VocabularyParallel, "embed", lambda layer, ids: (ids.cpu(), embed(layer, ids))[1])
+
+
+def rows_by_mask(patch):
+    whole = LayerCache.read
+    patch(LayerCache, "read", lambda *given: (given[0].conv[given[0].conv[:, 0, 0] > 0], whole(*given))[1])
+
+
+OFFENDERS = (
+    looks_for_padding, positions_from_the_host, as_many_keys_as_there_are, checks_ids, copies_to_the_host, rows_by_mask,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("offender", OFFENDERS)
+@torch.no_grad()
+def test_a_step_that_does_is_found(offender, monkeypatch):
+    given = on_meta("zamba2", 1, monkeypatch)
+    offender(monkeypatch.setattr)
+    with Watch(), pytest.raises(Exception, match="cannot be captured|meta"):
+        cuda_graphs.step(*given)
+
+
+# What graphs compute
+
+
+@families
+@pytest.mark.parametrize("rows", ([1], [1, 2, 3], [0, 1, 2, 3]))
+def test_graphs_decode_as_the_model_does(family, rows, made):
+    """Rows of different lengths, through several numbers of keys; the caller keeps the logits."""
+    model = loaded(family)
+    caches = pair(model)
+    kept = [decoded(model, caches, rows, MORE[rows, t : t + 1]) for t in range(14)]
+    copies = [logits.clone() for logits in kept]
+    decoded(model, caches, rows, MORE[rows, :1])
+    assert all(map(torch.equal, kept, copies))
+    lengths = [max(LENGTHS[row] for row in rows) + t + 1 for t in range(15)]
+    keys = [cuda_graphs._keys(length, caches[0].capacity) for length in lengths]
+    assert replays(made) == sum(max(0, keys.count(each) - 2) for each in {*keys})
+    assert len(made) == sum(keys.count(each) > 2 for each in {*keys}) >= (2 if model.shared else 1)
+
+
+@pytest.mark.parametrize("longest, keys", ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 24), (24, 24)))
+def test_keys(longest, keys, made):
+    assert cuda_graphs._keys(longest, ROOM) == keys and cuda_graphs._keys(longest, None) == 0
+
+
+@families
+def test_rows_may_be_exchanged_between_two_tokens(family, made):
+    """Forked, reordered, freed, restored, read on: the graphs hold, and see it."""
+    model = loaded(family)
+    caches, tokens = pair(model), iter(MORE.repeat(1, 3).T.unsqueeze(2))
+    shots = [cache.snapshot(1) for cache in caches]
+
+    def some():
+        for _ in range(4):
+            decoded(model, caches, range(4), next(tokens))
+
+    def begun(cache):
+        cache.reset(2)
+        with torch.no_grad():
+            model(SEQUENCES[:1, :3], None, cache.select([2]))
+
+    def on_both(change):
+        for cache, shot in zip(caches, shots, strict=True):
+            change(cache, shot)
+        some()
+
+    some()
+    on_both(lambda cache, _: cache.fork(0, 2))
+    on_both(lambda cache, _: cache.reorder([3, 3, 0, 1, 5, 0]))
+    on_both(lambda cache, _: begun(cache))
+    on_both(lambda cache, shot: [cache.restore(row, shot) for row in (0, 1, 2, 3)])
+    assert len(made) <= 3 and replays(made) >= 10
+
+
+def moved(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def replaced(model):
+    model.layers[1].mixer.D = torch.nn.Parameter(model.layers[1].mixer.D + 1)
+
+
+def called_otherwise(model):
+    forward = model.layers[1].mixer.out_proj.forward
+    model.layers[1].mixer.out_proj.forward = lambda x: 2 * forward(x)
+
+
+def of_another_kind(model):
+    class Doubled(type(model.layers[0])):
+        def forward(self, *given):
+            return 2 * super().forward(*given)
+
+    model.layers[0].__class__ = Doubled
+
+
+def with_other_eps(model):
+    model.layers[1].norm.eps = 0.5
+
+
+def with_another_last_eps(model):
+    model.norm_f.eps = 0.5
+
+
+def with_another_core(model):
+    for block in model.shared:
+        block.core = lambda *given, **named: 1 + attend(*given, **named)
+
+
+def edited(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+HOLD = (edited,)
+MADE_ANEW = (moved, replaced, with_other_eps, with_another_last_eps)
+AS_USUAL = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core)
+
+
+@pytest.mark.parametrize("change", (*HOLD, *MADE_ANEW, *AS_USUAL))
+def test_a_model_may_change_between_two_tokens(change, made):
+    model = loaded("zamba2")
+    caches = pair(model)
+    for t in range(4):
+        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(made) == 1 and replays(made) == 2
+    unchanged = copy.deepcopy(model)(MORE[:2, 4:5], None, copy.deepcopy(caches[0]).select([0, 1]))
+    change(model)
+    logits = [decoded(model, caches, [0, 1], MORE[:2, t : t + 1]) for t in range(4, 7)]
+    assert (logits[0] - unchanged).abs().max() > 1e-3
+    assert len(made) == 1 + (change in MADE_ANEW)
+    assert replays(made) == (5 if change in HOLD else 1 if change in MADE_ANEW else 0)
+
+
+def test_where_calls_are_watched_or_trained_there_are_no_graphs(made):
+    model = loaded("mamba2")
+    caches = pair(model)
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        for t in range(4):
+            decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+    finally:
+        handle.remove()
+    for t in range(4):
+        model(MORE[:2, t : t + 1], None, caches[0].select([0, 1]))  # with gradients
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            model(MORE[:2, t : t + 1], None, caches[0].select([0, 1]))
+    model.graphs = False
+    for t in range(4):
+        with torch.no_grad():
+            model(MORE[:2, t : t + 1], None, caches[0].select([0, 1]))
+    assert not made and not loaded("mamba2", graphs=False).graphs
+
+
+@pytest.mark.parametrize("family", ("mamba2", "zamba2"))
+def test_a_step_that_cannot_be_captured(family, made, caplog, monkeypatch):
+    """Decodes as usual from then on, and says once why; nothing is lost, also where graphs were made before."""
+    model = loaded(family)
+    caches = pair(model)
+    for t in range(3):
+        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(made) == 1 and model.graphs
+    mixer = type(model.layers[1].mixer)
+    forward = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda this, x, *given: forward(this, x * bool(x.sum() != 0), *given))
+    with caplog.at_level(logging.WARNING, "megatron_ssm"):
+        for t in range(3, 9):
+            decoded(model, caches, [2, 3], MORE[2:4, t : t + 1])
+    assert [record.message for record in caplog.records] == [
+        "decoding without CUDA graphs: RuntimeError: aten._local_scalar_dense.default cannot be captured"
+    ]
+    assert not model.graphs and len(made) == 1 and made[0]() is None
+
+
+def with_torch_as(patch, graph, end=None):
+    """In the place of torch's CUDA: `graph` opens a capture, `end(device, pool)` ends an allocator's; what it was told."""
+    told, now = [], ["ours"]
+
+    @contextmanager
+    def on_a_stream(_, pool, stream, capture_error_mode):
+        now[0] = stream
+        told.append((pool, capture_error_mode))
+        with graph():
+            yield
+
+    def ended(*given):
+        told.append(("end", *given))
+        if end is not None:
+            end(*given)
+
+    stubs = dict(
+        CUDAGraph=lambda: SimpleNamespace(reset=lambda: told.append("reset")), graph=on_a_stream,
+        graph_pool_handle=lambda: (0, 1), device=lambda device: nullcontext(), current_device=lambda: 0,
+        current_stream=lambda: now[0], Stream=lambda: "another", set_stream=lambda stream: now.__setitem__(0, stream),
+    )  # fmt: skip
+    for name, stub in stubs.items():
+        patch(torch.cuda, name, stub)
+    patch(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+    patch(torch._C, "_cuda_releasePool", lambda *given: told.append(("release", *given)), raising=False)
+    patch(cuda_graphs, "_ABANDONED", [])
+    return told, now
+
+
+@pytest.mark.parametrize("fails, ended", ((False, True), (True, True), (True, False)))
+def test_what_a_capture_that_fails_leaves_in_torch(fails, ended, monkeypatch):
+    """The stream is the one before; what was captured goes, what an allocator began is ended once, its memory freed."""
+
+    def end(device, pool):
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    told, now = with_torch_as(monkeypatch.setattr, nullcontext, end)
+    streams = {}
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        assert cuda_graphs.capture(lambda: 1 // (not fails), "cuda:0", streams)[1] == 1
+    expected = ["reset", ("end", 0, (0, 1)), ("release", 0, (0, 1))] if fails else []
+    assert told == [((0, 1), "thread_local"), *(expected[:2] if ended else expected)]
+    assert now == ["ours"] and streams == {"cuda:0": "another"} and len(cuda_graphs._ABANDONED) == fails
+
+
+def test_threads_capture_one_after_the_other(monkeypatch):
+    """Also after one that failed."""
+    held = []
+
+    @contextmanager
+    def graph():
+        held.append(cuda_graphs._CAPTURING.locked())
+        yield
+
+    with_torch_as(monkeypatch.setattr, graph)
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(cuda_graphs.capture, lambda n=n: 1 // (n % 4), "cuda:0", {}) for n in range(12)]
+    assert [future.exception() is not None for future in futures] == [True, False, False, False] * 3
+    assert held == [True] * 12 and not cuda_graphs._CAPTURING.locked()
+
+
+# Closing
+
+
+@torch.no_grad()
+def test_closing_gives_up_the_graphs_of_all_threads(made):
+    """Also those that something still refers to. The model then decodes as usual; a copy's graphs are the copy's."""
+    model = loaded("mamba2")
+    other = copy.deepcopy(model)
+    ours, theirs, its = (pair(model) for _ in range(3))
+
+    def decode(model, caches):
+        for t in range(3):
+            decoded(model, caches, [0], MORE[:1, t : t + 1])
+
+    with ThreadPoolExecutor(1) as thread:
+        decode(model, ours)
+        thread.submit(decode, model, theirs).result()
+        decode(other, its)
+        held = [graph() for graph in made]
+        model.close()
+        model.close()
+        assert [graph.is_reset for graph in held] == [True, True, False]
+        decode(model, ours)
+        thread.submit(decode, model, theirs).result()
+        decode(other, its)
+    assert len(made) == 3 and not model.graphs and [graph.replays for graph in held] == [1, 1, 4]
+
+
+# Caches
+
+
+def test_a_cache_that_moves_has_no_graphs_until_it_stays(made, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "KEYS", 32)
+    model = loaded("zamba")
+    caches = pair(model, max_length=None)
+    for t in range(5):
+        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert not made
+    for length in (20, 24):
+        for cache in caches:
+            cache.reserve(length)
+        for t in range(5, 9):
+            decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(made) == 2 and made[0]() is None and replays(made) >= 1
+
+
+def test_no_room_left_is_an_error_before_anything_changes(made):
+    model = loaded("zamba2")
+    caches = pair(model, max_length=12)
+    for t in range(3):
+        decoded(model, caches, [0], MORE[:1, t : t + 1])
+    with torch.no_grad(), pytest.raises(ValueError, match="13 tokens does not fit into a cache of max_length=12"):
+        model(MORE[:1, :1], None, caches[0].select([0]))
+    decoded(model, caches, [1], MORE[:1, :1])
+
+
+def test_few_rows_are_kept_and_those_used_last(made):
+    model = loaded("mamba")
+    caches = pair(model)
+    chosen = [[0], [1], [2], [3], [0, 1]]
+    for _ in range(3):
+        for rows in chosen[:4]:
+            decoded(model, caches, rows, MORE[rows, :1])
+    assert len(made) == 4 and all(graph() is not None for graph in made)
+    decoded(model, caches, [0], MORE[:1, 1:2])
+    decoded(model, caches, [0, 1], MORE[:2, 2:3])
+    assert [graph() is not None for graph in made] == [True, False, True, True]
+    decoded(model, caches, [1, 3], MORE[:2, 2:3])  # not one after the other
+    decoded(model, caches, [4, 3], MORE[:2, 2:3])
+    assert [graph() is not None for graph in made] == [True, False, True, True]
+
+
+@torch.no_grad()
+def test_what_has_decoded_can_go(made):
+    """A model and a cache at once; the graphs of a cache that went, when others have been used. Threads have their own."""
+    model, layers = loaded("mamba"), []
+    for _ in range(cuda_graphs.PLANS + 1):
+        caches = pair(model)
+        for t in range(3):
+            decoded(model, caches, [0], MORE[:1, t : t + 1])
+        layers.append(weakref.ref(caches[0].layers[0]))
+    assert [layer() is not None for layer in layers] == [False] * cuda_graphs.PLANS + [True]
+    assert alive(made) == [False] + [True] * cuda_graphs.PLANS
+    thread = threading.Thread(target=decoded, args=(model, caches, [0], MORE[:1, :1]))
+    thread.start()
+    thread.join()
+    assert replays(made) == cuda_graphs.PLANS
+    gc.disable()
+    try:
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None and not any(alive(made))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("family", ("falcon_mamba", "zamba2"))
+def test_generation(family, made):
+    """Prompts of different lengths, by an engine of two slots and by `generate`: the same tokens as without."""
+    models = loaded(family), loaded(family, graphs=False)
+    prompts = [row[-length:].tolist() for row, length in zip(SEQUENCES, LENGTHS, strict=True)]
+
+    def served(model):
+        engine = Engine(model, slots=2, chunk=4)
+        requests = [engine.add(prompt, max_new_tokens=5 + i) for i, prompt in enumerate(prompts)]
+        while engine.busy:
+            engine.step()
+        return [request.tokens for request in requests]
+
+    assert served(models[0]) == served(models[1])
+    served_by = len(made)
+    assert torch.equal(*(generate(model, SEQUENCES, MASK, max_new_tokens=7) for model in models))
+    assert len(made) > served_by >= 1
+
+
+# Ranks
+
+
+class Empty:
+    """A graph of nothing: what its step was is done while it is made."""
+
+    is_reset = False
+
+    def replay(self):
+        assert not self.is_reset
+
+    def pool(self):
+        assert not self.is_reset
+        return 1
+
+    def reset(self):
+        self.is_reset = True
+
+
+class Repeated(Empty):
+    """A graph that calls its step again; for ranks, whose sums are no operations that can be recorded."""
+
+    def __init__(self, step, model, logits):
+        self._step, self._counter, self._logits = step, model.counter, logits
+
+    def replay(self):
+        super().replay()
+        before = copy.deepcopy(self._counter)
+        self._logits.copy_(self._step())
+        cuda_graphs._taken_back(self._counter, before)
+
+
+def repeating(model, cache, made, fails=()):
+    """A `capture` of such graphs of steps of a cache. fails: the numbers of those that are an error, at their end."""
+
+    def capture(step, device, streams, pool=None):
+        tensors = cuda_graphs._tensors(cache)
+        before = [tensor.clone() for tensor in tensors]
+        logits = step().fill_(float("nan"))
+        for tensor, numbers in zip(tensors, before, strict=True):
+            tensor.copy_(numbers)
+        graph = Repeated(step, model, logits)
+        made.append(weakref.ref(graph))
+        if len(made) - 1 in fails:
+            raise RuntimeError("no room")
+        return graph, logits
+
+    return capture
+
+
+def as_on_gpus(patch, capture):
+    """Let models on the CPU decode by graphs that `capture` makes, also where ranks add up by gloo."""
+    for name, value in dict(DEVICE="cpu", KEYS=4, capture=capture, _is_capturable=lambda model: True).items():
+        patch.setattr(cuda_graphs, name, value)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
+    """And count what graphs send."""
+    monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graphs, "KEYS", 4)
+
+    def run(model):
+        assert cuda_graphs._is_capturable(model) == (world == 1)  # gloo's sums are the host's
+        made = []
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_graphs.dist, "get_backend", lambda group: "nccl")
+            caches = pair(model)
+            patch.setattr(cuda_graphs, "capture", repeating(model, caches[0], made))
+            for t in range(8):
+                results = []
+                for model.graphs, cache in zip((True, False), caches, strict=True):
+                    model.counter.reset()
+                    with torch.no_grad():
+                        logits = model(MORE[1:4, t : t + 1], None, cache.select([1, 2, 3]))
+                    results.append((logits, copy.deepcopy(model.counter)))
+                (found, sent), (expected, its) = results
+                same(found, expected)
+                assert sent == its and bool(sent.sent) == (world > 1)
+            assert len(made) == 1
+
+    on_ranks_of_families(ranks, world, run)
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_ranks_give_up_graphs_together(ranks, world, monkeypatch, caplog):
+    """The second capture fails, on the last rank: no rank has graphs from then on, and no token is lost or sends more."""
+
+    def run(model):
+        last, made, told = dist.get_rank() == world - 1, [], []
+
+        def told_ranks(*given):
+            told.append(given)
+            return whole.all_reduce(*given)
+
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            caches, usual, whole = pair(model), copy.deepcopy(model), cuda_graphs.collectives
+            usual.graphs = False
+            as_on_gpus(patch, repeating(model, caches[0], made, fails=(1,) if last else ()))
+            patch.setattr(cuda_graphs, "KEYS", ROOM)
+            patch.setattr(cuda_graphs, "collectives", SimpleNamespace(all_reduce=told_ranks, Counter=whole.Counter))
+            for t, rows in enumerate([[1, 2, 3]] * 4 + [[0]] * 4 + [[1, 2, 3]] * 2):
+                results = []
+                for each, cache in zip((model, usual), caches, strict=True):
+                    model.counter.reset()
+                    with torch.no_grad():
+                        logits = each(MORE[rows, t : t + 1], None, cache.select(rows))
+                    results.append((logits, copy.deepcopy(model.counter)))
+                (found, sent), (expected, its) = results
+                same(found, expected)
+                assert sent == its and model.graphs == (t < 6), t
+        gc.collect()
+        assert len(made) == 2 and not any(alive(made))
+        assert len(told) == (2 if world > 1 else 0)
+        reason = "RuntimeError: no room" if last else "another rank could not capture a step"
+        assert [record.message for record in caplog.records] == [f"decoding without CUDA graphs: {reason}"]
+
+    on_ranks_of_families(ranks, world, run, ("mamba2", "zamba2") if world < 4 else ("mamba2",))
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_ranks_keep_the_same_graphs(ranks, world, monkeypatch):
+    """Also where a cache of one rank is gone, which its graphs do not keep, and the others' is not."""
+
+    @torch.no_grad()
+    def run(model):
+        made, counts = [], []
+
+        def capture(step, device, streams, pool=None):
+            graph, logits = Empty(), step()
+            made.append(weakref.ref(graph))
+            return graph, logits
+
+        def decode(cache):
+            for t in range(4):
+                model(MORE[:1, t : t + 1], None, cache)
+            counts.append((len(made), sum(alive(made))))
+
+        with monkeypatch.context() as patch:
+            as_on_gpus(patch, capture)
+            caches = [model.new_cache(1) for _ in range(cuda_graphs.PLANS + 1)]
+            *_, gone, another = caches
+            for cache in caches[:-1]:
+                decode(cache)
+            layer = weakref.ref(gone.layers[0])
+            if dist.get_rank() == 0:
+                del cache, gone, caches[-2]
+                assert layer() is None
+            for cache in (another, caches[0], caches[2]):
+                decode(cache)
+        return counts
+
+    results = on_ranks_of_families(ranks, world, run, ("mamba2",))
+    assert [each["mamba2"] for each in results] == [[(n, min(n, 4)) for n in (1, 2, 3, 4, 5, 6, 6)]] * world
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_closed_ranks_decode_on(ranks, world, monkeypatch):
+    """Without graphs, if they share no memory."""
+
+    def run(model):
+        made = []
+        with monkeypatch.context() as patch:
+            caches = pair(model)
+            as_on_gpus(patch, repeating(model, caches[0], made))
+            for t in range(4):
+                decoded(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
+            assert alive(made) == [True]
+            model.close()
+            assert not any(alive(made))
+            for t in range(4, 9):
+                decoded(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
+        return len(made)
+
+    assert on_ranks(ranks, world, checkpoint("mamba2"), run, shared_memory=False) == 1
+
+
+@pytest.mark.parametrize("fails", (False, True))
+@pytest.mark.parametrize("world", (1, 2))
+def test_the_command_gives_up_its_graphs_before_its_groups(ranks, world, fails, monkeypatch):
+    """Also after an exception, whose traceback refers to a graph: NCCL would wait for it."""
+    directory = checkpoint("mamba2")
+    command = ["generate", "--model", str(directory), "--prompt", "ab", "--max-new-tokens", "7", "--ignore-eos"]
+
+    def run(rank):
+        made, ends = [], []
+
+        def capture(step, device, streams, pool=None):
+            made.append(graph := Empty())
+            return graph, step()
+
+        def replay(graph):
+            assert not graph.is_reset
+            graph.replays = getattr(graph, "replays", 0) + 1
+            return 1 // (not fails or graph.replays < 3)
+
+        def shut_down():
+            ends.append([graph.is_reset for graph in made])
+            groups.shut_down()
+
+        as_on_gpus(monkeypatch, capture)
+        monkeypatch.setattr(Empty, "replay", replay)
+        monkeypatch.setattr(commands, "shut_down", shut_down)
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            commands.generate(parser().parse_args([*command, "--device", "cpu", "--json"]))
+        return ends, made[0].replays, dist.is_initialized()
+
+    assert ranks(run, world) == [([[True]], 3 if fails else 4, False)] * world
+
+
+def test_a_callers_sum_is_not_captured():
+    model = loaded("mamba2")
+    assert cuda_graphs._is_capturable(model)
+    object.__setattr__(model.ranks, "format", lambda tensor, group: dist.all_reduce(tensor, group=group))
+    assert not cuda_graphs._is_capturable(model)

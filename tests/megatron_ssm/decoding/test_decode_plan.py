@@ -1,0 +1,315 @@
+"""Whether steps are made, kept and made anew as they should; oracle: a copy of the model that has decoded nothing.
+
+A model's layers tell C where their tensors lie; here these move, change and go away between two tokens.
+"""
+
+import copy
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+
+import megatron_ssm
+from decoded import IDS, counted, hooked, hooked_anew, one_by_one, saved
+from megatron_ssm.decoding import native_step
+from megatron_ssm.layers.mamba1 import Convolution
+from megatron_ssm.models.model import Block
+from megatron_ssm.native import kernels
+
+pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """One entry for each token that goes through a layer by step.c."""
+    return counted(native_step.Steps, monkeypatch.setattr)
+
+
+def moved(model):
+    """Every parameter's numbers are elsewhere, and others; fields lie apart."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def moved_together(model):
+    """As `.to()` moves them."""
+    model._apply(lambda tensor: tensor * 1.5)
+
+
+def replaced(model):
+    """A parameter is another one."""
+    mixer = model.layers[1].mixer
+    mixer.A_log = torch.nn.Parameter(mixer.A_log + 1)
+
+
+def called_otherwise(model):
+    """A layer is called by a function of its own."""
+    out_proj = model.layers[1].mixer.out_proj
+    forward = out_proj.forward
+    out_proj.forward = lambda x: 2 * forward(x)
+
+
+def rounded(model):
+    """Another type."""
+    model.bfloat16()
+
+
+def edited(model):
+    """Other numbers in the same places."""
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def stretched(model):
+    """One number for all channels, at the same address."""
+    mixer = model.layers[1].mixer
+    mixer.D.data = mixer.D.data[:1].expand_as(mixer.D)
+
+
+def with_other_eps(model):
+    """A number that is no tensor."""
+    model.layers[1].norm.eps = 0.5
+
+
+def of_another_kind(model):
+    """A block is of a class with its own forward."""
+
+    class Doubled(Block):
+        def forward(self, *given):
+            return 2 * super().forward(*given)
+
+    model.layers[0].__class__ = Doubled
+
+
+ANY = (
+    moved,
+    moved_together,
+    replaced,
+    hooked,
+    hooked_anew,
+    called_otherwise,
+    rounded,
+    edited,
+    stretched,
+    with_other_eps,
+)
+CHANGES = [
+    *product(("mamba", "mamba2"), (*ANY, of_another_kind)),
+    ("zamba2", moved),
+    ("zamba2", moved_together),
+]
+
+
+@pytest.mark.parametrize("family, change", CHANGES)
+@torch.no_grad()
+def test_a_model_may_change_between_two_tokens(family, change, tmp_path):
+    """Oracle: a copy of the model and its cache, which has decoded nothing."""
+    model = megatron_ssm.load(saved(tmp_path, family))
+    cache = model.new_cache(2)
+    for tokens in IDS.split([4, 1, 1, 1, 1, 1], dim=1)[:4]:
+        model(tokens, cache=cache)
+    copied, its_cache = copy.deepcopy(model), copy.deepcopy(cache)
+    before = copy.deepcopy(model)(IDS[:, :1], cache=copy.deepcopy(cache))
+    for changed in (model, copied):
+        change(changed)
+    logits = model(IDS[:, :1], cache=cache)
+    torch.testing.assert_close(logits, copied(IDS[:, :1], cache=its_cache), rtol=0, atol=0)
+    assert (logits - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_rows_may_leave_a_cache(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    cache = model.new_cache(2)
+    for tokens in IDS.split([4, 1, 4], dim=1)[:2]:
+        model(tokens, cache=cache)
+    left = copy.deepcopy(cache).select([0])
+    for layer in cache.layers:
+        layer.conv, layer.state = layer.conv[:1], layer.state[:1]
+    cache.lengths = cache.lengths[:1]
+    logits = model(IDS[:1, 5:6], cache=cache)
+    assert logits.shape == (1, 1, model.config.vocab_size)
+    torch.testing.assert_close(logits, copy.deepcopy(model)(IDS[:1, 5:6], cache=left), rtol=0, atol=5e-6)
+
+
+@torch.no_grad()
+def test_layers_of_two_types(tmp_path, taken):
+    """What steps work in is each one's own."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba", residual_in_fp32=True), dtype=torch.bfloat16)
+    model.layers[1].float()
+    by_steps = one_by_one(model, model)
+    assert len(taken) == 2 * 5
+    for layer in model.layers:
+        layer.norm.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(by_steps, one_by_one(model, model), rtol=0, atol=0.02)
+
+
+def test_the_default_device_does_not_matter(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    expected, cache = one_by_one(model, model), model.new_cache(2)
+    with torch.no_grad():
+        model(IDS[:, :4], cache=cache)
+        with torch.device("meta"):
+            logits = model(IDS[:, 4:5], cache=cache)
+    assert torch.equal(logits, expected[:, 4:5])
+
+
+@torch.no_grad()
+def test_what_hooks_keep_does_not_change(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    kept, copies = [], []
+
+    def keep(_, given):
+        kept.append(given[0])
+        copies.append(given[0].clone())
+
+    for module in (model.norm_f, model.layers[1]):
+        module.register_forward_pre_hook(keep)
+    one_by_one(model, model)
+    assert len(kept) == 2 * 6 and all(map(torch.equal, kept, copies))
+
+
+class Keeping(Convolution):
+    """Keeps what it gave."""
+
+    def forward(self, *given, **named):
+        self.kept = super().forward(*given, **named)
+        self.copies = self.kept[0].clone()
+        return self.kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ("hook", "hook for all", "another module"))
+def test_what_the_convolution_gave_does_not_change_where_it_may_be_kept(tmp_path, how):
+    """Elsewhere the scan writes over it."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    kept = []
+
+    def keep(module, _, given):
+        if type(module) is Convolution:
+            kept.append((given[0], given[0].clone()))
+
+    conv, handle = model.layers[0].mixer.conv, None
+    if how == "hook":
+        conv.register_forward_hook(keep)
+    elif how == "hook for all":
+        handle = register_module_forward_hook(keep)
+    else:
+        conv.__class__ = Keeping
+    try:
+        model(IDS)
+    finally:
+        if handle:
+            handle.remove()
+    kept = kept or [(conv.kept[0], conv.copies)]
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize(
+    "family, dtype", (("mamba", torch.bfloat16), ("mamba", torch.float64), ("mamba2", torch.bfloat16))
+)
+def test_a_callers_sum_may_be_of_another_type(ranks, tp, family, dtype, tmp_path):
+    """And may keep what it is given."""
+    directory = saved(tmp_path, family, n_groups=1) if family == "mamba2" else saved(tmp_path, family)
+
+    def run(rank):
+        kept, copies = [], []
+
+        def reduce(tensor, group):
+            kept.append(tensor)
+            copies.append(tensor.clone())
+            total = tensor.clone()
+            dist.all_reduce(total, group=group)
+            return total.to(dtype)
+
+        model = megatron_ssm.load(directory, dist.group.WORLD, reduce=reduce)
+        by_steps = one_by_one(model, model)
+        unchanged = all(map(torch.equal, kept, copies))
+        for layer in model.layers:
+            layer.norm.register_forward_hook(lambda *_: None)
+        return by_steps, one_by_one(model, model), unchanged
+
+    for by_steps, by_blocks, unchanged in ranks(run, tp):
+        torch.testing.assert_close(by_steps, by_blocks, rtol=0, atol=0.1 if dtype == torch.bfloat16 else 5e-6)
+        assert unchanged
+
+
+@torch.no_grad()
+def test_steps_are_kept_for_several_caches(tmp_path, monkeypatch):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    made, of = [], native_step.Step.of
+    monkeypatch.setattr(native_step.Step, "of", lambda *given: (made.append(1), of(*given))[1])
+    caches = [model.new_cache(2) for _ in range(3)]
+    for cache in caches:
+        model(IDS[:, :4], cache=cache)
+    for t in range(4, 9):
+        assert len({model(IDS[:, t : t + 1], cache=cache).sum().item() for cache in caches}) == 1
+    assert len(made) == 3 * 2
+
+
+@torch.no_grad()
+def test_a_model_that_has_decoded_can_go(tmp_path):
+    """At once, without a search for cycles: another one may need its memory."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    one_by_one(model, model)
+    gc.disable()
+    try:
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_where_calls_are_watched_layers_are_called(tmp_path, taken):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one_by_one(model, model)
+    called = []
+    handle = register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        one_by_one(model, model)
+    finally:
+        handle.remove()
+    assert not taken and called.count(model.layers[0].norm) == 6
+    one_by_one(model, model)
+    assert taken
+
+
+@torch.no_grad()
+def test_copies_threads_and_several_caches_do_not_meet(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    expected = one_by_one(model, model)
+    first, second = model.new_cache(2), model.new_cache(3)
+    model(IDS[:, :4], cache=first)
+    model(IDS[:1, :4].expand(2, -1), cache=second.select([1, 2]))
+    model(IDS[1:, :2], cache=second.select([0]))
+    for t in range(4, 9):
+        assert torch.equal(model(IDS[:, t : t + 1], cache=first), expected[:, t : t + 1])
+        both = model(IDS[:1, t : t + 1].expand(2, -1), cache=second.select([1, 2]))
+        torch.testing.assert_close(both, expected[:1, t : t + 1].expand(2, -1, -1), rtol=0, atol=5e-6)
+        alone = model(IDS[1:, t - 2 : t - 1], cache=second.select([0]))
+        torch.testing.assert_close(alone, expected[1:, t - 2 : t - 1], rtol=0, atol=5e-5)
+    with ThreadPoolExecutor(4) as threads:
+        for logits in threads.map(lambda _: one_by_one(model, model), range(100)):
+            assert torch.equal(logits, expected)
+    assert torch.equal(one_by_one(copy.deepcopy(model), model), expected)
+
+
+@torch.no_grad()
+def test_parameters_that_lie_apart(tmp_path, taken):
+    """As an optimizer with a buffer of its own leaves them."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    expected = one_by_one(model, model)
+    taken.clear()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
+    assert not taken

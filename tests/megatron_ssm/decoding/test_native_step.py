@@ -1,0 +1,169 @@
+"""One token by the kernels of step.c; oracle: the same model without C kernels, or given the whole sequence at once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from decoded import IDS, counted, one_by_one, saved
+from megatron_ssm.decoding import native_step
+from megatron_ssm.native import kernels
+from sparsefusion.native.library import Library
+
+pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """One entry for each token that goes through a layer by step.c."""
+    return counted(native_step.Steps, monkeypatch.setattr)
+
+
+SHAPES = [  # family, changes, whether step.c takes them
+    ("mamba", dict(use_bias=True), True),
+    ("mamba", dict(conv_kernel=8, state_size=256), True),
+    ("mamba", dict(conv_kernel=9), False),
+    ("mamba", dict(state_size=300), False),
+    ("falcon_mamba", dict(time_step_rank=5), True),
+    ("mamba2", dict(n_groups=2, use_bias=True), True),
+    ("mamba2", dict(conv_kernel=9), False),
+    ("mamba2", dict(state_size=257), False),
+]
+
+
+@pytest.mark.parametrize("family, changes, by_c", SHAPES)
+def test_what_is_too_large_for_c_is_left_to_torch(family, changes, by_c, tmp_path, taken, monkeypatch):
+    model = megatron_ssm.load(saved(tmp_path, family, **changes))
+    ours = one_by_one(model, model)
+    assert bool(taken) == by_c
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    torch.testing.assert_close(ours, one_by_one(model, model), rtol=0, atol=5e-5)
+
+
+BOTH_HYBRID = dict(layers_block_type=["hybrid"] * 2)
+ALIKE = [
+    ("mamba", dict(residual_in_fp32=True, use_bias=True)),
+    ("mamba", dict(residual_in_fp32=False)),
+    ("falcon_mamba", dict()),
+    ("mamba2", dict(residual_in_fp32=True, use_bias=True, n_groups=2)),
+    ("zamba2", dict()),
+    ("zamba", dict(BOTH_HYBRID, n_mamba_heads=2)),
+    ("zamba", dict(BOTH_HYBRID, n_mamba_heads=8, mamba_expand=3, mamba_dt_rank=2, mamba_proj_bias=True)),
+]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("options", (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full)), ids=str)
+@pytest.mark.parametrize("family, changes", [*ALIKE, ("mamba2", dict(n_groups=1))])
+def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path):
+    """Oracle: the same model with its layers called, as hooks make it."""
+    directory = saved(tmp_path, family, **changes)
+
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, **options)
+        by_steps, count = one_by_one(model, model), counted(native_step.Steps)
+        again = one_by_one(model, model)
+        for layer in model.layers:
+            layer.norm.register_forward_hook(lambda *_: None)
+        return by_steps, again, one_by_one(model, model), len(count)
+
+    atol = 0.02 if "dtype" in options else 1e-5
+    for by_steps, again, by_blocks, count in ranks(run, tp):
+        assert count == 5 * 2 and torch.equal(by_steps, again)  # tokens and layers
+        torch.testing.assert_close(by_steps, by_blocks, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+def test_layers_with_hooks_or_in_the_place_of_others_are_called(family, tmp_path, taken):
+    model = megatron_ssm.load(saved(tmp_path, family))
+    called = []
+    handle = model.layers[0].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))
+    one_by_one(model, model)
+    assert (len(called), len(taken)) == (6, 5)  # the other layer's
+    handle.remove()
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+        def whole(self, part):
+            return self.inner.whole(part)
+
+    for layer in model.layers:
+        layer.mixer.out_proj = Adapted(layer.mixer.out_proj)
+    with torch.no_grad():
+        torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+def test_a_mixer_in_the_place_of_another(family, tmp_path, taken):
+    """With what a block needs, and no more."""
+    model = megatron_ssm.load(saved(tmp_path, family))
+    expected = one_by_one(model, model)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.new_cache = inner, inner.new_cache
+
+        def forward(self, *given):
+            return self.inner(*given)
+
+    model.layers[0].mixer = Wrapped(model.layers[0].mixer)
+    taken.clear()
+    torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
+    assert len(taken) == 5  # the other layer's
+
+
+def test_inference_mode_and_then_not(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "zamba2"))
+    with torch.inference_mode():
+        expected = one_by_one(model, model)
+    assert torch.equal(one_by_one(model, model), expected)
+
+
+def compiled_logits(model):
+    """Of IDS by a compiled model, read at once and with a cache."""
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        return compiled(IDS), one_by_one(compiled, model)
+
+
+@torch.no_grad()
+def test_a_compiled_model(tmp_path):
+    """torch.compile traces the torch twins: addresses that it took along would outlive their tensors."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    torch.testing.assert_close(torch.compile(model, backend="eager")(IDS), model(IDS), rtol=0, atol=5e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+def test_compiled_models(ranks, tp, family, tmp_path):
+    """On several ranks the shared memory's calls are left out of what is traced."""
+    model = megatron_ssm.load(directory := saved(tmp_path, family))
+    expected = one_by_one(model, model)
+    for logits in ranks(lambda rank: compiled_logits(megatron_ssm.load(directory, dist.group.WORLD)), tp, timeout=120):
+        for found in logits:
+            torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("default", (torch.float64, torch.bfloat16), ids=str)
+def test_torchs_default_dtype_does_not_matter(ranks, tp, default, tmp_path):
+    """The norm's sums of squares, which ride between ranks, are float32 whatever it is."""
+    directory = saved(tmp_path, "mamba2", n_groups=1)
+    model = megatron_ssm.load(directory)
+    expected = one_by_one(model, model)
+
+    def run(rank):
+        torch.set_default_dtype(default)  # this process is a rank, and ends with the test
+        model = megatron_ssm.load(directory, dist.group.WORLD)
+        return one_by_one(model, model)
+
+    for logits in ranks(run, tp):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)

@@ -1,0 +1,208 @@
+"""Loss and gradients; oracle: transformers' autograd, in float64 throughout and in fp32.
+
+In float64 every number of ranks is within 5e-11 of it, and so any two within 1e-10 of each other.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import megatron_ssm
+from cases import MARKED, assemble, oracle
+from hf import precisely
+from megatron_ssm.configs.layouts import layout
+
+__all__ = ["oracle"]
+
+EXACT, FP32 = 5e-11, 5e-6
+FEW = (
+    "mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied",
+    "zamba2-4-groups-biases-adapters-untied",
+)  # fmt: skip
+
+
+def shifted(ids, ignored=0.0, value=-100, seed=5):
+    """(inputs, labels) of predicting each next id; a part of the labels is set to the ignored value."""
+    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
+    drawn = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed))
+    return inputs, labels.masked_fill(drawn < ignored, value)
+
+
+def cross_entropy(logits, labels, ignore_index=-100):
+    """The loss of whole logits."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index)
+
+
+def gradients(model):
+    """{our name: this rank's gradient}; every parameter must have one, but for adapters that no layer uses."""
+    idle = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert idle == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert all(".use.idle." in name for name in idle)
+    return {name: parameter.grad for name, parameter in model.named_parameters() if name not in idle}
+
+
+def run_loss(oracle, inputs, labels, group=None, dtype=torch.float64, **keywords):
+    """The loss of our model, and this rank's gradients."""
+    model = megatron_ssm.load(oracle.directory, group, dtype=dtype)
+    loss = model.loss(inputs, labels, **keywords)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def whole(oracle, shards):
+    """{Hugging Face name: whole gradient} from each rank's; those that several ranks hold must be the same bits."""
+    fields = layout(megatron_ssm.Config.read(oracle.directory))
+    return assemble([field for field in fields if field.name in shards[0]], shards)
+
+
+@cache
+def of_transformers(oracle, ignored=0.0):
+    """transformers' loss and {name: gradient}, its logits compared with labels that are shifted already."""
+    model, (inputs, labels) = oracle.model, shifted(oracle.ids, ignored)
+    model.zero_grad(set_to_none=True)
+    with precisely(oracle.dtype):
+        loss = cross_entropy(model(inputs, use_cache=False).logits, labels)
+        loss.backward()
+    return loss.detach().double(), gradients_of_transformers(model)
+
+
+def gradients_of_transformers(model):
+    """{Hugging Face name: gradient}; where shared blocks are not tied, some adapters are unused and have none."""
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def errors(ours, theirs):
+    """{name: ||g - g_ref|| / ||g_ref||}, absolute where ||g_ref|| < 1e-8."""
+    assert set(ours) == set(theirs)
+    scales = {name: theirs[name].norm() for name in theirs}
+    return {n: ((ours[n] - theirs[n]).norm() / (s if s >= 1e-8 else 1)).item() for n, s in scales.items()}
+
+
+def assert_near(ours, theirs, tolerance):
+    """Every tensor is."""
+    __tracebackhide__ = True
+    wrong = {name: error for name, error in errors(ours, theirs).items() if not error <= tolerance}
+    assert not wrong, f"beyond {tolerance}: {wrong}"
+
+
+@pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", MARKED)
+def test_every_gradient_of_the_loss(ranks, tp, name, oracle):
+    """With a fifth of the labels ignored."""
+    oracle = oracle(name, torch.float64)
+    inputs, labels = shifted(oracle.ids, ignored=0.2)
+    results = ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD), tp)
+    loss, theirs = of_transformers(oracle, ignored=0.2)
+    assert all(torch.equal(results[0][0], other) for other, _ in results)
+    torch.testing.assert_close(results[0][0], loss, rtol=EXACT, atol=0)
+    assert_near(whole(oracle, [shard for _, shard in results]), theirs, EXACT)
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("name", FEW)
+def test_every_gradient_in_fp32(ranks, tp, name, oracle):
+    """The worst is about as near to the float64 ones as the worst of transformers' in fp32."""
+    exact = of_transformers(oracle(name, torch.float64))[1]
+    oracle = oracle(name)
+    inputs, labels = shifted(oracle.ids)
+    results = ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD, torch.float32), tp)
+    found = whole(oracle, [shard for _, shard in results])
+    ours, theirs = (max(errors(g, exact).values()) for g in (found, of_transformers(oracle)[1]))
+    assert ours <= 2.5 * theirs
+
+
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_through_whole_logits(ranks, tp, name, oracle):
+    """model(ids) gathers the logits on every rank; each rank then computes the same loss of them."""
+    oracle = oracle(name, torch.float64)
+    shape = (*oracle.ids.shape, oracle.vocab)
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def run(rank):
+        model = megatron_ssm.load(oracle.directory, dist.group.WORLD, dtype=torch.float64)
+        (model(oracle.ids) * weights).sum().backward()
+        return gradients(model)
+
+    found = whole(oracle, ranks(run, tp))
+    oracle.model.zero_grad(set_to_none=True)
+    with precisely(oracle.dtype):
+        (oracle.model(oracle.ids, use_cache=False).logits * weights).sum().backward()
+    assert_near(found, gradients_of_transformers(oracle.model), EXACT)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group"))
+def test_loss_is_that_of_transformers(ranks, tp, name, oracle):
+    """transformers shifts the labels itself; ours come shifted. In fp32."""
+    oracle = oracle(name)
+    with torch.no_grad():
+        expected = oracle.model(oracle.ids, labels=oracle.ids, use_cache=False).loss
+    for loss, _ in ranks(lambda rank: run_loss(oracle, *shifted(oracle.ids), dist.group.WORLD, torch.float32), tp):
+        torch.testing.assert_close(loss, expected, rtol=FP32, atol=0)
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+def test_ignored_labels(ranks, tp, oracle):
+    """Another ignored value, also one that is an id; and a batch where every label is ignored has loss 0, not NaN."""
+    oracle = oracle("mamba2-2-groups", torch.float64)
+    inputs, labels = shifted(oracle.ids, ignored=0.5, value=7)
+
+    def run(rank):
+        seven, _ = run_loss(oracle, inputs, labels, dist.group.WORLD, ignore_index=7)
+        far, _ = run_loss(oracle, inputs, labels.masked_fill(labels == 7, -1), dist.group.WORLD, ignore_index=-1)
+        return seven, far, *run_loss(oracle, inputs, torch.full_like(labels, -100), dist.group.WORLD)
+
+    with torch.no_grad():
+        expected = cross_entropy(oracle.logits(inputs), labels, ignore_index=7)
+    for seven, far, none, none_gradients in ranks(run, tp):
+        torch.testing.assert_close(seven, expected, rtol=EXACT, atol=0)
+        assert torch.equal(seven, far)
+        assert none == 0 and all(not grad.any() for grad in none_gradients.values())
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+def test_labels_outside_the_vocabulary(ranks, tp, oracle):
+    oracle = oracle("mamba")
+    inputs, labels = shifted(oracle.ids)
+    labels[1, 3] = oracle.vocab
+
+    def run(rank):
+        with pytest.raises(ValueError) as caught:
+            run_loss(oracle, inputs, labels, dist.group.WORLD)
+        return str(caught.value)
+
+    assert ranks(run, tp) == ["label 61 is outside the vocabulary of 61"] * tp
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-2-groups-adapters-rope"))
+def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
+    """Each replica has other rows, and another number of ignored labels: losses and summed gradients of one batch."""
+    oracle = oracle(name, torch.float64)
+    ids = torch.randint(oracle.vocab, (dp, 30), generator=torch.Generator().manual_seed(4))
+    rows = [shifted(ids[i : i + 1], ignored=0.4 * i, seed=i) for i in range(dp)]
+    inputs, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    counts = labels.ne(-100).sum(1)
+    assert counts[0] != counts[-1] > 0
+
+    def run(rank):
+        tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
+        data = [dist.new_group(range(i, tp * dp, tp)) for i in range(tp)][rank % tp]
+        model = megatron_ssm.load(oracle.directory, tensor, dtype=torch.float64, data_group=data)
+        loss = model.loss(*rows[rank // tp])
+        loss.backward()
+        for grad in (found := gradients(model)).values():
+            dist.all_reduce(grad, group=data)
+        return loss.detach(), found
+
+    expected, alone = run_loss(oracle, inputs, labels)
+    results = ranks(run, tp * dp)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected, rtol=2 * EXACT, atol=0)
+    for replica in range(dp):
+        shards = [shard for _, shard in results[replica * tp : (replica + 1) * tp]]
+        assert_near(whole(oracle, shards), whole(oracle, [alone]), 2 * EXACT)

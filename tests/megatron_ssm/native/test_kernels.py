@@ -1,0 +1,375 @@
+"""The C kernels of each processor; oracles: the token-by-token twins in float64, matrix products and norms in float64.
+
+The memory that torch hands out is filled with NaN here, and what is between and beside the inputs' rows is NaN too.
+"""
+
+import random
+import subprocess
+import sys
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import oracle
+from megatron_ssm import generate, load
+from megatron_ssm.native import kernels
+from megatron_ssm.ops.matrices import Int8Weight, linear
+from megatron_ssm.parallel.layers import RMSNorm
+from native_variants import MARKED, ROOT, library_path
+from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
+from sparsefusion.native.library import Library
+
+__all__ = ["library_path", "oracle"]
+
+# Of a norm: some tens of roundings of 6e-8 (found: at most 5e-7); one rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+drawn = partial(inputs_of, dtype=torch.float32)
+dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+CHANNELS, STATES, SEQ = (1, 3, 63, 64, 65, 130), (1, 4, 16, 64, 100, 128, 256), (1, 15, 16, 17, 33)
+WIDTHS, TAPS = (1, 3, 16, 32, 48, 64, 100), range(1, 9)
+
+
+def diagonal(**sizes):
+    """Each value of each size, in as many dictionaries as the longest has."""
+    count = max(map(len, sizes.values()))
+    return [{name: values[i % len(values)] for name, values in sizes.items()} for i in range(count)]
+
+
+def sample(**sizes):
+    """Sixty of the combinations of all sizes."""
+    combinations = random.Random(0).sample(list(product(*sizes.values())), 60)
+    return [dict(zip(sizes, values, strict=True)) for values in combinations]
+
+
+def shapes(combined, *marks):
+    """(kind, sizes) of the calls to compare."""
+    heads = combined(channels=WIDTHS, size=STATES, seq=SEQ, batch=(1, 2), groups=(2, 1, 3), heads=(2, 3))
+    by_kind = {
+        "conv": combined(channels=CHANNELS, kernel=TAPS, seq=SEQ, batch=(1, 3)),
+        "selective": combined(channels=CHANNELS, size=STATES, seq=SEQ, batch=(1, 3)),
+        "ssd": [{**sizes, "heads": sizes["groups"] * sizes["heads"]} for sizes in heads],
+    }
+    for kind, all_sizes in by_kind.items():
+        for sizes in all_sizes:
+            name = "-".join([combined.__name__, kind, *(f"{name}{value}" for name, value in sizes.items())])
+            yield pytest.param(kind, sizes, id=name, marks=marks)
+
+
+LONG = [pytest.param(kind, dict(seq=273, size=1, kernel=3), id=f"long-{kind}") for kind in KINDS]
+SHAPES = [*LONG, *shapes(diagonal), *shapes(sample, pytest.mark.full)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What torch.empty gives is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=MARKED)
+def variant(request, library_path, monkeypatch):
+    """Run the kernels of a variant of the library."""
+    library = Library("megatron_ssm", kernels.SIGNATURES, library_path("megatron_ssm", request.param))
+    if not library:
+        pytest.skip(f"no C library: {library.why}")
+    monkeypatch.setattr(kernels, "LIBRARY", library)
+
+
+def beside_nan(tensor):
+    """(batch, seq, ...) with NaN before and after what belongs to a token, as a part of what in_proj gives stands."""
+    rows = F.pad(tensor.flatten(2), (3, 4), value=float("nan"))[..., 3:-4]
+    return rows.unflatten(-1, tensor.shape[2:]) if tensor.ndim > 3 else rows
+
+
+def as_mixers_call(kind):
+    """The fast form on views of wider tensors."""
+
+    def call(overwrite=False, **inputs):
+        wide = set(SEQUENCES[kind]) - ({"dt"} if kind == "ssd" else set())
+        views = {name: beside_nan(t) if name in wide and t is not None else t for name, t in inputs.items()}
+        return KINDS[kind][0](**views, overwrite=overwrite)
+
+    return call
+
+
+def exactly(kind, inputs):
+    """`everything` of the plain twin in float64."""
+    inputs = {n: t if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
+    with torch.enable_grad():
+        return everything(KINDS[kind][1], inputs)
+
+
+def check(ours, exact, of_y=TOLERANCE[torch.float32]):
+    """Outputs, and gradients where there are any."""
+    __tracebackhide__ = True
+    errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
+    limits = {"y": of_y, "A_log": 5e-5, "D": 5e-5}  # of few numbers each, in which large ones cancel
+    assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
+
+
+# The recurrences and the convolution
+
+
+@pytest.mark.parametrize("kind, sizes", SHAPES)
+def test_outputs_and_gradients(variant, kind, sizes):
+    inputs = drawn(kind, **sizes)
+    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+
+
+@dtypes
+@pytest.mark.parametrize("kind, sizes", SHAPES)
+@torch.no_grad()
+def test_in_place_of_rows_of_a_cache(variant, kind, sizes, dtype):
+    """Every second row, the others staying as they are; the bits are those of a call that leaves the rows alone."""
+    inputs = {name: t.detach() for name, t in drawn(kind, dtype=dtype, **sizes).items()}
+    cache = torch.stack([torch.full_like(inputs[PREVIOUS[kind]], float("nan")), inputs[PREVIOUS[kind]]], 1)
+    exact, call, rows = exactly(kind, inputs), as_mixers_call(kind), cache.flatten(0, 1)[1::2]
+    inputs[PREVIOUS[kind]] = rows
+    loose = {name: t.clone(memory_format=torch.contiguous_format) for name, t in inputs.items()}
+    y, carried = call(**inputs)
+    again, overwritten = call(**inputs, overwrite=True)
+    assert torch.equal(again, y) and torch.equal(overwritten, carried)
+    assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
+    assert cache[:, 0].isnan().all()
+    check(dict(y=y, carried=carried), exact, of_y=TOLERANCE[dtype])  # bfloat16 inputs' states are not rounded
+    if kind == "selective":
+        in_place, _ = KINDS[kind][0](**loose, overwrite_x=True)
+        assert in_place.data_ptr() == loose["x"].data_ptr() and torch.equal(in_place, y)
+
+
+ABSENT = [("conv", {"bias"}), ("conv", {"history"}), ("conv", {"bias", "history"}), ("ssd", {"state"})]
+ABSENT += [("selective", {n for n, gone in zip(("z", "dt_bias", "state"), g, strict=True) if gone})
+           for g in product((0, 1), repeat=3) if any(g)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, absent", [pytest.param(k, a, id="-".join([k, *sorted(a)])) for k, a in ABSENT])
+def test_what_is_absent(variant, kind, absent):
+    inputs = drawn(kind, channels=65, size=16, seq=18) | dict.fromkeys(absent)
+    if "dt_bias" in absent:
+        inputs["dt"] = inputs["dt"].detach().abs().requires_grad_()
+    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+
+
+@dtypes
+@kinds
+@torch.no_grad()
+def test_pieces_have_the_bits_of_one_call(variant, kind, dtype):
+    inputs = {name: t.detach() for name, t in drawn(kind, channels=67, seq=37, dtype=dtype).items()}
+    for cuts in ([1], [16], [2, 3, 20, 36], range(1, 37)):
+        y, carried = in_pieces(kind, inputs, cuts)
+        expected = KINDS[kind][0](**inputs)
+        assert torch.equal(y, expected[0]) and torch.equal(carried, expected[1])
+
+
+@kinds
+def test_gradients_through_pieces(variant, kind):
+    """And those that come in stay as they are."""
+    inputs = drawn(kind, channels=67, seq=37)
+    ours = everything(lambda **inputs: in_pieces(kind, inputs, (2, 3, 20, 36)), inputs)
+    check(ours, exactly(kind, inputs))
+    results = KINDS[kind][0](**inputs)
+    assert "Native" in results[0].grad_fn.name()
+    given = [torch.ones_like(result) for result in results]
+    torch.autograd.grad(results, inputs["x"], given)
+    assert all(tensor.eq(1).all() for tensor in given)
+
+
+# Extreme numbers
+
+
+EXTREMES = {
+    "dt": dict(dt=50.0), "-dt": dict(dt=-50.0), "A_log": dict(A_log=5.0), "-A_log": dict(A_log=-50.0), "x": dict(x=1e4),
+    "z": dict(z=1e4), "-z": dict(z=-1e4), "bias": dict(bias=1e4), "-bias": dict(bias=-1e4), "B": dict(B=1e4, C=1e4),
+    "fast": dict(dt=50.0, A_log=5.0, x=1e4), "slow": dict(dt=-50.0, A_log=-50.0, x=1e4), "0": dict(dt=0.0, x=0.0),
+}  # fmt: skip
+OF_KIND = [(k, e) for k in KINDS for e in EXTREMES if EXTREMES[e].keys() <= inputs_of(k).keys()]
+
+
+@pytest.mark.parametrize("kind, extreme", [case for case in OF_KIND if case not in [("ssd", "-dt"), ("ssd", "slow")]])
+def test_extreme_numbers(variant, kind, extreme):
+    """Every second channel of one input is extreme: finite where float64 is, and near it."""
+    inputs = drawn(kind, channels=66, size=16, seq=20)
+    with torch.no_grad():
+        for name, value in EXTREMES[extreme].items():
+            inputs[name][..., ::2] = value
+    ours, exact = everything(as_mixers_call(kind), inputs), exactly(kind, inputs)
+    assert all(t.isfinite().all() for t in exact.values())
+    check(ours, exact)
+
+
+@kinds
+def test_nan_stays_in_its_channel(variant, kind):
+    inputs = drawn(kind, channels=66, seq=20, batch=3)
+    with torch.no_grad():
+        inputs["x"][1, 7, ..., 40] = float("nan")
+    ours, exact = (everything(f, i) for f, i in ((as_mixers_call(kind), inputs), (KINDS[kind][1], inputs)))
+    for name in ("y", "carried"):
+        assert torch.equal(ours[name].isnan(), exact[name].isnan())
+    assert ours["y"].isnan().any()
+
+
+# What is left to torch, or copied
+
+grads = pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
+TOO_LARGE = [("selective", dict(size=257)), ("ssd", dict(size=257)), ("conv", dict(kernel=9))]
+
+
+@pytest.mark.parametrize("kind, sizes", TOO_LARGE)
+def test_too_large_for_c(variant, kind, sizes):
+    inputs = drawn(kind, channels=5, **sizes)
+    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+
+
+@grads
+@kinds
+def test_parameters_in_bfloat16(variant, kind, grad):
+    """As after model.bfloat16(): read as what they are."""
+    inputs = {name: t.detach().bfloat16() for name, t in drawn(kind, channels=5, seq=18).items()}
+    with torch.set_grad_enabled(grad):
+        y, carried = KINDS[kind][0](**inputs)
+    exact = exactly(kind, inputs)
+    assert max(error(y.double(), exact["y"]), error(carried.double(), exact["carried"])) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+@torch.no_grad()
+def test_inputs_of_two_types(variant, kind):
+    inputs = {name: t.detach() for name, t in drawn(kind, channels=5, seq=18).items()}
+    inputs["x"] = inputs["x"].bfloat16()
+    y, carried = KINDS[kind][0](**inputs)
+    check(dict(y=y, carried=carried), exactly(kind, inputs), of_y=TOLERANCE[torch.bfloat16])
+
+
+@grads
+@kinds
+def test_parameters_and_states_with_gaps(variant, kind, grad):
+    """As columns of other tensors, or the state of one of Zamba's heads, which cannot be overwritten."""
+    inputs = {name: t.detach() for name, t in drawn(kind, channels=5, seq=18).items()}
+    exact = exactly(kind, inputs)
+    for name in inputs.keys() - set(SEQUENCES[kind]):
+        inputs[name] = F.pad(inputs[name].unsqueeze(-1), (1, 1), value=float("nan"))[..., 1]
+    given = inputs[PREVIOUS[kind]].clone()
+    with torch.set_grad_enabled(grad):
+        y, carried = KINDS[kind][0](**inputs, overwrite=not grad)
+    check(dict(y=y, carried=carried), exact)
+    assert torch.equal(inputs[PREVIOUS[kind]], given)
+
+
+# The products and the norm
+
+
+def near(ours, exact, tolerance):
+    """Whether ours is that near (relative to the norm), and of one shape."""
+    assert ours.shape == exact.shape
+    return (ours.double() - exact).norm() <= tolerance * exact.norm()
+
+
+ANY = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
+BLOCKS = tuple(columns for columns in ANY if columns % kernels.BLOCK == 0)
+LINEAR = {"float32": ANY, "bfloat16": ANY, "int8 in float32": BLOCKS, "int8 in bfloat16": BLOCKS}
+
+
+@pytest.mark.parametrize("kind, columns", [(kind, columns) for kind in LINEAR for columns in LINEAR[kind]])
+@torch.no_grad()
+def test_linear(variant, kind, columns):
+    """The weight is some rows of a larger tensor. Odd columns of bfloat16, and many rows of x, are left to torch."""
+    dtype, int8 = torch.bfloat16 if "bfloat16" in kind else torch.float32, "int8" in kind
+    generator = torch.Generator().manual_seed(columns)
+    for out in (1, 5, 100) if int8 else (0, 1, 5, 100):
+        held = F.pad(torch.randn(out, columns, generator=generator).to(dtype), (0, 0, 1, 1), value=float("nan"))
+        stored = given = held[1 : out + 1]
+        exact_weight = stored.double()
+        if int8:
+            given = Int8Weight.of(stored)
+            stored = given.values
+            exact_weight = stored.double() * given.scales.double().repeat_interleave(kernels.BLOCK, 1)
+        for batch in (*range(1, 26), 36):
+            x = torch.randn(batch, 1, columns + 1, generator=generator).to(dtype)[..., 1:]
+            bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
+            fits = batch <= kernels.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
+            assert kernels.takes(x, stored, bias) == fits
+            y, exact = linear(x, given, bias), x.double() @ exact_weight.T + (0 if bias is None else bias.double())
+            assert y.dtype == dtype
+            assert near(y, exact, TOLERANCE[dtype] * (1 if fits else 2)), (batch, out)  # torch rounds more than once
+
+
+@dtypes
+@pytest.mark.parametrize("wide", (False, True), ids=("of its weight's type", "of float32"))
+@torch.no_grad()
+def test_rms_norm(variant, wide, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for size, scale, eps in product((1, 3, 63, 64, 65, 768), (1e-4, 1, 1e4), (0.0, 1e-5, 1e-12)):
+        norm = RMSNorm(size, eps, dtype)
+        norm.weight.copy_(torch.randn(size, generator=generator))
+        x = (scale * torch.randn(3, size + 1, 5, generator=generator)).to(torch.float32 if wide else dtype)
+        x = x.transpose(1, 2)[..., 1:]
+        y, exact = norm(x), F.rms_norm(x.double(), (size,), norm.weight.double(), eps)
+        assert y.dtype == dtype and near(y, exact, TOLERANCE[dtype])
+
+
+# Threads, in a process of their own: forks of one that has had several would hang
+
+THREADED = """
+import sys, torch
+sys.path.insert(0, "tests/helpers")
+from megatron_ssm.native import kernels
+from megatron_ssm.ops.matrices import Int8Weight
+from scans import KINDS, error, everything, inputs_of
+
+def results(threads, kind):
+    torch.set_num_threads(threads)
+    if kind == "linear":
+        torch.manual_seed(0)
+        weight, x, bias = torch.randn(101, 192), torch.randn(3, 192), torch.randn(101)
+        int8 = Int8Weight.of(weight)
+        products = dict(float32=(weight,), int8=(int8.values, int8.scales))
+        results = {name: kernels.linear(x, *w, bias=bias) for name, w in products.items()}
+        return results | dict(bfloat16=kernels.linear(x.bfloat16(), weight.bfloat16()))
+    return everything(KINDS[kind][0], inputs_of(kind, seq=40, channels=200, size=20, dtype=torch.float32))
+
+assert kernels.LIBRARY
+for kind in (*KINDS, "linear"):
+    one, *others = (results(threads, kind) for threads in (1, 2, 3))
+    for other in others:
+        for name in one:
+            same = torch.equal(one[name], other[name])
+            assert same or kind in KINDS and name not in ("y", "carried") and error(one[name], other[name]) < 1e-6, name
+"""
+
+
+def test_several_threads_give_the_same_numbers():
+    """To the bit, but for sums over threads in gradients."""
+    if not kernels.LIBRARY:
+        pytest.skip(f"no C library: {kernels.LIBRARY.why}")
+    subprocess.run([sys.executable, "-c", THREADED], cwd=ROOT, check=True)
+
+
+# Whole models
+
+
+def used(model, ids):
+    """The logits of one call, of two chunks and two tokens after them; the greedy tokens; each parameter's gradient."""
+    model.loss(ids[:, :-1], ids[:, 1:]).backward()
+    with torch.no_grad():
+        cache = model.new_cache(len(ids))
+        pieces = [model(ids[:, a:b], cache=cache) for a, b in ((0, 30), (30, 68), (68, 69), (69, 70))]
+        logits = torch.stack([model(ids), torch.cat(pieces, 1)])
+    return logits, generate(model, ids[:, :5], max_new_tokens=20), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
+def test_models_with_c_and_with_torch(variant, name, oracle, monkeypatch):
+    directory, ids = oracle(name).directory, oracle(name).ids
+    ours = used(load(directory), ids)
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    theirs = used(load(directory), ids)
+    assert not torch.equal(ours[0], theirs[0]), "the C kernels did not run"
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=oracle(name).tolerance)
+    assert torch.equal(ours[1], theirs[1])
+    assert max(error(ours[2][name], theirs[2][name]) for name in theirs[2]) <= 1e-5

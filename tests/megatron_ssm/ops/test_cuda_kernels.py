@@ -1,0 +1,580 @@
+"""mamba-ssm's and causal-conv1d's kernels in our operators, on the CPU, by stand-ins. Oracle: the plain twins.
+
+A stand-in has the signature, the layout and the habits of the function it stands for, as read in its source, and asserts
+what that requires; it computes by a plain twin. What the real kernels compute is tested on a GPU, by test_cuda.py.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import oracle
+from megatron_ssm import generate, load
+from megatron_ssm.native import kernels
+from megatron_ssm.ops import cuda_kernels
+from megatron_ssm.ops.convolution import causal_conv_ref
+from megatron_ssm.ops.optional_imports import Borrowed
+from megatron_ssm.ops.scan import selective_scan_ref, ssd_ref
+from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
+from sparsefusion.native.library import Library
+
+__all__ = ["oracle"]
+SEVERAL = {"selective": "selective_scan_fn", "ssd": "mamba_chunk_scan_combined", "conv": "causal_conv1d_fn"}
+ONE = {"selective": "selective_state_update", "ssd": "selective_state_update", "conv": "causal_conv1d_update"}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative, of some roundings
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+# The stand-ins
+
+
+def one_type(*tensors, dtype=None):
+    """Whether all (None: absent) have one of the kernels' types, or this one."""
+    types = {t.dtype for t in tensors if t is not None}
+    return len(types) == 1 and types <= ({dtype} if dtype else set(cuda_kernels.TYPES))
+
+
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):
+    """selective_scan.cpp: channel-major rows without gaps; the last state gets no gradient."""
+    assert one_type(u, delta, B, C, z) and one_type(A, D, delta_bias, dtype=torch.float32)
+    assert all(t.is_contiguous() for t in (u, delta, B, C, z, D, delta_bias) if t is not None)
+    assert A.shape == (u.shape[1], B.shape[1]) and A.shape[1] <= 256 and delta_softplus == (delta_bias is not None)
+    assert return_last_state
+    u, delta, B, C, z = (t if t is None else t.transpose(1, 2) for t in (u, delta, B, C, z))
+    y, last = selective_scan_ref(u, delta, torch.log(-A), B, C, D, z, delta_bias)
+    return y.transpose(1, 2), last.detach().transpose(1, 2)
+
+
+def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
+    """selective_state_update.py: no gradients, any strides, the state in place; dt_bias is not optional there."""
+    assert not torch.is_grad_enabled() and one_type(state, A, D, dt_bias, dtype=torch.float32)
+    assert dt.shape == x.shape == state.shape[:-1] and A.shape == state.shape[1:] and D.shape == dt_bias.shape
+    assert dt_bias.shape == x.shape[1:] and B.shape == C.shape
+    if state.ndim == 3:
+        args = [t if t is None else t.unsqueeze(1) for t in (x, dt, B, C, z)]
+        bias = dt_bias if dt_softplus else None
+        assert dt_softplus or not dt_bias.any()
+        y, after = selective_scan_ref(*args[:2], torch.log(-A), *args[2:4], D, args[4], bias, state.transpose(1, 2))
+        state.copy_(after.transpose(1, 2))
+    else:
+        assert not dt_softplus and z is None and not dt_bias.any()
+        assert dt.stride(-1) == dt_bias.stride(-1) == A.stride(-1) == A.stride(-2) == 0  # what it calls TIE_HDIM
+        args = [t.unsqueeze(1) for t in (x, dt[..., 0], B, C)]
+        y, after = ssd_ref(*args[:2], torch.log(-A[:, 0, 0]), *args[2:], D[:, 0], state.transpose(2, 3))
+        state.copy_(after.transpose(2, 3))
+    return y.squeeze(1).to(x.dtype)
+
+
+def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, *, initial_states=None, return_final_states=False):
+    """ssd_combined.py: x, B and C of one type; states (batch, heads, head_dim, N), differentiable."""
+    assert one_type(x, B, C) and one_type(dt, A, D, initial_states, dtype=torch.float32) and chunk_size == 256
+    assert return_final_states and x.shape[2] % B.shape[2] == 0
+    state = initial_states if initial_states is None else initial_states.transpose(2, 3)
+    y, last = ssd_ref(x, dt, torch.log(-A), B, C, D, state)
+    return LoadsGradient.apply(y, fits), last.transpose(2, 3)
+
+
+def in_vectors(tensor):
+    """Whether a tensor (batch, channels, seq) is what causal_conv1d.cpp calls channel-last and its kernel can load."""
+    rows, channel, row = tensor.stride()
+    return channel == 1 < row and row % 8 == rows % 8 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def fits(tensor):
+    """Whether a kernel finds all its elements."""
+    ends = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return sum(ends) <= cuda_kernels.LARGEST_OFFSET
+
+
+class LoadsGradient(torch.autograd.Function):
+    """Asserts of the gradient what the kernel's backward needs of it."""
+
+    @staticmethod
+    def forward(ctx, y, *needs):
+        ctx.needs = needs
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert all(need(gradient) for need in ctx.needs)
+        return gradient, *(None for _ in ctx.needs)
+
+
+def causal_conv1d_fn(x, weight, bias=None, *, initial_states=None, activation=None):
+    """causal_conv1d.cpp: vectors of channels, 2 to 4 taps."""
+    assert in_vectors(x) and x.shape[1] % 8 == 0 and weight.shape[1] in (2, 3, 4) and activation == "silu"
+    assert one_type(x, initial_states) and one_type(weight, bias) and (bias is None or bias.stride(0) == 1)
+    assert initial_states is None or in_vectors(initial_states) and not torch.is_grad_enabled()
+    history = None if initial_states is None else initial_states.transpose(1, 2)
+    y, _ = causal_conv_ref(x.transpose(1, 2), weight.unsqueeze(1), bias, history)
+    return LoadsGradient.apply(y.contiguous().transpose(1, 2), in_vectors, fits)
+
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None):
+    """causal_conv1d_update.cu: any strides, the state in place, no gradients."""
+    assert not torch.is_grad_enabled() and one_type(x, conv_state) and one_type(weight, bias) and activation == "silu"
+    assert conv_state.shape == (*x.shape, weight.shape[1] - 1) and weight.shape[1] in (2, 3, 4)
+    y, after = causal_conv_ref(x.unsqueeze(1), weight.unsqueeze(1), bias, conv_state.transpose(1, 2))
+    conv_state.copy_(after.transpose(1, 2))
+    return y.squeeze(1)
+
+
+STAND_INS = [
+    selective_scan_fn, selective_state_update, mamba_chunk_scan_combined, causal_conv1d_fn, causal_conv1d_update
+]  # fmt: skip
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The names of the kernels that were called: tensors of the CPU are let through to them, and torch may use TF32."""
+    names = []
+
+    def found(name):
+        stand_in = next(function for function in STAND_INS if function.__name__ == name)
+
+        def call(*args, **kwargs):
+            names.append(name)
+            assert all(fits(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            return stand_in(*args, **kwargs)
+
+        return Borrowed("stand-in", call)
+
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
+    monkeypatch.setattr(cuda_kernels, "found", found)
+    monkeypatch.setattr(cuda_kernels, "_rounds_products", lambda: True)
+    return names
+
+
+# What they compute
+
+
+def inputs_for(kind, **sizes):
+    """In float32; of the convolution as many channels as its kernel takes."""
+    return inputs_of(kind, **{"dtype": torch.float32, "channels": 16, "seq": 21, **sizes})
+
+
+def exact(kind, inputs):
+    """`everything` of the plain twin in float64."""
+    inputs = {n: t if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
+    with torch.enable_grad():
+        return everything(KINDS[kind][1], inputs)
+
+
+def check(ours, theirs, dtype=torch.float32):
+    """All of ours, near what is exact."""
+    __tracebackhide__ = True
+    errors = {name: error(tensor.double(), theirs[name]) for name, tensor in ours.items()}
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+def detached(inputs):
+    return {name: t if t is None else t.detach() for name, t in inputs.items()}
+
+
+WITHOUT = [("conv", ()), ("conv", ("history",)), ("conv", ("bias",)), ("ssd", ()), ("ssd", ("state",)),
+           ("selective", ("state",)), ("selective", ("state", "z")), ("selective", ("state", "dt_bias"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, absent", WITHOUT)
+@pytest.mark.parametrize("seq", (2, 21))
+def test_outputs_and_gradients(called, kind, absent, seq):
+    """Those of states too, in both directions."""
+    inputs = inputs_for(kind, seq=seq) | dict.fromkeys(absent)
+    if "dt_bias" in absent:
+        inputs["dt"] = inputs["dt"].detach().abs().requires_grad_()
+    check(everything(KINDS[kind][0], inputs), exact(kind, inputs))
+    assert called == [SEVERAL[kind]]
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 1), (4, 4), (6, 3)])
+def test_groups(called, heads, groups):
+    inputs = inputs_for("ssd", heads=heads, groups=groups, channels=5, size=3)
+    check(everything(KINDS["ssd"][0], inputs), exact("ssd", inputs))
+    with torch.no_grad():
+        whole = in_pieces("ssd", detached(inputs), range(18, 21))
+    check(dict(zip(("y", "carried"), whole, strict=True)), exact("ssd", inputs))
+    assert called == ["mamba_chunk_scan_combined"] * 2 + ["selective_state_update"] * 3
+
+
+def test_the_final_state_alone_has_gradients(called):
+    """And a discarded one costs nothing: no node of it is left in y's graph."""
+    inputs = inputs_for("selective") | {"state": None}
+    wanted = [name for name in inputs if name not in ("state", "D", "z")]
+    y, ours = KINDS["selective"][0](**inputs)
+    _, plain = KINDS["selective"][1](**inputs)
+    for tensors in (ours, plain):
+        assert tensors.requires_grad
+    given = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.autograd.grad(t, [inputs[n] for n in wanted], given, allow_unused=True) for t in (ours, plain)]
+    for name, mine, theirs in zip(wanted, *gradients, strict=True):
+        assert (mine is None or not mine.any()) if theirs is None else error(mine, theirs) <= 1e-5, name
+    assert "_AfterKernel" in ours.grad_fn.name() and "_AfterKernel" not in y.grad_fn.name()
+
+
+CUTS = [(), (1,), (16,), (1, 2, 3), (2, 3, 20), (4, 5, 6, 18)]
+
+
+@kinds
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", cuda_kernels.TYPES, ids=str)
+@torch.no_grad()
+def test_pieces(called, kind, cuts, dtype):
+    """Chunked prefill and decoding, from a state that is given."""
+    inputs = detached(inputs_for(kind, dtype=dtype))
+    inputs = {name: t.to(dtype) if kind == "conv" else t for name, t in inputs.items()}
+    y, carried = in_pieces(kind, inputs, cuts)
+    lengths = [stop - start for start, stop in zip((0, *cuts), (*cuts, 21), strict=True)]
+    assert called == [ONE[kind] if length == 1 else SEVERAL[kind] for length in lengths]
+    assert y.dtype is dtype and carried.dtype is (dtype if kind == "conv" else torch.float32)
+    check(dict(y=y), exact(kind, inputs), dtype)
+    check(dict(carried=carried), exact(kind, inputs))
+
+
+@torch.no_grad()
+def test_a_state_is_carried_through_many_tokens(called):
+    inputs = detached(inputs_for("selective", seq=150, size=16))
+    inputs["A_log"] -= 5  # slow enough to matter after 150 tokens
+    y, carried = KINDS["selective"][0](**inputs)
+    check(dict(y=y, carried=carried), exact("selective", inputs))
+    without = KINDS["selective"][0](**inputs | {"state": None})
+    assert error(without[0][:, 140:], y[:, 140:]) > 1e-2
+    zeros = KINDS["selective"][0](**inputs | {"state": torch.zeros_like(inputs["state"])})
+    assert torch.equal(zeros[0], without[0]) and torch.equal(zeros[1], without[1])
+
+
+@kinds
+@pytest.mark.parametrize("overwrite", (False, True))
+@torch.no_grad()
+def test_one_token_in_place_of_rows_of_a_cache(called, kind, overwrite):
+    """Every second row; of the scans also every second channel or head_dim, as the state of one of Zamba's heads."""
+    inputs = detached(inputs_for(kind, seq=1, channels=9))
+    given = inputs[PREVIOUS[kind]]
+    cache = torch.full((4, *given.shape[1:-1], 18), float("nan"))
+    rows = cache[1::2, ..., 9:]
+    rows.copy_(given)
+    y, carried = KINDS[kind][0](**inputs | {PREVIOUS[kind]: rows}, overwrite=overwrite)
+    check(dict(y=y, carried=carried), exact(kind, inputs))
+    assert (carried.data_ptr() == rows.data_ptr()) == overwrite
+    assert torch.equal(rows, carried if overwrite else given)
+    assert cache[::2].isnan().all() and cache[..., :9].isnan().all() and called == [ONE[kind]]
+
+
+@kinds
+@torch.no_grad()
+def test_one_token_of_a_new_sequence(called, kind):
+    inputs = detached(inputs_for(kind, seq=1)) | {PREVIOUS[kind]: None}
+    y, carried = KINDS[kind][0](**inputs, overwrite=True)
+    check(dict(y=y, carried=carried), exact(kind, inputs))
+    assert called == [ONE[kind]]
+
+
+@torch.no_grad()
+def test_the_next_history_is_a_copy(called):
+    """What overwrites it later leaves the inputs alone."""
+    inputs = detached(inputs_for("conv"))
+    kept = inputs["x"].clone()
+    _, history = KINDS["conv"][0](**inputs)
+    history.zero_()
+    assert torch.equal(inputs["x"], kept)
+
+
+@kinds
+@pytest.mark.parametrize("batch, seq, before, between", [(1, 2, 0, 8), (1, 5, 3, 2), (2, 3, 8, 8), (2, 3, 1, 1)])
+def test_views_of_wider_tensors(called, kind, batch, seq, before, between):
+    """As parts of in_proj's output, some not as the convolution loads them; with gradients of the same kinds."""
+    inputs = inputs_for(kind, batch=batch, seq=seq) | ({"state": None} if kind == "selective" else {})
+    expected = exact(kind, inputs)
+
+    def call(**inputs):
+        wide = {
+            name: F.pad(t.flatten(2), (before, between), value=float("nan"))[..., before : before + t[0, 0].numel()]
+            for name, t in inputs.items()
+            if name in set(SEQUENCES[kind]) - ({"dt"} if kind == "ssd" else set()) and t is not None
+        }
+        y, carried = KINDS[kind][0](**inputs | {n: t.unflatten(-1, inputs[n].shape[2:]) for n, t in wide.items()})
+        return F.pad(y.flatten(2), (before, between))[..., before : before + y[0, 0].numel()].view_as(y), carried
+
+    check(everything(call, inputs), expected)
+    assert called == [SEVERAL[kind]]
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1)])
+def test_strides_of_what_has_one_element(shape):
+    """torch calls such a tensor contiguous whatever they are; the kernel reads them."""
+    tensor = torch.randn(*shape, 16).as_strided((*shape, 16), (3, 16, 1) if shape[0] == 1 else (16, 3, 1))
+    assert tensor.is_contiguous() and not in_vectors(tensor.transpose(1, 2))
+    vectors = cuda_kernels._in_vectors(tensor)
+    assert in_vectors(vectors.transpose(1, 2)) and torch.equal(vectors, tensor)
+    assert cuda_kernels._in_vectors(vectors) is vectors
+
+
+@pytest.mark.parametrize("before, between", [(1, 7), (3, 2), (8, 0)])
+def test_what_cannot_be_loaded_in_vectors_is_copied(called, before, between):
+    """By its address or its strides: the inputs, and the gradient that comes back to the convolution."""
+    wide = torch.randn(2, 5, before + 16 + between)
+    part = wide[..., before : before + 16]
+    loads = before % 8 == 0 and between % 8 == 0
+    assert in_vectors(part.transpose(1, 2)) == loads == (cuda_kernels._in_vectors(part) is part)
+    inputs = inputs_for("conv", seq=5) | {"history": None}  # whose gradient would be copied on the way
+    y, _ = KINDS["conv"][0](**inputs)
+    plain, _ = KINDS["conv"][1](**inputs)
+    ours, theirs = (torch.autograd.grad(t, inputs["x"], part)[0] for t in (y, plain))
+    assert error(ours, theirs) <= 1e-5
+
+
+def test_two_types_as_autocast_leaves_them(called):
+    """The convolution gives float32 there, products give bfloat16."""
+    for kind, narrow in (("selective", ("dt", "B", "C", "z")), ("ssd", ("x", "C"))):
+        inputs = inputs_for(kind) | ({"state": None} if kind == "selective" else {})
+        inputs |= {name: inputs[name].detach().bfloat16().requires_grad_() for name in narrow}
+        results = everything(KINDS[kind][0], inputs, autocast=True)
+        assert [results[name].dtype for name in ("y", "carried")] == [inputs["x"].dtype, torch.float32]
+        for name, tensor in results.items():
+            limit = TOLERANCE[tensor.dtype] if "x" not in narrow else TOLERANCE[torch.bfloat16]
+            assert error(tensor.double(), exact(kind, inputs)[name]) <= limit, name
+    assert called == ["selective_scan_fn", "mamba_chunk_scan_combined"]
+
+
+# Offsets
+
+# The numbers of a row that count: of the convolution x, with a history before it; else what the kernel keeps of a chunk,
+# that is two for each of a state's, or the products of each pair of tokens in each of 2 groups.
+ROW = {"conv": (21 + 3) * 16, "selective": 2 * 256 * 16, "ssd": 2 * 256 * 256}
+
+
+def inputs_of_rows(kind, **changes):
+    """Five sequences of 21 tokens, of the scan with states as large as its kernel takes."""
+    sizes = {"batch": 5, **({"size": 256} if kind == "selective" else {}), **changes}
+    inputs = inputs_for(kind, **sizes)
+    return inputs | ({"state": None} if kind == "selective" else {})
+
+
+@kinds
+@pytest.mark.parametrize("rows, calls", [(1, 5), (2, 3), (4, 2), (5, 1)])
+def test_rows_whose_offsets_fit(called, monkeypatch, kind, rows, calls):
+    """Outputs, final states and all gradients are those of the whole batch, in as few calls as can be."""
+    inputs = inputs_of_rows(kind)
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", rows * ROW[kind] - 1)
+    check(everything(KINDS[kind][0], inputs), exact(kind, inputs))
+    assert called == [SEVERAL[kind]] * calls
+
+
+@kinds
+@torch.no_grad()
+def test_a_row_that_does_not_fit_is_torchs(called, monkeypatch, kind):
+    inputs = detached(inputs_of_rows(kind))
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", ROW[kind] - 2)
+    y, carried = KINDS[kind][0](**inputs)
+    check(dict(y=y, carried=carried), exact(kind, inputs))
+    assert not called
+
+
+STRIDES = [(5, 21, 5, 1), (5, 21, 4, 2), (1, 21, 1, 1), (1, 21, 0, 0), (5, 1, 5, 1), (5, 1, 4, 0)]
+
+
+@kinds
+@pytest.mark.parametrize("batch, seq, rows, calls", STRIDES)
+@torch.no_grad()
+def test_strides_count(called, monkeypatch, kind, batch, seq, rows, calls):
+    """x as a part of something wider: one more row than these would not fit. One token is all rows' or torch's."""
+    inputs = detached(inputs_for(kind, batch=batch, seq=seq))
+    x, width = inputs["x"], 2**16
+    inputs["x"] = torch.empty(batch, seq, width)[..., : x[0, 0].numel()].unflatten(-1, x.shape[2:]).copy_(x)
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", ((rows + 1) * seq - 1) * width + x[0, 0].numel() - 2)
+    y, carried = KINDS[kind][0](**inputs)
+    check(dict(y=y, carried=carried), exact(kind, inputs))
+    assert called == [(ONE if seq == 1 else SEVERAL)[kind]] * calls
+
+
+@pytest.mark.parametrize("kind", ("conv", "ssd"))
+def test_a_gradient_whose_offsets_do_not_fit_is_copied(called, monkeypatch, kind):
+    """x fits, and the gradient is a part of something wider."""
+    inputs = inputs_for(kind) | {PREVIOUS[kind]: None}
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", 2 * ROW[kind] - 1)
+    given = torch.randn(2, 21, ROW[kind] // 8)[..., : inputs["x"][0, 0].numel()].unflatten(-1, inputs["x"].shape[2:])
+    assert not fits(given)
+    ours, theirs = (torch.autograd.grad(form(**inputs)[0], inputs["x"], given)[0] for form in KINDS[kind])
+    assert error(ours, theirs) <= 1e-5 and called == [SEVERAL[kind]]
+
+
+@pytest.mark.parametrize("budget", (1, 256, 2 * 256, 3 * 256, 7 * 3 * 256, 2**26))
+@torch.no_grad()
+def test_a_carried_state_takes_no_more_room_than_its_budget(called, monkeypatch, budget):
+    """Of 3 rows with states of 16 x 16 numbers: less than one of them, one, two, all, those of 7 tokens, everything."""
+    inputs = detached(inputs_for("selective", batch=3, size=16))
+    largest, product = [], torch.matmul
+
+    def watched(read, kept):
+        largest.append(kept.numel())
+        return product(read, kept)
+
+    theirs = exact("selective", inputs)
+    monkeypatch.setattr(cuda_kernels, "RESPONSE_BUDGET", budget)
+    monkeypatch.setattr(torch, "matmul", watched)
+    y, carried = KINDS["selective"][0](**inputs)
+    monkeypatch.undo()
+    check(dict(y=y, carried=carried), theirs)
+    assert called == ["selective_scan_fn"]
+    assert max(largest) == min(max(budget, 256), 21 * 3 * 256)
+
+
+# What is left to torch
+
+LEFT = {
+    "float64": [(kind, dict(dtype=torch.float64), False) for kind in KINDS],
+    "one token with gradients": [(kind, dict(seq=1), True) for kind in KINDS],
+    "a state with gradients": [("selective", {}, True)],
+    "a large state": [("selective", dict(size=257), False)],
+    "taps": [("conv", dict(kernel=taps), False) for taps in (1, 5)],
+    "channels": [("conv", dict(channels=channels), grad) for channels in (1, 12) for grad in (False, True)],
+}
+
+
+@pytest.mark.parametrize("kind, sizes, grad", [case for cases in LEFT.values() for case in cases])
+def test_left_to_torch(called, kind, sizes, grad):
+    inputs = inputs_for(kind, **sizes)
+    with torch.set_grad_enabled(grad):
+        y, carried = KINDS[kind][0](**inputs)
+    check(dict(y=y, carried=carried), exact(kind, inputs))
+    assert not called
+
+
+@torch.no_grad()
+def test_bias_of_another_type_and_odd_channels_of_one_token(called):
+    inputs = detached(inputs_for("conv"))
+    KINDS["conv"][0](**inputs | {"bias": inputs["bias"].double()})
+    assert not called
+    one = detached(inputs_for("conv", seq=1, channels=13))
+    check(dict(y=KINDS["conv"][0](**one)[0]), exact("conv", one))
+    assert called == ["causal_conv1d_update"]
+
+
+@torch.no_grad()
+def test_ssd_is_not_rounded_to_tf32_unless_it_may(called, monkeypatch):
+    """One token needs no products; bfloat16 is exact in TF32; under autocast less would do."""
+    monkeypatch.undo()
+    assert cuda_kernels._rounds_products() is False
+    inputs = detached(inputs_for("ssd"))
+    narrow = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
+    monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
+    monkeypatch.setattr(cuda_kernels, "found", lambda name: Borrowed("stand-in", mamba_chunk_scan_combined))
+    assert not cuda_kernels.takes_ssd(**inputs) and cuda_kernels.takes_ssd(**narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cuda_kernels.takes_ssd(**inputs)
+    assert cuda_kernels.takes_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert cuda_kernels._rounds_products() is True and cuda_kernels.takes_ssd(**inputs)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@kinds
+def test_tensors_of_the_cpu_ask_for_no_package(kind, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "found", lambda name: pytest.fail(name))
+    everything(KINDS[kind][0], inputs_of(kind))
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba-2-heads-biases"))
+def test_models(called, name, oracle, monkeypatch):
+    """Chunks, decoding and gradients of whole models, against torch's forms."""
+    directory, ids = oracle(name).directory, oracle(name).ids
+    results = []
+    for stand_ins in (True, False):
+        monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor, stand_ins=stand_ins: stand_ins)
+        model = load(directory)
+        model.requires_grad_(True)
+        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        with torch.no_grad():
+            cache = model.new_cache(len(ids))
+            pieces = [model(part, cache=cache) for part in ids.split([40, 1, ids.shape[1] - 41], dim=1)]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((torch.cat(pieces, 1), generate(model, ids[:, :5], max_new_tokens=20), gradients))
+        used = set(called)
+    ours, theirs = results
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=oracle(name).tolerance)
+    assert torch.equal(ours[1], theirs[1]) and ours[2].keys() == theirs[2].keys()
+    assert max(error(ours[2][name], theirs[2][name]) for name in theirs[2]) <= 1e-4
+    kind = "ssd" if "mamba2" in name else "selective"
+    assert {SEVERAL[kind], ONE[kind]} <= used
+
+
+@torch.no_grad()
+def test_a_first_prompt_carries_no_state(called, oracle, monkeypatch):
+    """Nor does it wait for the GPU to say that the state is zero; what follows does carry it."""
+    carried, response = [], cuda_kernels._response
+    monkeypatch.setattr(cuda_kernels, "_response", lambda *given: (carried.append(1), response(*given))[1])
+    model = load(oracle("mamba").directory)
+    cache = model.new_cache(2)
+    model(oracle("mamba").ids[:2, :9], cache=cache)
+    assert not carried and set(called) >= {SEVERAL["selective"]}
+    model(oracle("mamba").ids[:2, 9:15], cache=cache)
+    assert len(carried) == len(model.layers)
+
+
+# Packages that are missing or broken
+
+BROKEN = "raise ImportError('undefined symbol:\\n_ZN3c105ErrorC2E')\n"
+WITHOUT_CUDA = "selective_scan_cuda = None\ndef selective_scan_fn(): pass\n"
+CASES = [
+    ({}, "mamba-ssm is not installed"),
+    ({"mamba_ssm/__init__.py": BROKEN},
+     "mamba-ssm cannot be used (ImportError: undefined symbol: _ZN3c105ErrorC2E)"),
+    ({"mamba_ssm/__init__.py": "import einops_that_is_not_there\n"},
+     "mamba-ssm cannot be used (ModuleNotFoundError: No module named 'einops_that_is_not_there')"),
+    ({"mamba_ssm/__init__.py": "1 / 0\n"}, "mamba-ssm cannot be used (ZeroDivisionError: division by zero)"),
+    ({"mamba_ssm/__init__.py": "", "mamba_ssm/ops/selective_scan_interface.py": WITHOUT_CUDA},
+     "mamba-ssm cannot be used (ImportError: it was built without selective_scan_cuda)"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A folder on the path for packages of these names, none of which has been looked for."""
+    for name in [n for n in sys.modules if n.split(".")[0] in ("mamba_ssm", "causal_conv1d")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    cuda_kernels.found.cache_clear()
+    yield tmp_path
+    cuda_kernels.found.cache_clear()
+    for name in [n for n in sys.modules if n.split(".")[0] in ("mamba_ssm", "causal_conv1d")]:
+        del sys.modules[name]
+
+
+def write(folder, files):
+    """Packages of these files."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("files, why", CASES, ids=range(len(CASES)))
+@torch.no_grad()
+def test_without_a_package_torch_does_its_work_and_says_why(fresh, monkeypatch, files, why):
+    """A CUDA tensor asks for the package; it is asked for once."""
+    write(fresh, files)
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
+    inputs = detached(inputs_for("selective"))
+    y, carried = KINDS["selective"][0](**inputs)
+    check(dict(y=y, carried=carried), exact("selective", inputs))
+    assert cuda_kernels.found("selective_scan_fn") == Borrowed("mamba-ssm", None, why)
+    assert cuda_kernels.found("selective_scan_fn") is cuda_kernels.found("selective_scan_fn")
+
+
+def test_a_package_that_is_there(fresh):
+    write(
+        fresh,
+        {"causal_conv1d.py": "def causal_conv1d_fn(): return 'fn'\ndef causal_conv1d_update(): return 'update'\n"},
+    )
+    assert cuda_kernels.found("causal_conv1d_fn").item() == "fn"
+    assert cuda_kernels.found("causal_conv1d_update").item() == "update"

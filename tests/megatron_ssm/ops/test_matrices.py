@@ -1,0 +1,230 @@
+"""Models with rounded weights; oracle: the same model in float64 whose matrices were replaced by their rounded values."""
+
+import copy
+import math
+import platform
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import megatron_ssm
+from hf import save_hf
+from megatron_ssm.native import kernels
+from megatron_ssm.ops import matrices
+from megatron_ssm.ops.matrices import Int8Weight, linear, rows_at
+
+FAMILIES = {  # wide enough that every matrix, also half of it, has whole blocks
+    "mamba": dict(num_hidden_layers=2),
+    "mamba2": dict(num_hidden_layers=2, n_groups=1, head_dim=32, tie_word_embeddings=False),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        num_hidden_layers=3,
+        mamba_ngroups=2,
+        intermediate_size=256,
+    ),
+}
+HIDDEN, VOCAB = 128, 61
+IDS = torch.arange(22).view(2, 11) % VOCAB
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """place(family): the directory of a model, made once."""
+
+    @cache
+    def of(family):
+        folder = tmp_path_factory.mktemp(family)
+        save_hf(folder, family, hidden_size=HIDDEN, vocab_size=VOCAB, **FAMILIES[family])
+        return folder
+
+    return of
+
+
+def rounded(weight):
+    """What int8 makes of a matrix, in float64: in blocks of 64, by max(abs(w)) / 127 of each, halves to even."""
+    blocks = weight.float().view(len(weight), -1, 64)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    integers = (blocks / scale).round().nan_to_num().double()  # of a block of zeros, nan
+    return (integers * scale.double()).view_as(weight)
+
+
+def with_rounded_matrices(model, int8):
+    """A float64 model with the matrices that `int8` has in 8 bits rounded; how many there are."""
+    count = 0
+    for name, module in int8.named_modules():
+        if isinstance(getattr(module, "weight", None), Int8Weight):
+            count += 1
+            weight = model.get_submodule(name).weight
+            for part in weight.parameters() if isinstance(weight, torch.nn.Module) else [weight]:
+                part.data.copy_(rounded(part.data))
+    return count
+
+
+def run(model):
+    """Logits of a prompt, and of tokens decoded one by one after it."""
+    with torch.no_grad():
+        cache = model.new_cache(2, 30)
+        parts = [model(IDS[:, :8], cache=cache)] + [model(IDS[:, t : t + 1], cache=cache) for t in range(8, 11)]
+        return torch.cat(parts, dim=1)
+
+
+@families
+def test_an_int8_model_is_the_model_of_its_rounded_weights(family, place):
+    int8 = megatron_ssm.load(place(family), weights="int8")
+    exact = megatron_ssm.load(place(family), dtype=torch.float64)
+    before = run(exact)
+    assert with_rounded_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    expected = run(exact)
+    assert (expected - before).abs().max() > 1e-4  # it makes a difference
+    torch.testing.assert_close(run(int8).double(), expected, rtol=0, atol=1e-3 if family == "zamba2" else 1e-4)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@families
+def test_ranks_round_alike(ranks, tp, family, place):
+    """Also in bfloat16; a copy of a model is the model."""
+    directory = place(family)
+    alone = run(megatron_ssm.load(directory, weights="int8"))
+
+    def on(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, weights="int8")
+        logits = run(model)
+        assert torch.equal(run(copy.deepcopy(model)), logits)
+        narrow = run(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights="int8"))
+        assert (narrow - logits).norm() <= 0.1 * logits.norm()
+        return logits
+
+    for logits in ranks(on, tp):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=3e-4)
+
+
+def test_what_rounded_weights_cannot_do(place, tmp_path):
+    model = megatron_ssm.load(place("mamba"), weights="int8")
+    with pytest.raises(ValueError, match="weights='int8' cannot be saved"):
+        megatron_ssm.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="weights='int8' cannot be trained"):
+        model.loss(IDS, IDS)
+    with torch.no_grad():
+        loss = model.loss(IDS, IDS)
+        torch.testing.assert_close(loss, megatron_ssm.load(place("mamba")).loss(IDS, IDS), rtol=0, atol=0.05)
+    for wrong in ("int4", 8, torch.int8):
+        with pytest.raises(ValueError, match="is neither None nor 'int8'"):
+            megatron_ssm.load(place("mamba"), weights=wrong)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 1e-5)])
+def test_an_int8_model_of_another_dtype(place, dtype, tolerance):
+    """Its scales stay float32, in which C reads them."""
+    model = megatron_ssm.load(place("mamba2"), weights="int8")
+    expected = run(model)
+    assert (run(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
+    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, Int8Weight))
+
+
+def test_matrices_that_have_no_whole_blocks(tmp_path, caplog):
+    """None of them: an error. Some: a line, and the others are rounded. No gradient hangs on what is left."""
+    save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
+    with pytest.raises(
+        ValueError, match="rounds nothing of .*none: all 3 matrices have rows, on 1 ranks, that are no multiple"
+    ):
+        megatron_ssm.load(tmp_path / "none", weights="int8")
+    save_hf(tmp_path / "some", "mamba", hidden_size=32, num_hidden_layers=1)  # out_proj's rows are 64 long
+    with caplog.at_level("WARNING", "megatron_ssm"):
+        model = megatron_ssm.load(tmp_path / "some", weights="int8")
+    assert "2 of 3 matrices have rows, on 1 ranks, that are no multiple of 64 numbers long" in caplog.text
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(IDS).sum().backward()
+
+
+def test_a_quarter_of_the_bytes(place):
+    def nbytes(model):
+        return sum(t.nbytes for t in model.state_dict().values())
+
+    whole, int8 = (nbytes(megatron_ssm.load(place("mamba2"), weights=matrices)) for matrices in (None, "int8"))
+    assert 0.25 * whole < int8 < 0.32 * whole
+
+
+@pytest.mark.parametrize("rows", (1, 3, 40), ids=str)
+@torch.no_grad()
+def test_int8_matrices(rows):
+    """By C for few rows, by torch for many; zeros, and blocks of zeros, stay; not for floats of other rows' lengths."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(5, 192, generator=generator)
+    weight[1] = 0
+    weight[2, 64:128] = 0
+    matrix, x = Int8Weight.of(weight), torch.randn(rows, 192, generator=generator)
+    assert kernels.takes(x, matrix.values) == (rows <= kernels.ROWS[torch.int8] and bool(kernels.LIBRARY))
+    torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded(weight).T, rtol=0, atol=1e-4)
+    index = torch.tensor([[2, 0], [1, 1]])
+    torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", (1024, 20))
+@pytest.mark.parametrize("widens", (False, True), ids=("native", "widened"))
+@pytest.mark.parametrize("dtype", (torch.float32, *kernels.HALVES), ids=str)
+@torch.no_grad()
+def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
+    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces, x in uneven ones."""
+    monkeypatch.setattr(matrices, "TOKENS", tokens)
+    multiplied, product_of = [], F.linear
+    monkeypatch.setattr(kernels, "widens", lambda dtype: widens and dtype in kernels.HALVES)
+    monkeypatch.setattr(matrices, "NUMBERS", 3 * 128 + 1)
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: multiplied.append((w.dtype, len(w))) or product_of(x, w, b))
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(11, 128, generator=generator), torch.randn(11, generator=generator).to(dtype)
+    x = torch.randn(2, 25, 128, generator=generator).to(dtype)
+    wide = torch.float32 if widens else dtype
+    pieces, whole = [(wide, 3), (wide, 3), (wide, 3), (wide, 2)] * math.ceil(50 / tokens), [(dtype, 11)]
+    cases = [
+        (weight.to(dtype), weight.to(dtype).double(), whole if wide is dtype else pieces),
+        (Int8Weight.of(weight), rounded(weight), pieces),
+    ]
+    for (matrix, exact, expected), added in product(cases, (None, bias)):
+        multiplied.clear()
+        y, sum_of_products = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
+        assert y.dtype == dtype and y.shape == sum_of_products.shape and multiplied == expected
+        assert (y.double() - sum_of_products).norm() <= 4 * torch.finfo(dtype).eps * sum_of_products.norm()
+
+
+@torch.no_grad()
+def test_products_that_are_not_widened(monkeypatch):
+    """Of few rows, for autocast, and of none."""
+    monkeypatch.setattr(kernels, "widens", lambda dtype: dtype in kernels.HALVES)
+    weight = torch.randn(70, 128)
+    few, many = torch.randn(8, 128).half(), torch.randn(50, 128)
+    assert torch.equal(linear(few, weight.half()), F.linear(few, weight.half()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for matrix in (Int8Weight.of(weight), weight.bfloat16()):
+            y = linear(many, matrix)
+            assert y.dtype == torch.bfloat16
+            assert (y.double() - many.double() @ weight.double().T).norm() <= 0.02 * y.double().norm()
+    for rows in (0, 50):
+        assert linear(torch.randn(2, rows, 128), Int8Weight.of(weight)).shape == (2, rows, 70)
+
+
+def test_which_processors_multiply_16_bits():
+    """As Linux reads the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not kernels.LIBRARY or platform.machine() != "x86_64" or not cpuinfo.is_file():
+        pytest.skip("no C library, or not Linux on x86")
+    flags = set(cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split())
+    assert kernels.widens(torch.bfloat16) == ("avx512_bf16" not in flags)
+    assert kernels.widens(torch.float16) == ("avx512_fp16" not in flags)
+    assert not kernels.widens(torch.float32)
+
+
+@torch.no_grad()
+def test_a_model_turned_into_bfloat16(place):
+    """Its A_log, D and dt biases too: what C takes for float32 is not; nothing is read for what it is not."""
+    model = megatron_ssm.load(place("mamba2")).bfloat16()
+    expected = run(megatron_ssm.load(place("mamba2")))
+    assert (run(model) - expected).norm() <= 0.05 * expected.norm()
+    half = partial(megatron_ssm.load, place("mamba"), dtype=torch.float16)
+    assert (run(half()) - run(megatron_ssm.load(place("mamba")))).norm() <= 0.01 * expected.norm()

@@ -1,0 +1,50 @@
+"""What decoding is said to cost; oracle: what the ranks of a model count, and the weights they use, decoding."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from cases import MARKED, oracle
+from megatron_ssm.sizing.advise import decoding_shape
+
+__all__ = ["oracle"]
+LENGTH = 4
+
+
+@torch.no_grad()
+def decoded(rank, directory, dtype):
+    """Of one token: all-reduces, their bytes, bytes of the weights used, bytes of the state and of keys and values."""
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    model = megatron_ssm.load(directory, group, dtype=dtype, shared_memory=False)
+    read = []
+    for block in model.shared:
+        block.register_forward_hook(lambda block, *_: read.extend(p.nbytes for p in block.parameters()))
+    cache = model.new_cache(1, LENGTH)
+    model.local_logits(torch.tensor([[1, 2, 3]]), cache=cache)
+    model.counter.reset()
+    read.clear()
+    model.local_logits(torch.tensor([[4]]), cache=cache)
+    looked_up = () if model.config.tie_embeddings else ("embeddings.",)
+    read += [p.nbytes for name, p in model.named_parameters() if not name.startswith(("shared.", *looked_up))]
+    state = sum(layer.conv.nbytes + layer.state.nbytes for layer in cache.layers)
+    return dict(model.counter.calls), model.counter.nbytes, sum(read), state, cache.nbytes - state
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", MARKED)
+def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
+    config = megatron_ssm.Config.read(oracle(name).directory)
+    shape = decoding_shape(name, config, world_size, dtype.itemsize, LENGTH)
+    calls, nbytes, read, state, keys_and_values = ranks(decoded, world_size, oracle(name).directory, dtype)[0]
+    assert (shape.weight_bytes, shape.state_bytes) == (world_size * read, world_size * (2 * state + keys_and_values))
+    if world_size > 1:
+        told = shape.calls, sum(size * count for size, count in shape.reductions)
+        assert ({"all_reduce": told[0]}, told[1]) == (calls, nbytes)
+
+
+def test_ranks_that_cannot_share_it(oracle):
+    config = megatron_ssm.Config.read(oracle("mamba").directory)
+    with pytest.raises(ValueError, match="64 channels do not divide over 3"):
+        decoding_shape("mamba", config, 3)

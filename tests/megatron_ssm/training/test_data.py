@@ -1,0 +1,309 @@
+"""Training data. Oracles: brute force over small texts and streams, counting by hand, the definition of a number."""
+
+import importlib.util
+import math
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+from megatron_ssm.training.data import (
+    Batches,
+    Tokens,
+    bigram_nats_per_byte,
+    longest_shared,
+    ngram_overlap,
+    read_documents,
+    split_documents,
+    tokenize,
+    windows,
+)
+
+settings.register_profile("patient", deadline=None)  # a loaded machine is no error
+settings.load_profile("patient")
+TEXTS = st.lists(st.text("ab€", max_size=12), max_size=4)
+
+
+def stream_of(tokens):
+    """A stream whose token at each place is that place."""
+    return Tokens(torch.arange(tokens, dtype=torch.int32), tokens)
+
+
+# Documents
+
+
+def test_files_and_directories_in_sorted_order(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/c.txt", ".hidden", "a/.git/x", "single"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(f"{name}\r\n".encode())
+    (tmp_path / "empty").write_text(" \n")
+    assert read_documents([tmp_path]) == ["a/c.txt\r\n", "a/z.txt\r\n", "b.txt\r\n", "single\r\n"]
+    assert read_documents([tmp_path / "single", str(tmp_path / "a")]) == ["single\r\n", "a/c.txt\r\n", "a/z.txt\r\n"]
+    assert read_documents(tmp_path / "single") == ["single\r\n"]
+
+
+def test_separator_is_a_whole_line(tmp_path):
+    (tmp_path / "f").write_bytes(b"--\none\n-- no\n--\n\n--\r\n two--\n--x\n--")
+    assert read_documents([tmp_path / "f"], separator="--") == ["one\n-- no\n", " two--\n--x\n"]
+    (tmp_path / "f").write_bytes(b"one\r\n--\r")
+    assert read_documents([tmp_path / "f"], separator="--") == ["one\r\n"]
+    (tmp_path / "g").write_text("one\nmore\n\ntwo\n\n\n\x0cthree\u2028\n")
+    assert read_documents([tmp_path / "g"], separator="") == ["one\nmore\n", "two\n", "\x0cthree\u2028\n"]
+    assert read_documents([tmp_path / "g"], separator="three") == ["one\nmore\n\ntwo\n\n\n\x0cthree\u2028\n"]
+    assert read_documents([tmp_path / "g"], separator=".*") == ["one\nmore\n\ntwo\n\n\n\x0cthree\u2028\n"]
+    with pytest.raises(ValueError, match="more than one line"):
+        read_documents([tmp_path / "g"], separator="a\nb")
+
+
+@given(lines=st.lists(st.sampled_from(["--", "a", " --", "--b", ""]), max_size=8))
+def test_separator_against_a_loop_over_lines(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("lines") / "f"
+    path.write_text("a\n" + "".join(f"{line}\n" for line in lines))
+    documents = ["a\n"]
+    for line in lines:
+        if line == "--":
+            documents.append("")
+        else:
+            documents[-1] += f"{line}\n"
+    assert read_documents([path], separator="--") == [document for document in documents if document.strip()]
+
+
+def test_document_errors_name_the_file(tmp_path):
+    (tmp_path / "latin").write_bytes("é".encode() * 5 + b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=r"latin is not UTF-8: byte 0xe9 at byte offset 13$"):
+        read_documents([tmp_path])
+    with pytest.raises(ValueError, match=r"cannot read \S*missing: No such file"):
+        read_documents([tmp_path / "missing"])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"no text in \S*none$"):
+        read_documents([tmp_path / "none"])
+    with pytest.raises(ValueError, match="no text"):
+        read_documents([])
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=12), st.floats(0.01, 0.99), st.integers(0, 5))
+def test_split_takes_whole_documents(documents, share, seed):
+    documents = [f"{i} {document}" for i, document in enumerate(documents)]
+    train, held_out = split_documents(documents, share, seed)
+    assert train and held_out
+    assert sorted(train + held_out, key=documents.index) == documents
+    assert train == sorted(train, key=documents.index) and held_out == sorted(held_out, key=documents.index)
+    assert split_documents(documents, share, seed) == (train, held_out)
+    sizes = [len(document.encode()) for document in held_out]
+    room = share * sum(len(document.encode()) for document in documents) - sum(sizes)
+    if room < 0:
+        assert sizes == [min(len(document.encode()) for document in documents)]
+    else:
+        assert all(len(document.encode()) > room for document in train)
+
+
+def test_split_depends_on_the_seed():
+    documents = [str(i) for i in range(10, 99)]
+    assert len({tuple(split_documents(documents, 0.2, seed)[1]) for seed in range(8)}) == 8
+
+
+def test_split_errors():
+    with pytest.raises(ValueError, match=r"^1 document\(s\)"):
+        split_documents(["one"], 0.1, 0)
+    for share in (0.0, 1.0, 5.0, math.nan):
+        with pytest.raises(ValueError, match="share"):
+            split_documents(["one", "two"], share, 0)
+
+
+# Tokens
+
+
+def test_tokens(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    tokens = tokenize(["a€", "b"], load_tokenizer(tmp_path), 256)
+    assert tokens.ids.tolist() == [*"a€".encode(), 256, *b"b", 256]
+    assert tokens.text_bytes == 5
+
+
+@pytest.mark.parametrize(
+    "largest, dtype",
+    [(255, torch.uint8), (256, torch.int16), (32767, torch.int16), (32768, torch.int32), (500_000, torch.int32)],
+)
+def test_tokens_use_the_smallest_type(tmp_path, largest, dtype):
+    write_byte_tokenizer(tmp_path)
+    tokens = tokenize(["a"], load_tokenizer(tmp_path), largest)
+    assert tokens.ids.dtype == dtype and tokens.ids.tolist() == [97, largest]
+
+
+# Batches
+
+SHAPES = st.tuples(st.integers(2, 200), st.integers(1, 20), st.sampled_from([6, 12])).filter(lambda s: s[0] > s[1])
+
+
+@given(SHAPES, st.integers(0, 3), st.integers(0, 50))
+def test_ranks_share_the_batch_of_one_rank(shape, seed, step):
+    tokens, seq_length, global_batch = shape
+    batches = Batches(stream_of(tokens), seq_length, global_batch, seed)
+    inputs, labels = batches.batch(step)
+    assert inputs.shape == labels.shape == (global_batch, seq_length)
+    assert inputs.dtype == labels.dtype == torch.int64
+    for ranks in (1, 2, 3):
+        parts = [batches.batch(step, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
+        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+
+
+@given(SHAPES, st.integers(0, 3))
+def test_rows_are_consecutive_tokens_and_labels_are_the_next(shape, seed):
+    tokens, seq_length, global_batch = shape
+    inputs, labels = Batches(stream_of(tokens), seq_length, global_batch, seed).batch(1)
+    assert torch.equal(labels, (inputs + 1) % tokens)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+
+
+@given(SHAPES, st.integers(0, 3), st.lists(st.integers(0, 30), max_size=5))
+def test_resuming_needs_only_the_step(shape, seed, visited):
+    tokens, seq_length, global_batch = shape
+    used = Batches(stream_of(tokens), seq_length, global_batch, seed)
+    for step in visited:
+        resumed = Batches(stream_of(tokens), seq_length, global_batch, seed)
+        assert all(map(torch.equal, used.batch(step), resumed.batch(step)))
+
+
+@given(SHAPES, st.integers(0, 3))
+def test_an_epoch_sees_every_token_once_but_for_the_remainder(shape, seed):
+    tokens, seq_length, _ = shape
+    batches = Batches(stream_of(tokens), seq_length, 1, seed)
+    for epoch in range(3):
+        first = epoch * batches.windows_per_epoch
+        seen = Counter()
+        for step in range(first, first + batches.windows_per_epoch):
+            seen.update(batches.batch(step)[0].flatten().tolist())
+        assert set(seen.values()) == {1}
+        assert len(seen) == tokens - tokens % seq_length
+
+
+def test_every_token_is_left_out_equally_often():
+    batches = Batches(stream_of(10), 4, 2, 0)  # two windows, one batch, two tokens left out
+    seen = Counter(token for epoch in range(1000) for token in batches.batch(epoch)[0].flatten().tolist())
+    assert sorted(seen) == list(range(10)) and all(abs(count - 800) < 60 for count in seen.values())
+
+
+def test_epochs_and_seeds_differ():
+    def order(seed, epoch):
+        return tuple(Batches(stream_of(1000), 10, 100, seed).batch(epoch)[0][:, 0].tolist())
+
+    assert len({order(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
+
+
+def test_batch_errors():
+    with pytest.raises(ValueError, match="has 16 tokens, .* 16 .* needs 17"):
+        Batches(stream_of(16), 16, 2, 0)
+    assert Batches(stream_of(17), 16, 2, 0).windows_per_epoch == 1
+    with pytest.raises(ValueError, match=r"16 .* 3 data-parallel ranks \(16 % 3 = 1\)"):
+        Batches(stream_of(17), 16, 16, 0).batch(0, rank=0, ranks=3)
+
+
+@given(st.integers(2, 60), st.integers(1, 20))
+def test_windows_predict_every_token_once(tokens, seq_length):
+    stream = Tokens(torch.arange(100, 100 + tokens, dtype=torch.uint8), tokens)
+    inputs, labels = windows(stream, seq_length)
+    assert inputs.shape == labels.shape and inputs.shape[1] == seq_length
+    assert inputs.dtype == labels.dtype == torch.int64
+    predicted = labels != -100
+    assert labels[predicted].tolist() == list(range(101, 100 + tokens))
+    assert torch.equal(inputs[predicted] + 1, labels[predicted])
+    assert (~predicted).sum() < seq_length and not inputs[~predicted].any()
+
+
+def test_windows_need_two_tokens():
+    with pytest.raises(ValueError, match=r"1 token\(s\)"):
+        windows(stream_of(1), 4)
+
+
+# Measures of text
+
+
+@given(TEXTS, TEXTS.filter(any))
+def test_bigram_by_counting(train, held_out):
+    pairs, firsts = Counter(), Counter()
+    for text in train:
+        symbols = [256, *text.encode(), 256]
+        pairs.update(pairwise(symbols))
+        firsts.update(symbols[:-1])
+    nats = 0.0
+    for text in held_out:
+        symbols = [256, *text.encode(), 256]
+        for a, b in pairwise(symbols):
+            nats -= math.log((pairs[a, b] + 1) / (firsts[a] + 257))
+    assert bigram_nats_per_byte(train, held_out) == pytest.approx(nats / len("".join(held_out).encode()), rel=1e-12)
+
+
+@given(TEXTS, TEXTS, st.integers(1, 4))
+def test_overlap_by_brute_force(held_out, train, n):
+    grams = [text[i : i + n] for text in held_out for i in range(len(text) - n + 1)]
+    expected = sum(any(gram in text for text in train) for gram in grams) / max(1, len(grams))
+    assert ngram_overlap(held_out, train, n) == expected
+
+
+def test_overlap_of_known_texts():
+    text = "".join(map(chr, range(200)))
+    assert ngram_overlap([text], [text]) == 1
+    assert ngram_overlap([text], [text[:59], text[59:118]]) == 0
+    assert ngram_overlap([text], ["x" + text[:100]]) == 41 / 141
+
+
+@given(st.text("ab€", max_size=12), TEXTS)
+def test_longest_shared_by_brute_force(sample, train):
+    pieces = [sample[i:j] for i in range(len(sample)) for j in range(i + 1, len(sample) + 1)]
+    shared = [piece for piece in pieces if any(piece in text for text in train)]
+    assert longest_shared(sample, train) == max(shared, key=len, default="")
+
+
+# The demo's corpus (examples/corpus.py)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    path = Path(__file__).resolve().parents[3] / "examples" / "corpus.py"
+    spec = importlib.util.spec_from_file_location("corpus", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.full
+def test_corpus_holds_out_text_that_training_does_not_repeat(corpus, tmp_path):
+    train_paths, held_out_paths = corpus.write_corpus(tmp_path)
+    train, held_out = read_documents([tmp_path / "train"]), read_documents([tmp_path / "held_out"])
+    assert (len(train), len(held_out)) == (len(train_paths), len(held_out_paths))
+    topics = read_documents([path for path in train_paths if path.name.startswith("topic-")])
+    assert 20_000 <= sum(map(len, held_out)) and 400_000 <= sum(map(len, topics))
+    assert sum(map(len, train)) > 1_000_000
+    assert ngram_overlap(held_out, train) < 0.02
+    assert bigram_nats_per_byte(train, held_out) < bigram_nats_per_byte(topics, held_out) < 2.7
+    before = {path: path.read_bytes() for path in train_paths}
+    only_topics, same_held_out = corpus.write_corpus(tmp_path, extra=False)
+    assert sorted((tmp_path / "train").iterdir()) == only_topics and same_held_out == held_out_paths
+    assert [path for path in before if path.name.startswith("topic-")] == only_topics
+    assert all(before[path] == path.read_bytes() for path in only_topics)
+
+
+def test_corpus_keeps_repetitions_of_held_out_topics_out_of_training(corpus, tmp_path, monkeypatch):
+    topics = corpus._topics()
+    altered = {name: text for name, text in topics.items() if name != "power"}
+    altered["repeats import"] = "Changed. " + topics["import"]
+    altered["quotes calls"] = topics["calls"][1000:1080]
+    monkeypatch.setattr(corpus, "_topics", lambda: altered)
+    train_paths, held_out_paths = corpus.write_corpus(tmp_path, extra=False)
+    names = {path.name for path in train_paths}
+    assert "topic-repeats import.txt" not in names and "topic-quotes calls.txt" in names
+    assert "topic-import.txt" in {path.name for path in held_out_paths}
+    assert "topic-power.txt" not in names | {path.name for path in held_out_paths}
+
+
+def test_corpus_without_pydoc_data_is_one_clear_error(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(FileNotFoundError, match="carries no pydoc_data"):
+        corpus.write_corpus(tmp_path)

@@ -1,0 +1,605 @@
+"""examples/pretrain.py as its users meet it. Oracles: transformers, the run on one rank, the contract's words."""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from chosen import by_default
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import megatron_ssm
+import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from hf import save_hf
+from megatron_ssm.configs.hf_fields import FAMILIES
+from megatron_ssm.inference.text import load_tokenizer
+from megatron_ssm.training.data import Batches, read_documents, split_documents, tokenize
+from megatron_ssm.training.options import Options, parse_options
+from megatron_ssm.training.pretraining import pretrain
+from megatron_ssm.training.trainer import Trainer
+from sparsefusion.foundation.command_line import run
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "examples" / "pretrain.py"
+KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s"}
+TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 4 --log-interval 1 --params-dtype float64 --device cpu""".split()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with three documents in text/."""
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(0)
+    for name in "abc":
+        Path("text").mkdir(exist_ok=True)
+        text = " ".join(words.choice(("the", "state", "space", "überträgt")) for _ in range(100))
+        Path("text", name).write_text(text)
+    return tmp_path
+
+
+def options(*more):
+    """Options of a tiny run on text/ into out/, with a log."""
+    return parse_options(["--data", "text", "--out", "out", "--log", "log.jsonl", *TINY, *more])
+
+
+def logged(path="log.jsonl"):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def weights(folder="out"):
+    return load_file(Path(folder, "model.safetensors"))
+
+
+def torchrun(ranks, *arguments):
+    """The script under torchrun, one thread per rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*command, "--", SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
+
+
+# A whole run
+
+
+def test_under_torchrun(here, capsys):
+    """Begun on one rank, left after 2 of 4 steps, killed later as it seems, resumed on two."""
+    pretrain(options("--lr", "1e-2", "--exit-interval", "2"))
+    assert "leaving after step 2" in capsys.readouterr().out
+    assert not Path("out", "config.json").exists()
+    with open("log.jsonl", "a") as log:
+        log.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
+    Path("run.yaml").write_text(yaml.safe_dump({"tensor-model-parallel-size": 2, "train_iters": 9, "lr": "1e-2"}))
+    done = torchrun(
+        2, "--config", "run.yaml", "--data", "text", "--out", "out", "--log", "log.jsonl", "--resume", *TINY
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 tensor x 1 data-parallel ranks" in done.stdout
+    assert "resuming out/checkpoints/step-000002" in done.stdout
+
+    pretrain(options("--lr", "1e-2", "--out", "alone", "--log", "alone.jsonl"))
+    for ours, alone in zip(logged(), logged("alone.jsonl"), strict=True):
+        assert ours.keys() == alone.keys()
+        assert {**ours, "tokens_per_s": 0} == pytest.approx({**alone, "tokens_per_s": 0}, abs=1e-10)
+    for name, tensor in weights("alone").items():
+        assert (weights()[name] - tensor).abs().max() <= 1e-10
+
+    text = "the state 世界 <|endoftext|>"
+    ids = AutoTokenizer.from_pretrained("out")(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == [*"the state 世界 ".encode(), 256]
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)(ids).logits
+    assert (megatron_ssm.load("out")(ids) - theirs).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("family", by_default(("falcon_mamba", "zamba2"), ("mamba", "falcon_mamba", "zamba", "zamba2")))
+def test_every_family(ranks, here, family, tp):
+    """Trained on several ranks as on one; transformers loads the result and gives the same logits."""
+    flags = ["--model-type", family, "--shared-blocks", "2", "--hybrid-interval", "1", "--ffn-hidden-size", "24"]
+
+    def train(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp)}
+        pretrain(options("--tensor-model-parallel-size", str(tp), *flags))
+
+    ranks(train, tp)
+    pretrain(options("--out", "alone", "--log", "alone.jsonl", *flags))
+    losses, alone = ([line["loss"] for line in logged(path)] for path in ("log.jsonl", "alone.jsonl"))
+    assert losses == pytest.approx(alone, abs=1e-10)
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)(ids).logits
+        assert (megatron_ssm.load("out")(ids) - theirs).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_default_options(here, family):
+    """Of any family; transformers loads it, gives the same logits and generates the same tokens from it."""
+    sizes = "--hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1"
+    rest = "--global-batch-size 2 --train-iters 2 --device cpu --data text --out out --model-type"
+    pretrain(parse_options([*sizes.split(), *rest.split(), family]))
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert (megatron_ssm.load("out")(ids) - theirs(ids).logits).abs().max() <= 5e-5
+    tokens = theirs.double().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)
+    assert tokens.tolist() == megatron_ssm.load("out", dtype=torch.float64).generate(ids, max_new_tokens=5).tolist()
+    assert tokens.shape == (2, 15)
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
+    def train(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp * dp)}
+        pretrain(options("--tensor-model-parallel-size", str(tp)))
+
+    ranks(train, tp * dp)
+    pretrain(options("--out", "alone", "--log", "alone.jsonl"))
+    losses, alone = ([line["loss"] for line in logged(path)] for path in ("log.jsonl", "alone.jsonl"))
+    assert losses == pytest.approx(alone, abs=1e-10)
+    for name, tensor in weights("alone").items():
+        assert (weights()[name] - tensor).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("dp", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_sparse_gradients_are_resumed_bitwise(ranks, here, dp):
+    """What has not been sent is in the checkpoint; fewer replicas, and a run that sends all, go on from it as well."""
+    sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--global-batch-size", "6"]
+    sparse += ["--train-iters", "9", "--gradient-density-warmup", "3"]
+
+    def train(count, *more):
+        def run(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
+            pretrain(options(*sparse, *more))
+
+        ranks(run, count)
+
+    train(dp, "--out", "straight", "--log", "straight.jsonl")
+    train(dp, "--exit-interval", "7")
+    pending = [*Path("out").glob("checkpoints/*7/pending-tensor-0-of-1-replica-*.pt")]
+    assert len(pending) == dp
+    shutil.copytree("out", "elsewhere")
+    train(dp, "--resume")
+    for name, tensor in weights("straight").items():
+        assert torch.equal(weights()[name], tensor)
+    for count, more in ((dp - 1, ()), (1, ("--gradient-mode", "dense"))):
+        shutil.copytree("elsewhere", "again", dirs_exist_ok=True)
+        train(count, "--out", "again", "--log", "again.jsonl", "--resume", *more)
+        assert logged("again.jsonl")[-1]["loss"] == pytest.approx(logged("straight.jsonl")[-1]["loss"], abs=0.2)
+        shutil.rmtree("again")
+
+
+def test_the_log_has_the_contracts_keys(here):
+    pretrain(options("--log-interval", "2", "--lr-warmup-iters", "2", "--lr", "0.5", "--eval-interval", "3"))
+    lines = logged()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # 3 because it is evaluated
+    assert [line["lr"] for line in lines] == [0.25, 0.5, 0.5, 0.25]
+    assert [line["tokens"] for line in lines] == [64, 128, 192, 256]
+    assert ["held_out_nats_per_byte" in line for line in lines] == [False, False, True, True]
+    assert all(KEYS <= set(line) and line["tokens_per_s"] > 0 for line in lines)
+
+
+def test_a_second_run_says_that_it_overwrites(here, capsys):
+    pretrain(options())
+    assert "; writing out\n" in capsys.readouterr().out
+    before, lines = weights(), logged()
+    pretrain(options())
+    assert "; overwriting out; its checkpoints replace those in out/checkpoints.old\n" in capsys.readouterr().out
+    assert [line["loss"] for line in logged()] == [line["loss"] for line in lines]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights().items())
+    assert os.listdir("out/checkpoints") == os.listdir("out/checkpoints.old") == ["step-000004"]
+    pretrain(options("--train-iters", "3", "--save-interval", "1"))
+    assert sorted(os.listdir("out/checkpoints")) == ["step-000002", "step-000003"]
+    Path("out/checkpoints").rename("elsewhere")
+    pretrain(options("--train-iters", "1"))
+    assert "; overwriting out\n" in capsys.readouterr().out
+    assert os.listdir("out/checkpoints.old") == ["step-000004"]  # nothing came in its place
+
+
+def killed(monkeypatch, at, *more):
+    """A run that ends like a killed one in its step `at`."""
+
+    class Killed(BaseException):
+        pass
+
+    def step(self, batches, step, whole=Trainer.step):
+        if step + 1 == at:
+            raise Killed
+        return whole(self, batches, step)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "step", step)
+        pretrain(options(*more))
+
+
+def test_a_killed_run_is_resumed_from_where_it_saved(here, monkeypatch, capsys):
+    killed(monkeypatch, 4, "--save-interval", "2")
+    pretrain(options("--resume"))
+    assert "resuming out/checkpoints/step-000002" in capsys.readouterr().out
+    resumed = weights()
+    pretrain(options("--out", "alone"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights("alone").items())
+    assert Options().save_interval > 0
+
+
+def test_a_fresh_run_that_is_killed_at_once_leaves_nothing_of_an_earlier_one_to_resume(here, monkeypatch, capsys):
+    pretrain(options("--lr", "1e-2"))
+    killed(monkeypatch, 2)
+    capsys.readouterr()
+    found = refused(capsys, "--data", "text", "--out", "out", *TINY, "--resume")
+    assert found == "nothing to resume: out/checkpoints holds no checkpoint"
+    assert os.listdir("out/checkpoints.old") == ["step-000004"]
+
+
+@pytest.mark.parametrize(
+    "before, after, line",
+    [
+        ("", "--train-iters 6", "learning rate now decays over 6 steps, was 4\n"),
+        ("--lr-decay-iters 8", "--train-iters 6 --lr-decay-iters 8", ""),
+        ("--lr-decay-style constant", "--lr-decay-style constant --train-iters 6", ""),
+    ],
+)
+def test_another_length_of_the_decay_is_told(here, capsys, before, after, line):
+    pretrain(options("--exit-interval", "2", *before.split()))
+    capsys.readouterr()
+    pretrain(options("--resume", *after.split()))
+    out = capsys.readouterr().out
+    assert line in out and ("decays over" in out) == bool(line)
+
+
+def test_a_full_disk_ends_with_1_and_one_line(here, capsys):
+    """As far as it can be had without one: rank 0 cannot give the checkpoint its name."""
+    Path("out/checkpoints").mkdir(parents=True)
+    Path("out/checkpoints/step-000004").touch()
+    assert run("pretrain.py", lambda: pretrain(options())) == 1
+    assert capsys.readouterr().err == "pretrain.py: cannot write out/checkpoints/step-000004: Not a directory\n"
+
+
+def test_old_checkpoints_that_cannot_be_set_aside(here, capsys):
+    pretrain(options())
+    Path("out/checkpoints.old").touch()
+    capsys.readouterr()
+    assert run("pretrain.py", lambda: pretrain(options())) == 1
+    line = "pretrain.py: cannot rename out/checkpoints to out/checkpoints.old: Not a directory\n"
+    assert capsys.readouterr().err == line
+    assert os.listdir("out/checkpoints") == ["step-000004"]
+
+
+def test_resuming_a_finished_run_writes_the_model_again(here, capsys):
+    pretrain(options())
+    before, lines = weights(), logged()
+    Path("out", "model.safetensors").unlink()
+    pretrain(options("--resume"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights().items())
+    assert logged() == lines
+
+
+def test_one_document_is_trained_on_whole(here, capsys):
+    pretrain(options("--data", "text/a"))
+    size = Path("text/a").stat().st_size
+    assert f"{size:,} bytes of text, nothing held out: one document" in capsys.readouterr().out
+    assert [set(line) for line in logged()] == [KEYS] * 4
+
+
+def test_held_out_text_of_its_own(here, capsys):
+    pretrain(options("--data", "text/a", "--valid-data-path", "text/b", "text/c"))
+    size = sum(Path("text", name).stat().st_size for name in "bc")
+    assert f"{size:,} held out" in capsys.readouterr().out
+
+
+# Tokenizers and models from elsewhere
+
+
+def train_tokenizer(folder, text, **config):
+    """A byte-level BPE tokenizer in `folder`, which cuts texts at 8 tokens when it is not told otherwise."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.enable_truncation(8)
+    Path(folder).mkdir(exist_ok=True)
+    tokenizer.save(str(Path(folder, "tokenizer.json")))
+    Path(folder, "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", **config})
+    )
+
+
+@pytest.mark.parametrize("named", ("bpe", "bpe/tokenizer.json"))
+def test_a_real_tokenizer_is_used_and_carried_along(here, named):
+    text = Path("text/a").read_text()
+    train_tokenizer("bpe", text, model_max_length=77)
+    Path("out").mkdir()
+    Path("out", "generation_config.json").write_text('{"eos_token_id": 5}')  # an earlier run's, with other ids
+    pretrain(options("--tokenizer-model", named, "--data", "text/a"))
+    tokenizer = load_tokenizer("bpe")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert Path("out", name).read_bytes() == Path("bpe", name).read_bytes()
+    assert not Path("out", "generation_config.json").exists()
+    config = json.loads(Path("out", "config.json").read_text())
+    assert config["vocab_size"] == tokenizer.get_vocab_size() > 257
+    assert config["eos_token_id"] == tokenizer.token_to_id("<end>") == 0
+    loaded = AutoTokenizer.from_pretrained("out")
+    assert loaded.eos_token == "<end>" and loaded.decode(loaded(text[:30]).input_ids) == text[:30]
+    agreed = json.loads(Path("out/checkpoints/step-000004/training.json").read_text())
+    tokenizer.no_truncation()
+    assert agreed["training_tokens"] == len(tokenizer.encode(text).ids) + 1
+
+
+FROM = ("--init-from", "start", "--tokenizer-model", "byte", "--params-dtype", "float32")
+
+
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+def test_init_from_continues_a_model(here, family):
+    """The first loss is that of the model as transformers computes it; with lr 0 it is saved as it was."""
+    theirs = save_hf("start", family, vocab_size=260, tie_word_embeddings=False)
+    run = options(*FROM, "--lr", "0")
+    pretrain(run)
+    text = tokenize(split_documents(read_documents(["text"]), run.held_out, run.seed)[0], Bytes(), 256)
+    inputs, labels = Batches(text, run.seq_length, run.global_batch_size, run.seed).batch(0)
+    with torch.no_grad():
+        loss = F.cross_entropy(theirs(inputs).logits.flatten(0, 1), labels.flatten()).item()
+    assert logged()[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert all(torch.equal(tensor, weights("start")[name]) for name, tensor in weights().items())
+    pretrain(options(*FROM, "--lr", "1e-3"))
+    assert not any(torch.equal(tensor, weights("start")[name]) for name, tensor in weights().items())
+
+
+class Bytes:
+    """UTF-8 as a tokenizer."""
+
+    def encode(self, text, add_special_tokens):
+        self.ids = list(text.encode())
+        return self
+
+
+def test_init_from_brings_its_tokenizer(here):
+    """Also when the output replaces it."""
+    save_hf("start", "mamba2", vocab_size=290)
+    train_tokenizer("start", Path("text/a").read_text())
+    before = Path("start", "tokenizer.json").read_bytes()
+    pretrain(options("--init-from", "start", "--out", "start"))
+    assert Path("start", "tokenizer.json").read_bytes() == before
+    assert json.loads(Path("start/config.json").read_text())["vocab_size"] == 290
+
+
+# Options
+
+
+def test_the_command_line_goes_before_the_yaml_and_that_before_the_defaults(here):
+    lines = "data: text, out: out, lr: 3e-4, train-iters: 7, bf16: true, resume: yes, seq_length: 5"
+    Path("run.yaml").write_text(lines.replace(", ", "\n") + "\nvalid_data_path: [a, b]")
+    read = parse_options(["--config", "run.yaml", "--seq-length", "9", "--no-resume", "--data", "x", "y"])
+    assert read == Options(data=("x", "y"), out="out", lr=3e-4, train_iters=7, bf16=True, resume=False, seq_length=9,
+                           valid_data_path=("a", "b"))  # fmt: skip
+
+
+def refused(capsys, *arguments):
+    """The one line on stderr of a command that ends with 2."""
+    try:
+        given = parse_options(list(arguments))
+        code = run("pretrain.py", lambda: pretrain(given))
+    except SystemExit as leave:
+        code = leave.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("pretrain.py: ") and len(err.splitlines()) == 1
+    return err[len("pretrain.py: ") : -1]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--hidden-sise 3", "unknown argument --hidden-sise (did you mean --hidden-size?)"),
+        ("--hidden 3", "unknown argument --hidden (did you mean --hidden-size?)"),
+        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("--out out", "--data is required"),
+        ("--data text", "--out is required"),
+        ("--data text --out out --context-parallel-size 2", "--context-parallel-size 2 is not implemented (only 1)"),
+        ("--data text --out out --seq-length 0", "--seq-length 0 must be at least 1"),
+        ("--data text --out out --mamba-head-dim 0", "--mamba-head-dim 0 must be at least 1"),
+        *[(f"--data text --out out --{name} -1", f"--{name} -1 must be at least 0")
+          for name in ("lr-warmup-iters", "lr-decay-iters", "save-interval", "exit-interval", "eval-interval")],
+        *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
+          for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
+        ("--data text --out out --lr nan", "--lr nan must be at least 0"),
+        *[(f"--data text --out out --gradient-density {density}",
+           f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
+        ("--data text --out out --gradient-density-warmup -1", "--gradient-density-warmup -1 must be at least 0"),
+        *[(f"--data text --out out --train-iters 1 --model-type {family} {more}",
+           f"--model-type {family} needs the shared block in at least {least} blocks; {found}")
+          for family, least, more, found in (
+              ("zamba", 2, "--num-layers 1", "--num-layers 1 with --hybrid-interval 1 has it in 1"),
+              ("zamba", 2, "--num-layers 5 --hybrid-interval 3", "--num-layers 5 with --hybrid-interval 3 has it in 1"),
+              ("zamba", 2, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
+              ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
+          )],
+        ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
+        ("--config none.yaml", "[Errno 2] No such file or directory: 'none.yaml'"),
+    ],
+)  # fmt: skip
+def test_wrong_flags(here, capsys, line, message):
+    assert refused(capsys, *line.split()) == message
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("hiden_size: 3", "run.yaml: unknown option hiden_size (did you mean hidden_size?)"),
+        ("lr: fast", "run.yaml: lr: 'fast' is not a number"),
+        ("lr: .nan", "run.yaml: lr: nan is not a number"),
+        ("train-iters: 2.5", "run.yaml: train-iters: 2.5 is not a whole number"),
+        ("train-iters: .inf", "run.yaml: train-iters: inf is not a whole number"),
+        ("train-iters: true", "run.yaml: train-iters: True is not a whole number"),
+        ("bf16: 1", "run.yaml: bf16: 1 is not true or false"),
+        ("log:", "run.yaml: log: None is not text"),
+        ("data: [a, [b]]", "run.yaml: data: ['b'] is not text"),
+        ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, falcon_mamba, mamba2, zamba, zamba2"),
+        ("[1, 2]", "run.yaml holds no options"),
+        ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
+    ],
+)
+def test_wrong_yaml(here, capsys, text, message):
+    Path("run.yaml").write_text(text)
+    assert refused(capsys, "--config", "run.yaml").startswith(message)
+
+
+def readme_commands():
+    """The words of each command of the README that runs the script."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if "examples/pretrain.py" in line]
+
+
+def test_the_commands_of_the_readme_would_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert readme_commands()
+    for words in readme_commands():
+        script = words.index("examples/pretrain.py")
+        launcher = " ".join(words[:script]).replace("=", " ").split()
+        ranks = int(launcher[launcher.index("--nproc-per-node") + 1]) if "--nproc-per-node" in launcher else 1
+        read = parse_options(words[script + 1 :])
+        assert ranks % read.tensor_model_parallel_size == 0, words
+        assert read.accumulation(ranks // read.tensor_model_parallel_size) >= 1, words
+
+
+# What is found before training begins
+
+
+def latin():
+    Path("text/d").write_bytes(b"caf\xe9")
+
+
+def short():
+    Path("text/a").write_text("short")
+
+
+def file_instead_of_a_folder():
+    Path("file").write_text("")
+
+
+def file_instead_of_checkpoints():
+    Path("out").mkdir()
+    Path("out/checkpoints").touch()
+
+
+def small_model():
+    save_hf("start", "mamba", vocab_size=100)
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize(
+    "prepare, launched, line, message",
+    [
+        (nothing, 1, "--data none", "cannot read none: No such file or directory"),
+        (latin, 1, "", "text/d is not UTF-8: byte 0xe9 at byte offset 3"),
+        (short, 1, "--data text/a",
+         "the training data has 6 tokens, and one sequence of 16 with its last label needs 17"),
+        (file_instead_of_a_folder, 1, "--out file/out", "cannot write to --out file/out: Not a directory"),
+        (file_instead_of_checkpoints, 1, "", "cannot write to --out out/checkpoints: File exists"),
+        (file_instead_of_a_folder, 1, "--log file/log", "cannot write to --log file/log: File exists"),
+        (nothing, 1, "--log text", "cannot write to --log text: Is a directory"),
+        (nothing, 1, "--resume", "nothing to resume: out/checkpoints holds no checkpoint"),
+        (nothing, 3, "--tensor-model-parallel-size 2",
+         "3 ranks do not divide over replicas of 2 tensor-parallel ranks (3 % 2 = 1)"),
+        (nothing, 3, "--tensor-model-parallel-size 3",
+         "8 heads do not divide over 3 tensor-parallel ranks (8 % 3 = 2)"),
+        (nothing, 3, "--tensor-model-parallel-size 3 --model-type mamba",
+         "32 channels do not divide over 3 tensor-parallel ranks (32 % 3 = 2)"),
+        (nothing, 1, "--mamba-head-dim 5", "6 heads of 5 are 30 channels, not expand * hidden_size = 32"),
+        (nothing, 3, "",
+         "--global-batch-size 4 is no multiple of --micro-batch-size 1 x 3 data-parallel ranks (4 % 3 = 1)"),
+        (nothing, 1, "--held-out 1.5", "the held-out share is 1.5, not between 0 and 1"),
+        (nothing, 1, "--tokenizer-model none", "no tokenizer: none/tokenizer.json does not exist"),
+        (nothing, 1, "--init-from none", "no tokenizer: none/tokenizer.json does not exist"),
+        (small_model, 1, "--init-from start --tokenizer-model byte",
+         "the tokenizer is larger than the model: 257 ids, vocab_size 100"),
+    ],
+)  # fmt: skip
+def test_wrong_input(here, capsys, monkeypatch, prepare, launched, line, message):
+    """Found by a rank on its own: these have no process group."""
+    prepare()
+    capsys.readouterr()
+    monkeypatch.setenv("WORLD_SIZE", str(launched))
+    assert refused(capsys, "--data", "text", "--out", "out", *TINY, *line.split()) == message
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--global-batch-size 8", "it has global_batch_size=4, this run 8"),
+        ("--seq-length 8", "it has seq_length=16, this run 8"),
+        ("--seed 1", "it has seed=1234, this run 1"),
+        ("--num-layers 3", "it has num_layers=2, this run 3"),
+        ("--params-dtype float32", "it has params_dtype='float64', this run 'float32'"),
+        ("--data text/a text/b", "it has training_t"),
+    ],
+)
+def test_another_run_is_not_resumed(here, capsys, line, message):
+    pretrain(options("--train-iters", "1"))
+    capsys.readouterr()
+    found = refused(capsys, "--data", "text", "--out", "out", *TINY, "--resume", *line.split())
+    assert found.startswith(f"cannot resume from out/checkpoints/step-000001: {message}")
+
+
+def test_a_run_that_is_longer_already_is_not_resumed(here, capsys):
+    pretrain(options("--train-iters", "3"))
+    capsys.readouterr()
+    found = refused(capsys, "--data", "text", "--out", "out", *TINY, "--resume", "--train-iters", "2")
+    assert found == "out/checkpoints/step-000003 has done 3 steps, more than --train-iters 2"
+
+
+def test_a_loss_that_is_none_ends_with_1_and_one_line(here, capsys):
+    assert run("pretrain.py", lambda: pretrain(options("--lr", "1e200"))) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("pretrain.py: step 2: loss nan, ") and len(err.splitlines()) == 1
+    assert [line["step"] for line in logged()] == [1]
+
+
+# In a process of its own
+
+
+def script(*arguments, **environment):
+    """The script alone: (exit code, stdout, stderr)."""
+    command, environment = [sys.executable, SCRIPT, *arguments], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_an_error_is_all_that_the_script_prints(here):
+    code, out, err = script("--data", "none", "--out", "out")
+    assert (code, out, err) == (2, "", "pretrain.py: cannot read none: No such file or directory\n")
+
+
+@pytest.mark.full
+def test_other_ranks_are_silent(here):
+    assert script("--data", "none", RANK="1", WORLD_SIZE="2") == (2, "", "")
+
+
+def test_an_error_on_ranks_is_said_once(here):
+    """torchrun adds its own report of the exit codes."""
+    done = torchrun(2, "--no-such-flag")
+    assert done.stderr.count("pretrain.py: ") == 1
+    assert "pretrain.py: unknown argument --no-such-flag" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", (["--help"], ["--no-such-flag"], ["--config", "none.yaml"]))
+def test_help_and_wrong_flags_import_no_torch(here, arguments):
+    program = "import runpy, sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); " + (
+        f"sys.argv = {['pretrain.py', *arguments]}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if arguments == ["--help"] else 2)
+    assert done.stdout.splitlines()[-1] == "False"

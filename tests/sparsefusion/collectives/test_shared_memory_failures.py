@@ -1,0 +1,367 @@
+"""Connecting to shared memory, and what ends it; oracles: /dev/shm, /proc, who was killed, closed or late, words by hand.
+
+A test that lets a rank die does so with `die`: the rank's process is killed, and a fork of it reports in its place.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shared import die, error_of, joined, needs_library
+from sparsefusion.collectives import counted as collectives
+from sparsefusion.collectives import host, shared_memory
+from sparsefusion.collectives.shared_memory import SIGNATURES, connect
+from sparsefusion.native.library import Library
+
+pytestmark = needs_library
+worlds = pytest.mark.parametrize("world", (2, 3, 4))
+fewer = pytest.mark.parametrize("world", (2, 3))
+CLONE_NEWNET = 0x40000000
+
+
+def files(pid):
+    """The files that a process has made to share and that still have a name."""
+    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return [path for folder in folders for path in folder.glob(f"sparsefusion-{pid}-*")]
+
+
+# Connecting
+
+
+@worlds
+def test_nothing_has_a_name_once_ranks_are_connected(ranks, world):
+    def run(rank):
+        memory = joined()
+        pids = memory.all_gather(torch.tensor(os.getpid())).tolist()
+        assert files(pids[0]) == []
+        return os.getpid()
+
+    assert [files(pid) for pid in ranks(run, world)] == [[]] * world
+
+
+def refused(world, ranks, prepare=lambda rank: None, **options):
+    """Why connect refuses after prepare(rank), the same on every rank; nothing is left behind. options: the last rank's."""
+
+    def run(rank):
+        again = prepare(rank)
+        memory, why = connect(dist.group.WORLD, **(options if rank == world - 1 else {}))
+        assert memory is None
+        if again:
+            again()
+        dist.barrier()
+        open_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            joined().close()
+        assert len(os.listdir("/proc/self/fd")) <= open_files
+        return why, os.getpid()
+
+    reasons, pids = zip(*ranks(run, world), strict=True)
+    assert len(set(reasons)) == 1 and files(pids[0]) == []
+    return reasons[0]
+
+
+@fewer
+def test_one_rank_does_not_want_to(ranks, world):
+    """Nobody does then, and nobody waits; the first one that said no is named."""
+    assert refused(world, ranks, wanted=False) == f"rank {world - 1}: shared_memory=False"
+    everybody = [(None, "rank 0: shared_memory=False")] * world
+    assert ranks(lambda rank: connect(dist.group.WORLD, wanted=False), world) == everybody
+
+
+@fewer
+def test_one_rank_lacks_the_library(ranks, world):
+    why = refused(world, ranks, library=Library("sparsefusion", SIGNATURES, "/nowhere/kernels.so"))
+    assert f"rank {world - 1}: no C library" in why and "/nowhere/kernels.so" in why
+
+
+@fewer
+@pytest.mark.parametrize(
+    "limit, value, who, why",
+    (
+        # A file may not grow to the size that is needed: an error now, not a signal later.
+        pytest.param("RLIMIT_FSIZE", 8192, 0, ("rank 0: no ", " bytes in /dev/shm: "), id="space"),
+        pytest.param("RLIMIT_NOFILE", 3, 1, ("rank 1: [Errno 24]",), id="descriptors"),
+    ),
+)
+def test_one_rank_has_none_left(ranks, world, limit, value, who, why):
+    number = getattr(resource, limit)
+
+    def prepare(rank):
+        limits = resource.getrlimit(number)
+        if rank == who:
+            resource.setrlimit(number, (value, limits[1]))
+        return lambda: resource.setrlimit(number, limits)
+
+    reason = refused(world, ranks, prepare)
+    assert all(part in reason for part in why), reason
+
+
+@fewer
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_one_rank_cannot_open_the_memory(ranks, world):
+    """It is another user's."""
+
+    def prepare(rank):
+        if rank == 1:
+            os.seteuid(65534)
+            return lambda: os.seteuid(0)
+
+    assert "rank 1: [Errno 13]" in refused(world, ranks, prepare)
+
+
+@fewer
+def test_a_rank_that_dies_while_ranks_connect(ranks, world):
+    """When the file has its name: connect raises, and the name is gone."""
+
+    def run(rank):
+        if rank < world - 1:
+            return error_of(lambda: connect(dist.group.WORLD))[0], os.getpid()
+        host.gathered(host.presence(shared_memory.kernels()), dist.group.WORLD)
+        path, _ = host.gathered((None, ""), dist.group.WORLD)[0]
+        assert Path(path).name.startswith("sparsefusion-") and Path(path).stat().st_mode & 0o777 == 0o600
+        die()
+        return RuntimeError, os.getpid()
+
+    kinds, pids = zip(*ranks(run, world), strict=True)
+    assert kinds == (RuntimeError,) * world and files(pids[0]) == []
+
+
+@fewer
+def test_a_rank_in_a_network_namespace_of_its_own(ranks, world):
+    """As in launch/netlab.sh: that stands for another machine."""
+    if subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode != 0:
+        pytest.skip("needs root that may create network namespaces")
+
+    def run(rank):
+        if rank == world - 1:
+            assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0
+        return connect(dist.group.WORLD)
+
+    assert ranks(run, world) == [(None, f"ranks 0 and {world - 1} are in different network namespaces")] * world
+
+
+def test_ranks_that_differ():
+    """In anything that each tells of itself but its process."""
+    here = host.presence(shared_memory.kernels())
+    assert host.obstacle([here, here | {"pid": 1}]) == ""
+    for what in here.keys() - {"why", "pid"}:
+        assert host.obstacle([here, here, here | {what: "other"}]) == f"ranks 0 and 2 {what}"
+    for what in ("machines", "network namespaces", "process namespaces", "sources"):
+        assert any(name.endswith(what) for name in here)
+
+
+@fewer
+def test_groups_that_share_nothing(ranks, world):
+    def run(rank):
+        alone = [dist.new_group([other]) for other in range(world)][rank]
+        first = dist.new_group([0, 1])
+        memory, why = connect(alone)
+        assert memory is None and "one rank" in why
+        for group in (None, first):
+            if group is None or rank > 1:
+                with pytest.raises(ValueError, match="no process group"):
+                    connect(group)
+
+    ranks(run, world)
+
+
+@fewer
+def test_the_time_limit_is_the_group_s(ranks, world):
+    """run_ranks gives its default group 30 seconds more than the ranks have."""
+
+    assert ranks(lambda rank: shared_memory._timeout_of(dist.group.WORLD), world, timeout=20) == [50] * world
+
+
+# Ends
+
+
+@fewer
+@pytest.mark.parametrize("n", (768, 300_000))
+def test_a_killed_rank_is_named(ranks, world, n):
+    """By all others, at once and in every later call; a fork of the dead rank does not pass for it."""
+
+    def run(rank):
+        memory = joined()
+        memory.all_reduce(torch.ones(n))
+        pids = collectives.all_gather(torch.tensor(os.getpid()), dist.group.WORLD).tolist()
+        if rank == world - 1:
+            die()
+            return None
+        first = error_of(lambda: memory.all_reduce(torch.ones(n)))
+        assert first == (RuntimeError, f"rank {world - 1} of {world} (process {pids[-1]}) has died")
+        for later in (lambda: memory.all_reduce(torch.ones(5)), lambda: memory.all_gather(torch.ones(5))):
+            kind, message = error_of(later)
+            assert kind is RuntimeError and "cannot be used any more" in message and first[1] in message
+
+    ranks(run, world)
+
+
+@fewer
+def test_a_rank_that_dies_while_others_wait(ranks, world):
+    def run(rank):
+        memory = joined()
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.2)  # past the others' first NOT_YET
+            die()
+            return None
+        return error_of(lambda: memory.all_gather(torch.ones(1)))[1]
+
+    assert all("rank 0 of" in message and "has died" in message for message in ranks(run, world)[1:])
+
+
+@fewer
+@pytest.mark.parametrize("way", ("close", "collected"))
+def test_a_rank_that_closed(ranks, world, way):
+    def run(rank):
+        memory = joined()
+        memory.all_reduce(torch.ones(1))
+        if rank != 1:
+            kind, message = error_of(lambda: memory.all_reduce(torch.ones(5)))
+            assert kind is RuntimeError and f"rank 1 of {world}" in message and "closed" in message
+        elif way == "collected":
+            del memory
+        else:
+            memory.close()
+            memory.close()
+            for call, n in product((memory.all_reduce, memory.all_gather), (0, 5)):
+                kind, message = error_of(lambda call=call, n=n: call(torch.ones(n)))
+                assert kind is RuntimeError and "is closed" in message
+
+    ranks(run, world)
+
+
+@fewer
+def test_what_was_sent_before_a_close_arrives(ranks, world):
+    def run(rank):
+        memory = joined()
+        assert memory.all_gather(torch.tensor(rank)).tolist() == list(range(world))
+        if rank == 1:
+            memory.close()
+
+    ranks(run, world)
+
+
+@fewer
+def test_a_fork_of_a_rank_does_not_close_it(ranks, world):
+    def run(rank):
+        memory = joined()
+        child = os.fork()
+        if not child:
+            memory.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert memory.all_reduce(torch.ones(3)).tolist() == [world] * 3
+
+    ranks(run, world)
+
+
+@fewer
+def test_a_rank_that_does_not_come(ranks, world):
+    """The one that waits names it; who comes later hears of that."""
+
+    def run(rank):
+        memory = joined(timeout=0.3)
+        if rank == world - 1:
+            dist.barrier()
+            memory.all_reduce(torch.ones(2))  # all others came
+            kind, message = error_of(lambda: memory.all_reduce(torch.ones(2)))
+            assert kind is RuntimeError and "has given up" in message
+        else:
+            kind, message = error_of(lambda: memory.all_reduce(torch.ones(2)))
+            dist.barrier()
+            assert kind is RuntimeError and "has not come within 0.3 s" in message
+            assert f"rank {world - 1} of {world} (process" in message
+
+    ranks(run, world)
+
+
+@fewer
+def test_an_interrupt_reaches_a_rank_that_waits(ranks, world):
+    def interrupt(*_):
+        raise KeyboardInterrupt("enough")
+
+    def run(rank):
+        memory = joined()
+        if rank:
+            dist.barrier()
+            memory.all_reduce(torch.ones(2))
+        else:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                memory.all_reduce(torch.ones(2))
+            dist.barrier()
+        return error_of(lambda: memory.all_reduce(torch.ones(2)))[1]
+
+    interrupted, *others = ranks(run, world)
+    assert "cannot be used any more: enough" in interrupted
+    assert all("rank 0 of" in message and "has given up" in message for message in others)
+
+
+@fewer
+def test_calls_that_differ(ranks, world):
+    """The last rank's from all others': each rank names itself and another one with what they call."""
+    x = torch.ones(8)
+    calls = {  # each differs from the next
+        "all_reduce (sum, fp32) of 12 bytes": lambda m: m.all_reduce(x[:3]),
+        "all_reduce (sum, fp32) of 16 bytes": lambda m: m.all_reduce(x[:4]),
+        "all_reduce (max, fp32) of 16 bytes": lambda m: m.all_reduce(x[:4], op="max"),
+        "all_gather of 16 bytes": lambda m: m.all_gather(x[:4]),
+        "all_reduce (sum, fp16) of 16 bytes": lambda m: m.all_reduce(x, "fp16"),
+        "all_reduce (sum, bf16) of 16 bytes": lambda m: m.all_reduce(x, "bf16"),
+        "all_reduce (sum, bf16) of 16 + 8 bytes": lambda m: m.all_reduce(x, "bf16", exact=x[:2]),
+        "all_reduce (sum, bf16) of 12 + 12 bytes": lambda m: m.all_reduce(x[:6], "bf16", exact=x[:3]),
+        "all_reduce (sum, bf16) of 12 + 8 bytes": lambda m: m.all_reduce(x[:6], "bf16", exact=x[:2]),
+    }
+
+    def run(rank):
+        last = rank == world - 1
+        for pair in pairwise(calls):
+            memory = joined()
+            memory.all_reduce(x)
+            own, theirs = pair if last else pair[::-1]
+            found = error_of(lambda call=calls[own], memory=memory: call(memory))
+            assert found == (ValueError, f"rank {rank} calls {own}, and rank {0 if last else world - 1} {theirs}")
+
+    ranks(run, world)
+
+
+# Arguments
+
+
+@fewer
+def test_arguments_that_are_wrong(ranks, world):
+    """A ValueError, on whichever rank; the memory stays usable."""
+    x = torch.ones(3)
+    wrong = {
+        "fp32, fp16, bf16, int8": lambda m: m.all_reduce(x, "auto"),
+        "'fp8' is none of fp32": lambda m: m.all_reduce(x, "fp8"),
+        "'min' is none of sum, max": lambda m: m.all_reduce(x, op="min"),
+        "'max' is for format fp32": lambda m: m.all_reduce(x, "bf16", op="max"),
+        "not for fp32 and exact": lambda m: m.all_reduce(x, exact=x, op="max"),
+        "torch.int64 is none of": lambda m: m.all_reduce(x.long()),
+        "list is no tensor": lambda m: m.all_reduce([1.0]),
+        "torch.int32 is none of": lambda m: m.all_reduce(x, exact=x.int()),
+        "on meta": lambda m: m.all_reduce(x.to("meta")),
+        "is on meta": lambda m: m.all_gather(x.to("meta")),
+    }
+
+    def run(rank):
+        memory = joined()
+        for text, call in wrong.items() if rank == 0 else ():
+            with pytest.raises(ValueError, match=text):
+                call(memory)
+        assert memory.all_reduce(x).tolist() == [world] * 3
+
+    ranks(run, world)

@@ -1,0 +1,247 @@
+"""Models whose ranks share memory; oracle: the same models over gloo, whose calls test_counts.py counts."""
+
+import re
+from collections import Counter
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from chosen import by_default
+
+import megatron_ssm
+from hf import save_hf
+from megatron_ssm.decoding import native_step
+from shared import die, error_of
+from sparsefusion.collectives import shared_memory
+from sparsefusion.reduction import quantized
+
+HIDDEN, VOCAB, LAYERS = 32, 61, 2
+MODELS = {  # name: (family, changes)
+    "mamba": ("mamba", dict(num_hidden_layers=LAYERS)),
+    "mamba2-1-group": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=1)),
+    "mamba2-2-groups": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=2)),
+    "zamba-2-heads": ("zamba", dict(n_mamba_heads=2)),  # 4 ranks: two groups share a head each
+}
+worlds = pytest.mark.parametrize("tp", (2, 4))
+IDS = torch.arange(14).view(2, 7) % VOCAB
+
+pytestmark = pytest.mark.skipif(not shared_memory.kernels(), reason=f"no C library: {shared_memory.kernels().why}")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """place(name): the directory of a model, made once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            family, changes = MODELS[name]
+            made[name] = tmp_path_factory.mktemp(name)
+            save_hf(made[name], family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+        return made[name]
+
+    return of
+
+
+def everything(model):
+    """Loss, gradients, logits after a prompt and a decoded token, greedy tokens, and what was counted on the way."""
+    loss = model.loss(IDS, IDS)
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    with torch.no_grad():
+        cache = model.new_cache(2, 20)
+        logits = torch.cat([model(IDS, cache=cache), model(IDS[:, :1], cache=cache)], dim=1)
+    tokens = megatron_ssm.generate(model, IDS, max_new_tokens=5)
+    return [loss.detach(), gradients, logits, tokens], (model.counter.calls, model.counter.nbytes, model.counter.sent)
+
+
+@worlds
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", by_default((torch.float64,), (torch.float64, torch.bfloat16)), ids=str)
+def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
+    directory = place(name)
+
+    def run(rank):
+        load = partial(megatron_ssm.load, directory, dist.group.WORLD, dtype=dtype)
+        shared, gloo = load(), load(shared_memory=False)
+        assert (shared.ranks.transport, gloo.ranks.transport) == (
+            "shared memory",
+            "gloo (rank 0: shared_memory=False)",
+        )
+        assert shared.head_ranks.memory is not None or shared.head_ranks.size == 1
+        (ours, counted), (theirs, counted_there) = everything(shared), everything(gloo)
+        assert counted == counted_there and sum(counted[0].values()) > 0
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-10 if dtype == torch.float64 else 0.05)
+        return ours[:1] + ours[2:]
+
+    first, *others = ranks(run, tp)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@worlds
+def test_auto_is_exact_in_shared_memory(ranks, tp, place, monkeypatch):
+    """And measures nothing; a caller's own function is called, and what is exact goes through memory beside it."""
+    directory = place("mamba2-1-group")
+    monkeypatch.setattr(quantized, "measure", None)
+
+    @torch.no_grad()
+    def run(rank):
+        load = partial(megatron_ssm.load, directory, dist.group.WORLD)
+        exact, auto = load(), load(reduce="auto")
+        assert torch.equal(exact(IDS), auto(IDS))
+        summed = []
+        own = load(reduce=lambda tensor, group: summed.append(tensor.shape) or exact.ranks.exact(tensor, group))
+        torch.testing.assert_close(own(IDS), exact(IDS), rtol=0, atol=1e-5)
+        assert summed == [(2, 7, HIDDEN)] * LAYERS
+        return own.counter.calls - Counter({"all_gather": 1})
+
+    assert ranks(run, tp) == [Counter({"all_reduce": 1 + LAYERS})] * tp  # the embedding, and the norms' squares
+
+
+@worlds
+def test_a_rank_that_has_gone_ends_the_others(ranks, tp, place):
+    """The one that closed is named, by whoever still runs the model; and a closed model says so itself."""
+    directory = place("mamba")
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD)
+        model(IDS)
+        if rank == tp - 1:
+            model.close()
+            model.close()
+        with pytest.raises(RuntimeError) as caught:
+            model(IDS)
+        dist.barrier()
+        return str(caught.value)
+
+    *messages, own = ranks(run, tp)
+    assert "closed" in own
+    assert all(f"rank {tp - 1} of {tp}" in message or "given up" in message for message in messages)
+    assert any(f"rank {tp - 1} of {tp}" in message for message in messages)
+
+
+@worlds
+def test_models_on_one_group_have_memory_of_their_own(ranks, tp, place):
+    """One may close without the other; parts of a world may share, and a rank alone has nothing to share."""
+    directory = place("mamba")
+
+    @torch.no_grad()
+    def run(rank):
+        first, second = (megatron_ssm.load(directory, dist.group.WORLD) for _ in range(2))
+        expected = second(IDS)
+        first.close()
+        del first
+        assert torch.equal(second(IDS), expected)
+        pair = dist.new_subgroups(tp // 2)[0]
+        with megatron_ssm.load(directory, pair) as half:
+            torch.testing.assert_close(half(IDS), expected, rtol=0, atol=1e-5)
+            return half.ranks.transport
+
+    assert ranks(run, tp) == ["shared memory" if tp > 2 else ""] * tp
+
+
+def decode(model, cache, tokens=6):
+    """The last logits of some tokens, one after the other, what was counted, and how many all-reduces Python did."""
+    before, memory, calls = deepcopy(model.counter), model.ranks.memory, []
+    memory.all_reduce = lambda *given, **named: calls.append(1) or type(memory).all_reduce(memory, *given, **named)
+    for _ in range(tokens):
+        logits = model(IDS[:, :1], cache=cache)
+    counts = (
+        model.counter.calls - before.calls,
+        model.counter.nbytes - before.nbytes,
+        model.counter.sent - before.sent,
+    )
+    return logits, counts, len(calls)
+
+
+# All-reduces of a block that C does; those in subgroups are not the model's memory's.
+IN_C = {"mamba": (2, 2), "mamba2-1-group": (1, 1), "mamba2-2-groups": (1, 0), "zamba-2-heads": (1, 2)}
+
+
+@worlds
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("format", by_default(("fp32", "int8"), ("fp32", "fp16", "bf16", "int8", "auto")))
+def test_sums_while_decoding(ranks, tp, name, format, place):
+    """C does them where layers follow one another; oracle: each layer called by itself, and its sums by Python."""
+    directory, in_c = place(name), IN_C[name][tp > 2]
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, reduce=format)
+        caches = [model.new_cache(2) for _ in "ab"]
+        for cache in caches:
+            model(IDS, cache=cache)
+        ours, counted, by_python = decode(model, caches[0])
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: None)
+        theirs, counted_there, by_python_there = decode(model, caches[1])
+        assert counted == counted_there
+        subgroups = name == "zamba-2-heads" and tp > 2
+        assert by_python_there - by_python == 6 * len(model.layers) * (in_c - subgroups)
+        assert counted[0]["all_reduce"] - by_python == 6 * len(model.layers) * in_c
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        return ours
+
+    first, *others = ranks(run, tp)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@worlds
+@pytest.mark.parametrize("ending", ("comes late", "closes", "dies"))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "zamba-2-heads"))
+def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
+    """Until it gives up, and Python looks: for the last rank, which comes once all the others have given up.
+
+    Then a late one is waited for; one that goes is named, by whoever notices it first, and nothing is decoded any more.
+    """
+    directory = place(name)
+
+    def end(model):
+        if ending == "closes":
+            model.close()
+        elif ending == "dies":
+            die()
+            raise RuntimeError("its fork does not go on")
+
+    @torch.no_grad()
+    def run(rank):
+        model, waited = megatron_ssm.load(directory, dist.group.WORLD), torch.zeros(1)
+        cache = model.new_cache(2)
+        model(IDS, cache=cache)
+        expected = decode(model, deepcopy(cache), 1)[0]
+        wait, called = shared_memory.SharedMemory.wait, native_step.Steps.__call__
+        told = []
+
+        def tell(memory, code):
+            if not told:
+                told.append(dist.send(waited, tp - 1))
+            wait(memory, code)
+
+        def come(self, *given):
+            if not told:
+                told.extend(dist.recv(waited, other) for other in range(tp - 1))
+                end(model)
+            return called(self, *given)
+
+        if rank < tp - 1:
+            monkeypatch.setattr(shared_memory.SharedMemory, "wait", tell)
+        else:
+            monkeypatch.setattr(native_step.Steps, "__call__", come)
+        if ending == "comes late":
+            logits = decode(model, cache, 1)[0]
+            assert told and torch.equal(logits, expected)
+            return None
+        first = error_of(lambda: decode(model, cache, 1))
+        assert first[0] is RuntimeError
+        if rank < tp - 1:
+            assert error_of(lambda: decode(model, cache, 1))[0] is RuntimeError
+        return first[1]
+
+    for rank, message in enumerate(ranks(run, tp)):
+        if ending != "comes late" and rank < tp - 1:
+            last = rf"rank ({tp - 1} of {tp}|1 of 2) "  # the model's, or a subgroup's
+            assert re.search(rf"{last}.*(has died|has closed)|has given up", message), message

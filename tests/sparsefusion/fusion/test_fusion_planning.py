@@ -1,0 +1,546 @@
+"""Attaching sparse gradients to torch's DDP, and planning while it trains; oracles: DDP's own steps, counted bytes."""
+
+import copy
+import gc
+import io
+import math
+import weakref
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from fused import Net, backward, force, quiet, same_on_all_ranks
+from sparsefusion import MODES, SparseFusion
+from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.fabric.curve import Curve
+from sparsefusion.fusion import profiling, trial
+from sparsefusion.planning.planner import Wish
+
+POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_does_not_fit_is_refused_by_name(ranks, world):
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+    class Waves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.modes = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    def run(rank):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        hooked, ours = DDP(Net()), DDP(Net())
+        hooked.register_comm_hook(None, allreduce_hook)
+        fusion = quiet().attach(ours)
+        builtin = DDP(Net())
+        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        fused = Net()
+        _apply_optimizer_in_backward(torch.optim.SGD, fused.parameters(), {"lr": 0.1})
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            without_buckets = DDP(Net())
+        for target, why in (
+            (hooked, "has the communication hook allreduce_hook"),
+            (builtin, "this DDP takes no communication hook: register_comm_hook"),
+            (
+                DDP(Net(), skip_all_reduce_unused_params=True, find_unused_parameters=True),
+                "skip_all_reduce_unused_params",
+            ),
+            (
+                builtin,
+                "this DDP takes no communication hook: register_comm_hook",
+            ),  # as before: nothing of ours was left
+            (without_buckets, "has the python reducer"),
+            (DDP(fused), "optimizers in its backward"),
+            (ours, "another SparseFusion is attached"),
+            (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
+            (DDP(Embedded()), "words has sparse=True"),
+            (DDP(Waves()), "modes is of torch.complex64: SparseFusion selects from real numbers"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                quiet().attach(target)
+        with pytest.raises(ValueError, match="attached already"):
+            fusion.attach(DDP(Net()))
+        fusion.detach()
+        for action in (lambda: fusion.plan, fusion.detach, fusion.state_dict, fusion.replan):
+            with pytest.raises(ValueError, match="not attached"):
+                action()
+        fusion.attach(ours)
+        backward(ours, 0, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_copy_is_ddp_alone(ranks, world):
+    """As an average of weights makes it, of a model that is attached or was; and can be attached."""
+
+    def run(rank):
+        plain, ours = DDP(Net()), DDP(Net())
+        fusion = force(quiet().attach(ours))
+        copies = [copy.deepcopy(ours)]
+        fusion.detach()
+        copies.append(copy.deepcopy(ours))
+        for each in (plain, *copies):
+            backward(each, 0, rank)
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), each.parameters(), strict=True))
+        fusion.attach(ours)
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        for each in (*copies, torch.load(file, weights_only=False)):
+            sparse = force(quiet().attach(each))
+            backward(each, 1, rank)
+            assert world == 1 or sparse.state_dict()["residuals"]
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_that_is_dropped_goes_with_what_is_attached(ranks, world):
+    def run(rank):
+        for detached in (False, True):
+            model = DDP(Net())
+            fusion = force(quiet().attach(model))
+            backward(model, 0, rank)
+            if detached:
+                fusion.detach()
+            left = weakref.ref(model.module), weakref.ref(fusion)
+            del model, fusion
+            gc.collect()
+            assert left[0]() is None and left[1]() is None
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_that_are_divided_over_the_ranks_are_refused(ranks, world):
+    def run(rank):
+        mesh = init_device_mesh("cpu", (world,))
+        for target in (fully_shard(Net(), mesh=mesh), FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))):
+            with pytest.raises(ValueError, match="this is .*(FullySharded|FSDP).*, whose gradients are divided over"):
+                quiet().attach(target)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
+    """fp16 and dense send all; one rank sends nothing."""
+
+    def run(rank):
+        said = []
+        for mode in ("dense", "fp16") if world > 1 else MODES:
+            model = DDP(Net())
+            fusion = SparseFusion(mode=mode, report=said.append).attach(model)
+            backward(model, 0, rank)
+            assert fusion.plan.mode == (mode if world > 1 else "dense") and fusion.state_dict()["plan"]
+        assert not said
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"density": 0}, "density=0 must be above 0"),
+        ({"density": 1.5}, "at most 1"),
+        ({"density": "0.01"}, "density='0.01' must be above 0"),
+        ({"loss_scale": 1024.0}, "loss_scale=1024.0 must be a function"),
+        ({"report": "log.txt"}, "report='log.txt' must be a function"),
+        ({"fabric": "fabric.json"}, "fabric='fabric.json' must be a Fabric"),
+        ({"model_group": -100}, "model_group=-100 must be a process group that this rank is in"),
+        ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
+        ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
+        ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
+        ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
+        ({"density_warmup": math.nan}, "density_warmup=nan must be a number of steps"),
+        ({"budget": "money"}, "budget='money' is none of bytes, paper"),
+        ({"on_nonfinite": "hope"}, "on_nonfinite='hope' is none of raise, skip-known"),
+    ],
+)
+def test_wrong_options(options, why):
+    with pytest.raises(ValueError, match=why):
+        SparseFusion(**options)
+
+
+def test_any_kind_of_number_is_a_density():
+    assert SparseFusion(Fraction(1, 100), density_warmup=np.int64(3)).wish == SparseFusion(0.01).wish
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_static_graph_and_checkpointed_activations(ranks, world):
+    """With both of them DDP hands gradients over when it likes; what is sent does not depend on it."""
+
+    class Checkpointed(Net):
+        def forward(self, x, spare=False):
+            return checkpoint(super().forward, x, spare, use_reentrant=False)
+
+    def run(rank):
+        models = [DDP(Net(), bucket_cap_mb=0.05), DDP(Checkpointed(), bucket_cap_mb=0.05, static_graph=True)]
+        for model in models:
+            force(quiet().attach(model), mode="interleaved")
+        for step in range(5):
+            for model in models:
+                backward(model, step, rank)
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.grad, q.grad)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_what_ddp_ignores_is_left_alone(ranks, world):
+    def run(rank):
+        net = Net()
+        net._ddp_params_and_buffers_to_ignore = ["spare.bias"]
+        model = DDP(net, bucket_cap_mb=0.05)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        names = [name for buffer in fusion.plan.buffers for name in buffer.names]
+        assert fusion.plan.mode == "layerwise" and sorted([*names, "spare.bias"]) == sorted(
+            dict(net.named_parameters())
+        )
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p is not net.spare.bias])
+
+    ranks(run, world)
+
+
+class Tied(torch.nn.Module):
+    """A weight with two names, and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.last.weight, self.scale = self.first.weight, torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x, spare=False):
+        """(batch, 32) -> (batch, 32)."""
+        return self.last(self.first(x).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ddp_does_not_ignore_though_it_was_asked_to(ranks, world):
+    """It compares names with a module's path before them, which for its own parameters begin with a dot."""
+
+    def run(rank):
+        net = Tied()
+        net._ddp_params_and_buffers_to_ignore = ["scale", "first.weight"]
+        model = DDP(net)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        names = {name for buffer in fusion.plan.buffers for name in buffer.names}
+        assert names == {"first.bias", "last.weight", "last.bias", "scale"}
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_attachment_that_fails_leaves_nothing(ranks, world):
+    def run(rank):
+        model, divided = DDP(Net()), dist.group.WORLD
+
+        def copied(parameter):
+            raise KeyError("no such mark")
+
+        with pytest.raises(KeyError, match="no such mark"):
+            quiet(mode="layerwise", density=0.05, model_group=divided, copied=copied).attach(model)
+        fusion = force(quiet().attach(model))
+        backward(model, 0, rank)
+        assert fusion.state_dict()["residuals"] and same_on_all_ranks([p.grad for p in model.parameters()])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_what_is_frozen_after_ddp_was_built(ranks, world):
+    """DDP goes on reducing it."""
+
+    def run(rank):
+        model = DDP(Net(), bucket_cap_mb=0.05, find_unused_parameters=True)
+        for p in model.module.first.parameters():
+            p.requires_grad_(False)
+        fusion = quiet(mode="layerwise", density=0.05).attach(model)
+        for step in range(7):
+            backward(model, step, rank)
+        model.module.second.weight.requires_grad_(False)
+        fusion.replan()
+        for step in range(7, 14):
+            backward(model, step, rank)
+        names = {name for buffer in fusion.plan.buffers for name in buffer.names}
+        assert fusion.plan.mode == "layerwise" and names == set(dict(model.module.named_parameters()))
+        assert same_on_all_ranks([p.grad for p in model.parameters() if p.requires_grad])
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
+    def run(rank):
+        curve = Curve.fit("all_reduce", world, POINTS)
+        with pytest.raises(ValueError, match="all_gather"):
+            quiet(fabric=Fabric((curve,), {})).attach(DDP(Net()))
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
+    def run(rank):
+        def report(text):
+            raise OSError("no paper")
+
+        model = DDP(Net())
+        SparseFusion(0.02, mode="layerwise", report=report).attach(model)
+        for step in range(4):
+            backward(model, step, rank)
+        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
+            backward(model, 4, rank)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
+    """And what it was about to say is in force."""
+    monkeypatch.setattr(trial, "ROUNDS", 1)
+    monkeypatch.setattr(trial, "CLOSE", 1e9)
+
+    def run(rank):
+        said = []
+
+        def report(text):
+            said.append(text)
+            if len(said) > 1:
+                raise OSError("no paper")
+
+        model = DDP(Net())
+        fusion = SparseFusion(0.02, report=report).attach(model)
+        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
+            for step in range(6 + trial.longest()):
+                backward(model, step, rank)
+        state = fusion.state_dict()
+        assert state["plan"] and state["candidates"] is None and state["step"] == step + 1
+
+    ranks(run, world)
+
+
+# Planning while it runs
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, world):
+    """Where already the smallest message is slow; and the training's random numbers stay its own."""
+    monkeypatch.setattr(profiling, "SLOW_S", 0.0)
+
+    def run(rank):
+        said = []
+        for mode in ("layerwise", "bucket", "selective", "interleaved"):
+            model = DDP(Net(), bucket_cap_mb=0.05)
+            fusion, random = SparseFusion(0.02, mode=mode, report=said.append).attach(model), torch.get_rng_state()
+            for step in range(5):
+                assert fusion.plan.mode == "dense"
+                backward(model, step, rank)
+            assert fusion.plan.mode == mode and fusion.plan.sent_numbers[2] == sum(
+                p.numel() for p in model.parameters()
+            )
+            assert len(set(ranks_hashes(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
+            counter = fusion._session.reducer.counter
+            counter.reset()
+            backward(model, 5, rank)
+            dense, sparse, _ = fusion.plan.sent_numbers
+            messages = sum(any(unit.k for unit in buffer.units) for buffer in fusion.plan.buffers)
+            assert counter.nbytes == 4 * dense + (4 + 2) * sparse + 4 * messages  # of less than 65,536 numbers each
+        return said
+
+    found = ranks(run, world)
+    assert [len(said) for said in found] == [4] + [0] * (world - 1)
+    assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 numbers")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sparsifier, wire", [("randomk", "fp32"), ("topk", "int8")])
+def test_costs_are_measured_as_it_sends(ranks, world, sparsifier, wire):
+    """And alike on all ranks; the training's random numbers stay its own."""
+
+    def run(rank):
+        wish, random = Wish(0.02, sparsifier, wire), torch.get_rng_state()
+        costs = profiling.measured_costs(dist.group.WORLD, torch.device("cpu"), torch.bfloat16, 50_000, wish)
+        assert torch.equal(random, torch.get_rng_state())
+        model = DDP(Net())
+        fusion = quiet(mode="layerwise", density=0.02, sparsifier=sparsifier, wire=wire).attach(model)
+        for step in range(6):
+            backward(model, step, rank)
+        assert fusion.plan.mode == "layerwise" and set(fusion.state_dict()["residuals"]) == set(fusion._session.sizes)
+        return costs.handle, costs.select(4096), costs.select(50_000), costs.add(1), costs.copy(1)
+
+    found = ranks(run, world)
+    assert len(set(found)) == 1 and min(found[0][1:]) > 0 <= found[0][0] < 10
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_planning_counts_what_is_sent(ranks, world, wire):
+    """Also the blocks of int8, which each gradient fills, however few numbers it sends."""
+
+    def run(rank):
+        model, wish = DDP(Net()), Wish(0.01, wire=wire)
+        fusion = quiet(mode="layerwise", wire=wire).attach(model)
+        for step in range(6):
+            fusion.counter.reset()
+            backward(model, step, rank)
+        counts = [unit.k for buffer in fusion.plan.buffers for unit in buffer.units]
+        planned = wish.sent_bytes(sum(counts), 4, sum(map(wish.filled, counts)))
+        assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(fusion.plan.buffers)  # for many places
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_that_is_not_everyones_is_noticed(ranks, monkeypatch, world):
+    """Before anything is sent with it."""
+
+    def run(rank):
+        model, take = DDP(Net()), SparseFusion._take
+        quiet(mode="layerwise", density=0.05).attach(model)
+
+        def changed(self, candidates):
+            take(self, candidates)
+            if rank == 1:
+                self._session.plan = replace(self.plan, density=0.04)
+
+        monkeypatch.setattr(SparseFusion, "_take", changed)
+        for step in range(4):
+            backward(model, step, rank)
+        with pytest.raises(ValueError, match="ranks of SparseFusion .* were asked something else than rank 0"):
+            backward(model, 4, rank)
+
+    ranks(run, world)
+
+
+def ranks_hashes(mine):
+    """Every rank's."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
+    monkeypatch.setattr(trial, "ROUNDS", 2)
+
+    def run(rank):
+        model, said = DDP(Net()), []
+        fusion = SparseFusion(0.02, report=said.append).attach(model)
+        for step in range(5 + trial.longest()):
+            backward(model, step, rank)
+        assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+        if rank == 0:  # on a CPU another thread is predicted to bring nothing, and has no turn
+            assert "offload" in said[0] and not any("offload" in text for text in said[1:])
+        return fusion.plan.mode, set(fusion.plan.predicted)
+
+    modes, predicted = zip(*ranks(run, world), strict=True)
+    assert len(set(modes)) == 1
+    assert all(each == set(MODES) - {"auto"} for each in predicted)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_density_that_cannot_help_stays_dense(ranks, world):
+    def run(rank):
+        said = []
+        model = DDP(Net())
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(model)
+        for step in range(2):
+            backward(model, step, rank)
+        return fusion.plan.mode, fusion._decided, said
+
+    found = ranks(run, world)
+    assert all(mode == "dense" and decided for mode, decided, _ in found)
+    assert "dense, as layerwise would not send clearly less" in found[0][2][0]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.2])  # 0.2: helps beside float64's 16 bytes on 2 ranks, not beside fp16
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_considers_nothing_that_rounds_float64(ranks, world, density):
+    def run(rank):
+        fusion = quiet(density=density).attach(DDP(Net(torch.float64)))
+        for step in range(5):
+            backward(fusion._target, step, rank, dtype=torch.float64)
+        return set(fusion.plan.predicted)
+
+    assert ranks(run, world) == [{"dense", "layerwise", "bucket", "selective", "interleaved", "offload"}] * world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_auto_says_why_it_considers_nothing_sparse(ranks, world):
+    """More than half of what may help without fp16."""
+
+    def run(rank):
+        said, model = [], DDP(Net())
+        fusion = SparseFusion(0.6 / world, report=said.append).attach(model)
+        for step in range(5):
+            backward(model, step, rank)
+        return said, set(fusion.plan.predicted)
+
+    found = ranks(run, world)
+    assert f"sparse messages would not send clearly less, on {world} ranks" in found[0][0][0]
+    assert all(modes == {"dense", "fp16"} for _, modes in found)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_density_falls_to_its_own(ranks, world):
+    def run(rank):
+        model, sent = DDP(Net()), []
+        fusion = SparseFusion(0.01, mode="layerwise", density_warmup=10, report=lambda text: None).attach(model)
+        for step in range(20):
+            fusion._session.reducer.counter.reset()
+            backward(model, step, rank)
+            sent.append(fusion._session.reducer.counter.nbytes)
+        return sent, sum(p.numel() for p in model.parameters())
+
+    for sent, total in ranks(run, world):
+        own = sent[-1]
+        assert own == sent[15] < 6 * (0.01 * total + 8) + 4
+        first = next(step for step in range(5, 20) if sent[step])
+        assert all(a > b for a, b in zip(sent[first:10], sent[first + 1 : 11], strict=True))
+        if world == 2:  # a quarter is less than half
+            assert first == 5 and abs(sent[5] / (6 * 0.25 * total) - 1) < 0.01
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_subgroups(ranks, world):
+    """Data parallelism over a part of the world."""
+
+    def run(rank):
+        groups = [dist.new_group(list(range(world))), dist.new_group(list(range(world, 2 * world)))]
+        group, mine = groups[rank // world], rank % world
+        model = DDP(Net(), process_group=group)
+        force(quiet().attach(model))
+        for step in range(2):
+            backward(model, step, rank)
+        gradient = model.module.second.weight.grad
+        first = gradient.clone()
+        dist.broadcast(first, rank - mine, group=group)
+        assert torch.equal(first, gradient)
+        return gradient
+
+    found = ranks(run, 2 * world)
+    assert not torch.equal(found[0], found[-1])

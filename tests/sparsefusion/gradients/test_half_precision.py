@@ -1,0 +1,89 @@
+"""Numbers to float16 and back; oracle: torch's conversions, and numpy's."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from native_variants import library_path, variants
+from shared import needs_library
+from sparsefusion.gradients import half_precision
+from sparsefusion.gradients.nonfinite import largest
+
+__all__ = ["library_path"]
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    6e-8,
+    2.9e-8,
+    3e-8,
+    -6.1e-5,
+    65504.0,
+    65519.0,
+    65520.0,
+    -7e4,
+    1e30,
+    1e-30,
+    1 + 2**-11,
+    1 + 3 * 2**-11,
+]
+TIMES = [1.0, 1 / 3, 256.0, 2.0**40]
+
+
+variant = variants(half_precision)
+
+
+def same_bits(x, y) -> bool:
+    """Of zeros, too."""
+    return x.dtype == y.dtype and torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def numbers(numel):
+    """Of all magnitudes, with what is special first."""
+    generator = torch.Generator().manual_seed(numel)
+    some = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(5).exp()
+    some[: len(SPECIAL)] = torch.tensor(SPECIAL)[:numel]
+    return some
+
+
+@needs_library
+@pytest.mark.parametrize("numel", [0, 1, 17, 100_003])
+@pytest.mark.parametrize("times", TIMES)
+def test_c_has_the_bits_of_torch(variant, numel, times):
+    x = numbers(numel)
+    half = half_precision.to_half(x, times)
+    assert same_bits(half, half_precision.to_half_ref(x, times)) and same_bits(half, (x * times).half())
+    out, expected = torch.empty(numel), torch.empty(numel)
+    half_precision.restore(half, times, out)
+    half_precision.restore_ref(half, times, expected)
+    assert same_bits(out, expected) and same_bits(out, half.float() * times)
+    most = half.double().abs().max().item() if numel else 0.0
+    assert half_precision.largest_half(half).item() == most == largest(half).item()
+
+
+@needs_library
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 31, 100])
+def test_what_is_not_finite_stays_so(variant, bad, place):
+    x = numbers(101)
+    x[place] = bad
+    half = half_precision.to_half(x, 1e-30)
+    assert torch.equal(half.isnan(), x.isnan()) and torch.equal(half.isinf(), x.isinf())
+    assert not half_precision.largest_half(half).isfinite() and not largest(half).isfinite()
+    out = torch.empty(101)
+    half_precision.restore(half, 2.0, out)
+    assert torch.equal(out.isfinite(), x.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_types_are_rounded_once(dtype):
+    x = numbers(1000).to(dtype)
+    with numpy.errstate(over="ignore"):
+        expected = (x.float() * (1 / 3)).numpy().astype(numpy.float16)
+    assert same_bits(half_precision.to_half(x, 1 / 3), torch.from_numpy(expected))
+    out = torch.empty_like(x)
+    half_precision.restore(half_precision.to_half(x, 2.0**-9), 2.0**9, out)
+    middle = (x.double().abs() > 1) & (x.double().abs() < 1000)
+    assert middle.sum() > 100 and out[middle].double().allclose(x[middle].double(), rtol=1e-3)

@@ -1,0 +1,88 @@
+"""Building the C libraries in a copy of the sources; oracle: which files there are, and what native.Library says of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from native_variants import ROOT, build_ext, compiler, libraries
+
+PACKAGES = ("megatron_ssm", "sparsefusion")
+OTHER = "torch ({} was built from other C files than those beside it: install the package again)"
+needs_compiler = pytest.mark.skipif(not shutil.which(compiler()), reason="no C compiler")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The sources alone, in a folder with a space in its name."""
+    folder = tmp_path / "a copy"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(copy, **environment):
+    """What build_ext --inplace says, and the libraries after it."""
+    settings = (
+        dict(MEGATRON_SSM_SKIP_NATIVE=None, CFLAGS="-g0 -DNO_CLONES") | environment
+    )  # clones take 3 times as long
+    return build_ext("--inplace", root=copy, **settings), libraries(copy)
+
+
+def kernels_of(copy, package, **environment):
+    """What native.Library of the copy says of a package's kernels."""
+    program = f"from sparsefusion.native.library import Library; print(Library({package!r}, {{}}))"
+    environment = {"MEGATRON_SSM_SKIP_NATIVE": "", **environment}
+    command = [sys.executable, "-c", program]
+    return subprocess.check_output(command, cwd=copy, env={**os.environ, **environment}, text=True).strip()
+
+
+def test_without_a_compiler(copy):
+    """The build says so and succeeds."""
+    said, built = build(copy, CC="/nonexistent")
+    for package in PACKAGES:
+        assert f'building extension "{package}.native.libkernels" failed' in said
+        assert kernels_of(copy, package) == "torch (not built: it needs a C compiler when the package is installed)"
+    assert not built
+
+
+def test_skipped(copy):
+    """Nothing is built, and what is there is not loaded."""
+    _, built = build(copy, MEGATRON_SSM_SKIP_NATIVE="1")
+    assert not built
+    (copy / "megatron_ssm/native/libkernels.so").touch()
+    assert kernels_of(copy, "megatron_ssm", MEGATRON_SSM_SKIP_NATIVE="1") == "torch (MEGATRON_SSM_SKIP_NATIVE is set)"
+
+
+@needs_compiler
+def test_what_is_no_library_of_ours(copy):
+    path = copy / "megatron_ssm/native/libkernels.so"
+    path.write_text("no library")
+    assert kernels_of(copy, "megatron_ssm").startswith(f"torch ({path}: ")
+    subprocess.run([compiler(), "-shared", "-o", path, "-x", "c", os.devnull], check=True)
+    assert kernels_of(copy, "megatron_ssm") == f"torch ({path}: undefined symbol: native_sources)"
+
+
+@needs_compiler
+@pytest.mark.full
+def test_both_are_built_and_built_again_after_a_change(copy):
+    """Also after one that distutils would not see: a file that has gone."""
+    _, built = build(copy, CFLAGS=None)
+    assert sorted(built) == [*PACKAGES]
+    assert all(kernels_of(copy, package).startswith("C, ") for package in PACKAGES)
+    with open(copy / "megatron_ssm/native/elementary.h", "a") as header:
+        header.write("/* changed */\n")
+    assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
+    build(copy, CC="/nonexistent")  # leaves what was there
+    assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
+    more = copy / "megatron_ssm/native/more.c"
+    more.write_text("int more(void) { return 0; }\n")
+    build(copy)
+    assert kernels_of(copy, "megatron_ssm").startswith("C, ")
+    more.unlink()
+    build(copy)
+    assert kernels_of(copy, "megatron_ssm").startswith("C, ")

@@ -1,0 +1,182 @@
+"""Selecting k numbers of a gradient; oracles: torch's sort, and the plain sum of gradient and residual."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from native_variants import library_path, variants
+from sparsefusion import SPARSIFIERS
+from sparsefusion.selection import fused
+from sparsefusion.selection.fused import add_at, add_at_ref, take, take_ref
+from sparsefusion.selection.sparsifiers import THRESHOLDS, fit_k, random_places, select
+
+__all__ = ["library_path"]
+needs_c = pytest.mark.skipif(not fused.kernels(), reason="no C kernels")
+BIASED = [name for name in SPARSIFIERS if name != "randomk"]
+EXACT = ("topk", "dgc")
+
+
+def numbers(kind, count, seed=0):
+    """Distributions that gradients resemble."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(count, generator=generator)
+    uniform = torch.rand(count, generator=generator)
+    return {
+        "normal": normal,
+        "laplace": normal.sign() * uniform.log(),
+        "student-t": normal / (torch.randn(3, count, generator=generator).square().mean(0)).sqrt(),
+        "heavy": normal * torch.randn(count, generator=generator).exp(),
+    }[kind]
+
+
+KINDS = ("normal", "laplace", "student-t", "heavy")
+
+
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count, k", [(30, 3), (20_000, 200), (200_000, 500)])
+def test_exactly_k_large_numbers(name, kind, count, k):
+    x = numbers(kind, count)
+    places = select(name, x, k)
+    assert places.shape == (k,) and places.dtype == torch.int64
+    assert 0 <= places.min() and places.max() < count and (places.diff() >= 0).all()
+    largest = x.abs().sort(descending=True, stable=True)
+    if name in EXACT or count < 16384:
+        assert torch.equal(places, largest.indices[:k].sort().values)
+    else:  # what passes a threshold is larger than what does not; padding is the last place
+        chosen = x[places[places < count - 1]].abs()
+        assert torch.equal(chosen.sort(descending=True).values, largest.values[: len(chosen)])
+        assert len(chosen) >= k / 2
+
+
+@pytest.mark.parametrize("name", ["dgc", "gaussiank", "sidco", "redsync"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [10_000, 1000])
+def test_thresholds_before_exactly_k(name, kind, k):
+    """The published bar: 0.5 to 2 k (gradcomm.md G.4); RedSync and SIDCo, whose own stopping is coarser, too."""
+    x = numbers(kind, 1_000_000).abs()
+    assert 0.5 * k <= int((x >= THRESHOLDS[name](x, k)).sum()) <= 2 * k
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("count", [1, 2, 100, 16384, 20_000])
+def test_zeros_and_few_numbers(name, count):
+    for k in {1, min(7, count), count}:
+        if name == "randomk":
+            places = random_places(count, k, "w", 0)
+            assert len(places.unique()) == k
+        else:
+            residual = torch.zeros(count)
+            values, places = take(name, [torch.zeros(count)], [residual], k)
+            assert not values.any() and not residual.any()
+        assert len(places) == k and 0 <= places.min() and places.max() < count
+
+
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("take", [take, take_ref])
+def test_what_is_not_finite_leaves_first_and_none_of_it_stays(name, bad, take):
+    for count, k in ((1000, 5), (50_000, 5), (50_000, 1)):
+        gradient, residual = numbers("heavy", count), torch.zeros(count)
+        gradient[[3, count - 1]] = bad
+        values, places = take(name, [gradient], [residual], k)
+        assert not values[0].isfinite() and places[0] == 3 and (~values.isfinite()).sum() == min(2, k)
+        assert residual.isfinite().all()
+
+
+@st.composite
+def parts(draw):
+    """Gradients and residuals in several parts, some numbers equal, some 0."""
+    sizes = draw(st.lists(st.integers(1, 9000), min_size=1, max_size=4))
+    seed, levels = draw(st.integers(0, 99)), draw(st.sampled_from([1, 3, 1000]))
+    made = [
+        numbers("heavy", 2 * size, seed + i).mul(levels).round().div(levels).view(2, -1) for i, size in enumerate(sizes)
+    ]
+    return [m[0].clone() for m in made], [m[1].clone() for m in made], draw(st.integers(1, sum(sizes)))
+
+
+@pytest.mark.parametrize("k", [17_000, 18_000, 18_432, 19_999])
+def test_nearly_all_numbers(k):
+    """Where a sample has hardly enough numbers to say what k of all reach."""
+    gradient, residual = numbers("heavy", 40_000, 0).view(2, -1)
+    total = gradient + residual
+    values, places = take_ref("dgc", [gradient], [residual], k)
+    assert torch.equal(values.abs().sort().values, total.abs().topk(k).values.sort().values)
+    assert torch.equal(total[places.long()], values)
+
+
+@needs_c
+@settings(max_examples=60, deadline=None)
+@given(parts(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([1.0, 0.25]))
+def test_c_takes_what_torch_takes(given, dtype, scale):
+    gradients, residuals, k = given
+    gradients, twins = [g.to(dtype) for g in gradients], [r.clone() for r in residuals]
+    values, places = take("dgc", gradients, residuals, k, scale)
+    expected, expected_places = take_ref("dgc", gradients, twins, k, scale)
+    nonzero = values != 0
+    assert torch.equal(values[nonzero], expected[expected != 0])
+    assert torch.equal(places[nonzero], expected_places[expected != 0])
+    assert all(map(torch.equal, residuals, twins))
+
+
+variant = variants(fused)
+
+
+@needs_c
+@pytest.mark.parametrize("sizes", [(1,), (63, 2, 64), (4099, 1), (1_300_000,), (700_001, 5, 600_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
+    """Of tensors of which a part is sampled, too; in several steps, so that residuals are of all magnitudes."""
+    k = max(1, sum(sizes) // 100)
+    residuals = [torch.zeros(size) for size in sizes]
+    twins = [residual.clone() for residual in residuals]
+    for step in range(3):
+        gradients = [numbers("heavy", size, 7 * step + size).to(dtype) for size in sizes]
+        if step == 2:
+            gradients[0][0] = gradients[-1][-1] = math.nan
+        values, places = take("dgc", gradients, residuals, k, 0.5)
+        expected, expected_places = take_ref("dgc", gradients, twins, k, 0.5)
+        there, awaited = values != 0, expected != 0
+        assert torch.equal(values[there].nan_to_num(9), expected[awaited].nan_to_num(9))
+        assert torch.equal(places[there], expected_places[awaited])
+        assert all(map(torch.equal, residuals, twins))
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts(), st.sampled_from(BIASED))
+def test_nothing_is_lost(given, name):
+    gradients, residuals, k = given
+    total = [g + r for g, r in zip(gradients, residuals, strict=True)]
+    values, places = take(name, gradients, residuals, k)
+    for add in (add_at, add_at_ref):
+        back = [r.clone() for r in residuals]
+        add(back, values, places)
+        assert all(map(torch.equal, back, total))
+
+
+def test_places_outside_are_refused():
+    for places in ([5], [-1], [3, 2]):
+        with pytest.raises((ValueError, IndexError)):
+            add_at([torch.zeros(3), torch.zeros(2)], torch.ones(len(places)), torch.tensor(places, dtype=torch.int32))
+
+
+def test_fit_k():
+    magnitudes = torch.tensor([5.0, 1, 4, 2, 3, 0])
+    assert fit_k(magnitudes, torch.tensor([0, 2, 3, 4]), 2).tolist() == [0, 2]
+    assert fit_k(magnitudes, torch.tensor([2, 3]), 3).tolist() == [2, 3, 5]  # padded
+    assert fit_k(magnitudes, torch.tensor([3]), 3).tolist() == [0, 2, 4]  # too few
+    assert fit_k(magnitudes, torch.tensor([2, 3]), 3, exact=True).tolist() == [0, 2, 4]
+
+
+def test_random_places_are_everywhere_and_change():
+    counts = torch.zeros(101)
+    for step in range(400):
+        places = random_places(101, 10, "w", step)
+        assert len(places.unique()) == 10
+        counts[places] += 1
+    assert counts.min() > 15 and counts.max() < 75  # 40 expected
+    assert torch.equal(random_places(101, 10, "w", 3), random_places(101, 10, "w", 3))
+    assert not torch.equal(random_places(101, 10, "w", 3), random_places(101, 10, "v", 3))

@@ -1,0 +1,139 @@
+"""What the documentation promises: commands that exist, tables that benchmarks write. Oracle: the checkout."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support import tables as published
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*/*.py")) if path.parent.name != "support"]
+
+
+def assert_none(found):
+    """Fail with everything found, one per line."""
+    __tracebackhide__ = True
+    assert not found, "\n".join(["", *map(str, found)])
+
+
+def command_lines(text):
+    """The shell words of each command in ```sh and ```bash blocks."""
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield shlex.split(re.sub(r"^(\$ )?(\w+=\S* )*", "", line), comments=True)
+
+
+def missing_from(words):
+    """The make targets, scripts and modules that a command names and the checkout lacks."""
+    if words[:1] == ["make"]:
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return [word for word in words[1:] if "=" not in word and not word.startswith("-") and word not in targets]
+    if not words or Path(words[0]).name not in {"python", "python3", "torchrun", "deepspeed"}:
+        return []
+    modules = [name for flag, name in zip(words, words[1:], strict=False) if flag == "-m"]
+    scripts = [word for word in words if word.endswith(".py")]
+    return [name for name in modules if not runnable(name)] + [name for name in scripts if not (ROOT / name).exists()]
+
+
+def runnable(module):
+    """Whether `python -m module` finds something: in the checkout where the package is ours, else installed."""
+    top, *rest = module.split(".")
+    if top not in PACKAGES:
+        return importlib.util.find_spec(top) is not None
+    path = ROOT.joinpath(top, *rest)
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def test_the_commands_of_the_pages_exist():
+    missing = [
+        f"{path.relative_to(ROOT)}: {shlex.join(words)}: no {name}"
+        for path in PAGES
+        for words in command_lines(path.read_text())
+        for name in missing_from(words)
+    ]
+    assert_none(missing)
+
+
+def test_relative_links_lead_to_files():
+    links = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+    found = [(path, link) for path in PAGES for link in links.findall(path.read_text())]
+    assert len(found) > 50
+    assert_none([f"{path.relative_to(ROOT)}: {link}" for path, link in found if not (path.parent / link).exists()])
+
+
+def test_readme_is_one_sitting():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_headline_numbers_stand_on_the_pages_that_readme_links_to():
+    """Each row of README's table of results: its bold numbers occur on the page that the row links to."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\|.*docs/results/", line)]
+    assert len(rows) >= 6
+    for row in rows:
+        page = (ROOT / re.search(r"\((docs/results/[^)#]+)", row)[1]).read_text()
+        numbers = re.findall(r"\*\*([^*]+)\*\*", row)
+        assert numbers, row
+        assert_none([f"{number!r} of {row!r}" for number in numbers if number not in page])
+
+
+def test_benchmarks_tell_how_long_they_take():
+    """`make bench` prints the first line of each, which says "(about N min)"."""
+    assert len(BENCHMARKS) > 20
+    assert_none([path for path in BENCHMARKS if not re.search(r"about \d+ min", path.read_text().partition("\n")[0])])
+
+
+MARKED = re.compile(r"^<!-- ([\w-]+) -->$", re.MULTILINE)
+
+
+def tables():
+    """The names of all tables that benchmarks publish."""
+    calls = [
+        node for path in BENCHMARKS for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    ]
+    return sorted(node.args[0].value for node in calls if ast.unparse(node.func).endswith("publish"))
+
+
+def test_every_table_stands_on_exactly_one_page():
+    """Between markers that follow one another: its name, the table, end."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        markers = MARKED.findall(text)
+        assert markers[1::2] == ["end"] * (len(markers) // 2) and len(markers) % 2 == 0, (page, markers)
+        found += markers[::2]
+        for name in markers[::2]:
+            table = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].splitlines()
+            assert len(table) >= 3 and all(line.startswith("| ") and line.endswith(" |") for line in table), name
+            assert set(table[1]) == set("| -") and len({line.count(" | ") for line in table}) == 1, name
+    assert sorted(found) == tables() and len(found) >= 4
+
+
+@pytest.mark.parametrize("emptied", ("", *tables()))
+def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch):
+    """Also where it is empty, or another one is; a table that no page has is an error and changes nothing."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png", "*.svg"))
+    monkeypatch.setattr(published, "DOCUMENTATION", tmp_path / "docs")
+    pages = sorted((tmp_path / "docs").rglob("*.md"))
+    if emptied:
+        page = next(page for page in pages if f"<!-- {emptied} -->" in page.read_text())
+        pattern = rf"(<!-- {emptied} -->\n).*?(<!-- end -->)"
+        page.write_text(re.sub(pattern, r"\1\2", page.read_text(), count=1, flags=re.DOTALL))
+        assert f"<!-- {emptied} -->\n<!-- end -->" in page.read_text()
+    for name in tables():
+        texts = {page: page.read_text() for page in pages}
+        published.publish(name, published.markdown(["a", "b"], [["1", r"\1"]]))
+        (changed,) = [page for page in pages if f"<!-- {name} -->" in texts[page]]
+        before, rest = texts[changed].split(f"<!-- {name} -->\n")
+        after = rest[rest.index("<!-- end -->") :]
+        texts[changed] = f"{before}<!-- {name} -->\n| a | b |\n| --- | --- |\n| 1 | \\1 |\n{after}"
+        assert {page: page.read_text() for page in pages} == texts
+    with pytest.raises(ValueError, match="no page of docs/ has a table 'colours'"):
+        published.publish("colours", "| a |")
+    assert {page: page.read_text() for page in pages} == texts
