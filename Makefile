@@ -13,7 +13,7 @@ TESTS ?=
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
 BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*.py)))
 
-.PHONY: env demo test test-all lint bench
+.PHONY: env demo test test-all lint docs bench
 .DELETE_ON_ERROR:
 
 env: .venv/stamp
@@ -27,7 +27,7 @@ env: .venv/stamp
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/constraints.txt
-	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[test,lint,bench]'
+	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[test,lint,docs,bench]'
 	@echo "env: $$(cat .venv/constraints.txt), .venv has $$(du -sm .venv | cut -f1) MB" > $@
 
 demo: .venv/stamp
@@ -42,6 +42,11 @@ test-all: .venv/stamp
 lint: .venv/stamp
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check --quiet .
+	@$(PYTHON) -m mypy
+
+# The site, in build/site.
+docs: .venv/stamp
+	@$(PYTHON) -m mkdocs build --strict --quiet
 
 # The first line of a benchmark is its docstring, which ends in "(about N min)".
 bench: .venv/stamp

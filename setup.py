@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
@@ -14,6 +15,7 @@ sys.path.insert(0, str(HERE))
 
 from sparsefusion.native.library import LIBRARY_NAME, digest, skipped, sources  # noqa: E402
 
+REPOSITORY = "https://github.com/megatron-ssm/megatron-ssm"
 FLAGS = ["-std=gnu11", "-O3", "-fno-wrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 # Sums within a kernel may be added in any order (sparsefusion's sums between ranks may not).
 OWN_FLAGS = {"sparsefusion": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
@@ -46,6 +48,16 @@ class BuildKernels(build_ext):
         return []
 
 
+class KernelsWheel(bdist_wheel):
+    """A wheel for every Python 3: of this platform if it holds the C libraries, else of any platform."""
+
+    def get_tag(self):
+        """Called after the build, when it is known whether a compiler was found."""
+        self.root_is_pure = not list(Path(self.bdist_dir).rglob(LIBRARY_NAME))
+        *_, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 def kernels(package) -> Extension:
     """The library of a package: `package`/native/libkernels.so."""
     files = [str(path.relative_to(HERE)) for path in sources(package, HERE)]
@@ -61,15 +73,46 @@ def kernels(package) -> Extension:
 
 setup(
     name="megatron-ssm",
-    version="0.1.0",
+    version="0.1.0",  # the only place that has it
     description="Tensor parallelism for state-space language models",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    url=REPOSITORY,
+    project_urls={
+        "Source": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/tree/main/docs",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    keywords=["mamba", "state-space model", "tensor parallelism", "megatron", "deepspeed", "distributed training"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["sparsefusion*", "attention2d*", "commir*", "megatron_ssm*"]),
+    package_data={package: ["py.typed"] for package in ("sparsefusion", "attention2d", "megatron_ssm")},
+    entry_points={
+        "console_scripts": [
+            "megatron-ssm = megatron_ssm.cli.main:run_and_exit",
+            "sparsefusion = sparsefusion.cli.commands:main",
+        ]
+    },
     # With this an editable install puts the directory itself on the path, so that a package added later is found.
     package_dir={"": "."},
     ext_modules=[] if skipped() else [kernels("sparsefusion"), kernels("megatron_ssm")],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelsWheel},
     install_requires=[
         "torch>=2.6",
         "numpy",
@@ -84,7 +127,8 @@ setup(
         "deepspeed": ["deepspeed>=0.19.4"],
         "hf": ["transformers"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.19.4"],
-        "lint": ["ruff"],
+        "lint": ["ruff", "mypy", "pre-commit"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'

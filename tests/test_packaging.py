@@ -1,0 +1,100 @@
+"""The wheel, built and installed into a clean environment. Oracle: pip, and what the installed commands print."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from native_variants import compiler
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("sparsefusion", "attention2d", "megatron_ssm")
+LIBRARIES = {"sparsefusion/native/libkernels.so", "megatron_ssm/native/libkernels.so"}
+NO_COMPILER = "/nonexistent"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """The files that a wheel is built from, without libraries that were built before."""
+    folder = tmp_path / "sources"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build_wheel(sources: Path, **environment: str) -> Path:
+    """The wheel that pip builds, without network: the build needs setuptools only, which is installed."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    environment = {**os.environ, "MEGATRON_SSM_SKIP_NATIVE": "", "CFLAGS": "-g0 -O1 -DNO_CLONES", **environment}
+    subprocess.run(command, cwd=sources, env=environment, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = (sources / "dist").iterdir()
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """The folder of the commands of a new environment that has the wheel, and the dependencies of this one."""
+    venv.create(folder, symlinks=True)
+    # A .pth file adds the dependencies' folder, but not what the .pth files in it add, such as this checkout.
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = folder / "bin" / "python"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--ignore-installed",
+        wheel,
+    ]
+    subprocess.run(command, check=True)
+    return python.parent
+
+
+def output(*command: object, cwd: Path) -> str:
+    """What a command prints, run outside the checkout and without its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["MEGATRON_SSM_SKIP_NATIVE"] = ""
+    return subprocess.check_output(list(map(str, command)), cwd=cwd, env=environment, text=True)
+
+
+@pytest.mark.parametrize("cc", [compiler(), NO_COMPILER])
+def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
+    """With a compiler it holds the C libraries and is of this platform; without one, torch does the work."""
+    if cc != NO_COMPILER and not shutil.which(cc):
+        pytest.skip("no C compiler")
+    wheel = build_wheel(sources, CC=cc)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    has_libraries = cc != NO_COMPILER
+    assert names & LIBRARIES == (LIBRARIES if has_libraries else set())
+    platform = re.sub(r"\W", "_", sysconfig.get_platform()) if has_libraries else "any"
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
+
+    commands = install(wheel, tmp_path / "environment")
+    doctor = json.loads(output(commands / "megatron-ssm", "doctor", "--json", cwd=tmp_path))
+    assert [library["loaded"] for library in doctor["kernels"].values()] == [has_libraries] * 2, doctor["kernels"]
+    where = output(commands / "python", "-c", "import megatron_ssm; print(megatron_ssm.__file__)", cwd=tmp_path)
+    assert where.startswith(str(tmp_path))
+    assert "usage: sparsefusion" in output(commands / "sparsefusion", "--help", cwd=tmp_path)
+
+
+def test_version_number_is_written_once():
+    (version,) = re.findall(r'version="(\d+\.\d+\.\d+)"', (ROOT / "setup.py").read_text())
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert not [path for path in files if version in path.read_text()]
