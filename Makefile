@@ -46,7 +46,7 @@ lint: .venv/stamp
 
 # The site, in build/site.
 docs: .venv/stamp
-	@$(PYTHON) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 # The first line of a benchmark is its docstring, which ends in "(about N min)".
 bench: .venv/stamp

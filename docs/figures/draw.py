@@ -1,0 +1,26 @@
+"""Draw all figures of the documentation into docs/assets/figures: `python docs/figures/draw.py` (matplotlib; no torch)."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import attention  # noqa: E402
+import gradients  # noqa: E402
+import models  # noqa: E402
+import overview  # noqa: E402
+
+FIGURES = (
+    overview.overview,
+    models.splitting_an_ssm,
+    models.all_reduce_count,
+    attention.attention_on_a_grid,
+    attention.grid_traffic,
+    gradients.selective_sparsification,
+)
+
+if __name__ == "__main__":
+    for draw in FIGURES:
+        path = draw()
+        print(f"{path.relative_to(HERE.parents[1])}  {path.stat().st_size / 1024:.1f} KB")

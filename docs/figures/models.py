@@ -1,0 +1,90 @@
+"""Figures of a state-space block: how it is split over two ranks, and how many all-reduces each kind of block needs."""
+
+from svg import MUTED, Drawing
+
+RANKS = (("rank 0: channels 0 to I/2", "blue"), ("rank 1: channels I/2 to I", "orange"))
+
+
+def splitting_an_ssm():
+    """A Mamba-1 block on two ranks: what each rank holds, and the two all-reduces."""
+    drawing = Drawing(760, 700, "A Mamba-1 block split by channel over two tensor-parallel ranks")
+    left, width, gap = 150, 280, 20
+    columns = [left, left + width + gap]
+    for x, (name, _) in zip(columns, RANKS, strict=True):
+        drawing.text(x + width / 2, 32, name, 15, True, "middle")
+    rows = [
+        (50, "hidden states x, H numbers per token: the same on every rank", None),
+        (106, "in_proj (column-parallel): x, z", ""),
+        (162, "convolution, SiLU", "K-1 inputs cached"),
+        (218, "x_proj (row-parallel): partial sums", ""),
+        (274, "ALL-REDUCE 1: dt, B, C (R + 2N numbers per token)", None),
+        (330, "dt_proj, softplus: step sizes dt", ""),
+        (386, "selective scan", "state cached"),
+        (442, "gate: y * silu(z)", ""),
+        (498, "out_proj (row-parallel): partial y", ""),
+        (554, "ALL-REDUCE 2: y (H numbers per token)", None),
+        (610, "hidden states x + y: the same on every rank", None),
+    ]
+    for top, name, note in rows:
+        if note is None:
+            colour = "red" if name.startswith("ALL") else "grey"
+            drawing.box(left, top, 2 * width + gap, 38, name, colour, 15, colour == "red")
+        else:
+            for x, (_, colour) in zip(columns, RANKS, strict=True):
+                drawing.box(x, top, width, 38, f"{name} ({note})" if note else name, colour, 14)
+        if top > 50:
+            for x in columns:
+                drawing.line([(x + width / 2, top - 18), (x + width / 2, top - 1)], arrow=True)
+    for top, bottom, lines in (
+        (106, 256, ("local:", "nothing", "is sent")),
+        (330, 536, ("local:", "nothing", "is sent")),
+    ):
+        drawing.line([(138, top), (130, top), (130, bottom), (138, bottom)], MUTED)
+        for number, line in enumerate(lines):
+            drawing.text(120, (top + bottom) / 2 - 14 + 19 * number, line, 14, False, "end", MUTED)
+    drawing.note(
+        left, 678, "H: hidden size; I: inner channels; N: state size; R: rank of dt; K: taps of the convolution"
+    )
+    return drawing.save("splitting-an-ssm")
+
+
+def all_reduce_count():
+    """Three blocks beside each other: two all-reduces, one, and two again."""
+    drawing = Drawing(860, 605, "All-reduces of a block by family")
+    columns = [
+        ("Mamba-1, Falcon-Mamba", "2 per block", [
+            ("in_proj", ""), ("convolution", ""), ("x_proj", ""), ("ALL-REDUCE", "R + 2N numbers"), ("scan", ""),
+            ("gate", ""), ("out_proj", ""), ("ALL-REDUCE", "H numbers"),
+        ]),
+        ("Mamba-2, 1 group", "1 per block", [
+            ("in_proj: also B, C, dt", ""), ("convolution", ""), ("scan (SSD)", ""), ("gate, norm without scale", ""),
+            ("out_proj", ""), ("ALL-REDUCE", "H + 1 numbers: y, sum of squares"), ("scale by the norm", ""),
+        ]),
+        ("Mamba-2, 1 < groups < T", "2 per block", [
+            ("in_proj: also B, C, dt", ""), ("convolution", ""), ("scan (SSD)", ""), ("gate", ""),
+            ("ALL-REDUCE", "sums of squares, G numbers"), ("norm", ""), ("out_proj", ""), ("ALL-REDUCE", "H numbers"),
+        ]),
+    ]  # fmt: skip
+    width, gap, left = 256, 24, 22
+    for number, (name, count, steps) in enumerate(columns):
+        x = left + number * (width + gap)
+        drawing.text(x + width / 2, 34, name, 14, True, "middle")
+        drawing.text(x + width / 2, 56, count, 14, False, "middle", MUTED)
+        top = 72
+        for place, (step, numbers) in enumerate(steps):
+            high = 52 if numbers else 38
+            text, colour = (f"{step}\n{numbers}", "red") if numbers else (step, "green")
+            drawing.box(x, top, width, high, text, colour, 13.5, bool(numbers))
+            top += high
+            if place + 1 < len(steps):
+                drawing.line([(x + width / 2, top), (x + width / 2, top + 13)], arrow=True)
+                top += 14
+    notes = (
+        "T: tensor-parallel ranks; G: groups of heads that share B and C. Numbers are per token; green steps send nothing.",
+        "Mamba-2 with G % T = 0: the norm is local, and out_proj's all-reduce, of H numbers, is the only one.",
+        "Zamba: as Mamba-1, without the first all-reduce while T is at most the number of Mamba heads. Zamba2: as Mamba-2.",
+        "Each use of Zamba's or Zamba2's shared attention block adds two all-reduces of H numbers.",
+    )
+    for number, line in enumerate(notes):
+        drawing.note(left, 528 + 21 * number, line)
+    return drawing.save("all-reduce-count")
