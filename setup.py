@@ -128,7 +128,7 @@ setup(
         "hf": ["transformers"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.19.4"],
         "lint": ["ruff", "mypy", "pre-commit"],
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2", "ruff"],
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
