@@ -1,4 +1,4 @@
-"""attention2d: exact attention over sequences that are spread over ranks.
+"""attention2d: exact attention over sequences that are sharded over ranks.
 
 Names are imported on first use.
 """

@@ -1,152 +1,175 @@
-"""Ranks along a row or a column of the grid: gathering their chunks, passing them around, sending results home.
+"""Communication along one axis of the grid (a row, a column, or the ranks of a cell), by messages between pairs of ranks.
 
-A chunk is what one cell of the axis holds, sequence first: (slots, ...). Everything here goes by messages between pairs of
-ranks of one group, one step after the other, and every rank takes the same steps.
+A chunk is what one rank of the axis holds: a tensor (slots, ...) with the sequence first. Every rank of an axis takes the
+same steps in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.distributed import ProcessGroup
 
 from attention2d.layout.token_order import Segment
 from sparsefusion.collectives.counted import Counter, Exchange, exchange
 
+Tensors = Sequence[torch.Tensor]
 
-class Chunks:
-    """Several ranks' chunks in one buffer, sorted by position; `segments` says what it holds, from slot 0 on."""
+
+class ChunkLayout:
+    """How several ranks' chunks lie in one buffer: their segments, sorted by position (`segments`, from slot 0 on)."""
 
     def __init__(self, chunks: Sequence[tuple[Segment, ...]]):
-        found = []
-        for number, chunk in enumerate(chunks):
+        pieces = []  # (segment, index of its chunk, its slots in the chunk)
+        for index, chunk in enumerate(chunks):
             ends = accumulate(segment.length for segment in chunk)
-            found += [(s, number, slice(end - s.length, end)) for s, end in zip(chunk, ends, strict=True)]
-        found.sort(key=lambda piece: piece[0].start)
-        self.segments = tuple(segment for segment, _, _ in found)
+            pieces += [(s, index, slice(end - s.length, end)) for s, end in zip(chunk, ends, strict=True)]
+        pieces.sort(key=lambda piece: piece[0].start)
+        self.segments = tuple(segment for segment, _, _ in pieces)
         self.count, self.slots = len(chunks), sum(segment.length for segment in self.segments)
-        self._pieces = [[] for _ in chunks]  # of each chunk: (slots of the chunk, slots of the buffer)
+        self._slots = [[] for _ in chunks]  # of each chunk: (slots of the chunk, slots of the buffer)
         ends = accumulate(segment.length for segment in self.segments)
-        for (segment, number, slots), end in zip(found, ends, strict=True):
-            self._pieces[number].append((slots, slice(end - segment.length, end)))
+        for (segment, index, slots), end in zip(pieces, ends, strict=True):
+            self._slots[index].append((slots, slice(end - segment.length, end)))
 
-    def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A buffer for chunks like this one."""
+    def new_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialized buffer for chunks with the dtype and the trailing dimensions of `like`."""
         return like.new_empty(self.slots, *like.shape[1:])
 
-    def pieces(self, chunk: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The chunk `tensor`, cut as it lies in a buffer."""
-        return [tensor[slots] for slots, _ in self._pieces[chunk]]
+    def chunk_pieces(self, index: int, chunk: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the segments of a chunk, which is number `index` of the layout."""
+        return [chunk[slots] for slots, _ in self._slots[index]]
 
-    def views(self, chunk: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where those lie."""
-        return [buffer[slots] for _, slots in self._pieces[chunk]]
+    def buffer_pieces(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the segments of chunk number `index` in a buffer, in the order of `chunk_pieces`."""
+        return [buffer[slots] for _, slots in self._slots[index]]
 
-    def put(self, chunk: int, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-        """The chunk `tensor` into its place."""
-        for piece, view in zip(self.pieces(chunk, tensor), self.views(chunk, buffer), strict=True):
+    def write(self, index: int, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy a chunk, number `index` of the layout, into a buffer."""
+        for piece, view in zip(self.chunk_pieces(index, chunk), self.buffer_pieces(index, buffer), strict=True):
             view.copy_(piece)
 
-    def take(self, chunk: int, buffer: torch.Tensor) -> torch.Tensor:
-        """A chunk out of a buffer: the buffer itself if there is no other."""
+    def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Chunk number `index` of a buffer: a copy, or the buffer itself if it is the only chunk."""
         if self.count == 1:
             return buffer
-        return torch.cat(self.views(chunk, buffer))
+        return torch.cat(self.buffer_pieces(index, buffer))
 
 
-def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Each part to its total."""
+def add_to(totals: Tensors, parts: Tensors) -> None:
+    """Add each part to its total, in place."""
     for total, part in zip(totals, parts, strict=True):
         total += part
 
 
 @dataclass(frozen=True)
 class Axis:
-    """peers: the ranks along it, of which this one is number `own`; chunks: of each of them, in the same order."""
+    """The ranks along an axis of the grid.
 
-    group: object
+    peers: their ranks in `group`. index: this rank's index among them. chunks: the segments that each of them holds. Steps
+    count along `peers` and wrap around at the end.
+    """
+
+    group: ProcessGroup | None
     counter: Counter
     peers: tuple[int, ...]
-    own: int
+    index: int
     chunks: tuple[tuple[Segment, ...], ...]
 
     @property
     def size(self) -> int:
+        """The number of ranks along the axis."""
         return len(self.peers)
 
     def peer(self, step: int) -> int:
-        """The rank `step` further, around."""
-        return self.peers[(self.own + step) % self.size]
+        """The rank `step` further along the axis."""
+        return self.peers[(self.index + step) % self.size]
 
     def chunk(self, step: int) -> tuple[Segment, ...]:
-        """What that rank's chunk holds."""
-        return self.chunks[(self.own + step) % self.size]
+        """The segments of the rank `step` further."""
+        return self.chunks[(self.index + step) % self.size]
 
-    def exchange(self, sends, receives) -> Exchange:
-        """`sparsefusion.collectives.counted.exchange`, counted."""
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Exchange:
+        """Start `sparsefusion.collectives.counted.exchange` in this group; its bytes are counted."""
         return exchange(sends, receives, self.group, self.counter)
 
-    def gather(self, layout: Chunks, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each.
+    def all_gather(self, layout: ChunkLayout, tensors: Tensors) -> list[torch.Tensor]:
+        """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each tensor.
 
-        Every rank passes what came last on to the one before it: seven chunks of 262 KB, which 20 mbit would carry in
-        0.73 s, take 0.8 to 0.9 s from one neighbour, and with bbr as TCP 1.1 to 1.2 s from one rank after the other.
+        In each step a rank sends the chunk that it received last to the rank before it. This is faster than sending to one
+        rank after the other: over a link of 20 mbit/s, seven chunks of 262 KB take 0.8 to 0.9 s from one neighbour (0.73 s
+        at the link's rate), and 1.1 to 1.2 s from changing ones, with bbr as TCP's congestion control.
         """
         if self.size == 1:
             return list(tensors)
-        buffers = [layout.empty(tensor) for tensor in tensors]
+        buffers = [layout.new_buffer(tensor) for tensor in tensors]
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            layout.put(self.own, tensor, buffer)
+            layout.write(self.index, tensor, buffer)
         for step in range(1, self.size):
-            last, coming = ((self.own + by) % self.size for by in (step - 1, step))
-            sends = [(part, self.peer(-1)) for buffer in buffers for part in layout.views(last, buffer)]
-            receives = [(part, self.peer(1)) for buffer in buffers for part in layout.views(coming, buffer)]
+            sent, received = ((self.index + ahead) % self.size for ahead in (step - 1, step))
+            sends = [(part, self.peer(-1)) for buffer in buffers for part in layout.buffer_pieces(sent, buffer)]
+            receives = [(part, self.peer(1)) for buffer in buffers for part in layout.buffer_pieces(received, buffer)]
             self.exchange(sends, receives).wait()
         return buffers
 
-    def scatter(self, layout: Chunks, buffers: Sequence[torch.Tensor], dtypes, take) -> None:
-        """For each other rank, in the order of the steps, take(its parts of this rank's chunk, one of each buffer).
+    def all_to_all(
+        self, layout: ChunkLayout, buffers: Tensors, dtypes: Sequence[torch.dtype], consume: Callable[[Tensors], None]
+    ) -> None:
+        """Send every other rank its chunk of each of `buffers`; call `consume` with this rank's chunks from each of them.
 
-        dtypes: what they travel in. Sends (size - 1) chunks of each.
+        dtypes: of the messages, one for each buffer. consume: is called once a step, in the order of the steps, with one
+        chunk of each buffer. Sends (size - 1) chunks of each buffer.
         """
         pairs = list(zip(buffers, dtypes, strict=True))
         for step in range(1, self.size):
-            take(self._send_home(layout, pairs, step))
+            consume(self._swap_chunks(layout, pairs, step))
 
-    def add_up(self, layout: Chunks, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's chunk of each of `buffers`, summed over all ranks: the nearest before it first, its own last.
+    def reduce_scatter(self, layout: ChunkLayout, buffers: Tensors) -> list[torch.Tensor]:
+        """This rank's chunk of each of `buffers`, summed over all ranks. Sends (size - 1) chunks of each buffer.
 
-        Sums are passed on to the rank before, as chunks are, each rank adding what it has. Sends (size - 1) chunks of each.
+        Partial sums travel to the rank before, and each rank adds its own chunk. The sum thus always has the same order: it
+        begins with the chunk of the rank before this one, goes on backwards, and ends with this rank's.
         """
-        sums = [layout.take((self.own + 1) % self.size, buffer) for buffer in buffers]
+        sums = [layout.read((self.index + 1) % self.size, buffer) for buffer in buffers]
         for step in range(1, self.size):
-            sums, chunk = self.pass_on(sums).wait(), (self.own + 1 + step) % self.size
+            sums, chunk = self.pass_on(sums).wait(), (self.index + 1 + step) % self.size
             for total, buffer in zip(sums, buffers, strict=True):
-                add(layout.pieces(chunk, total), layout.views(chunk, buffer))
+                add_to(layout.chunk_pieces(chunk, total), layout.buffer_pieces(chunk, buffer))
         return sums
 
-    def _send_home(self, layout, pairs, step) -> list[torch.Tensor]:
-        """The chunk of the rank `step` further leaves; the one of the rank `step` before for this one."""
-        slots, target = layout.slots // self.size, (self.own + step) % self.size
+    def _swap_chunks(self, layout, pairs, step) -> list[torch.Tensor]:
+        """Send its chunks to the rank `step` further, and receive this rank's chunks from the one `step` before."""
+        slots, target = layout.slots // self.size, (self.index + step) % self.size
         received = [buffer.new_empty(slots, *buffer.shape[1:], dtype=dtype) for buffer, dtype in pairs]
-        sends = [(part.to(dtype), self.peer(step)) for buffer, dtype in pairs for part in layout.views(target, buffer)]
-        receives = [(part, self.peer(-step)) for r in received for part in layout.pieces(self.own, r)]
+        sends = [
+            (part.to(dtype), self.peer(step))
+            for buffer, dtype in pairs
+            for part in layout.buffer_pieces(target, buffer)
+        ]
+        receives = [(part, self.peer(-step)) for r in received for part in layout.chunk_pieces(self.index, r)]
         self.exchange(sends, receives).wait()
         return received
 
-    def trade(self, tensors: Sequence[torch.Tensor], to: int, source: int) -> Exchange:
-        """Start sending `tensors` to rank `to`, and receiving as many of the same shapes from rank `source`."""
+    def send_and_receive(self, tensors: Tensors, to: int, source: int) -> Exchange:
+        """Start sending `tensors` to rank `to`, and receiving tensors of the same shapes from rank `source`."""
         receives = [(tensor.new_empty(tensor.shape), source) for tensor in tensors]
         return self.exchange([(tensor, to) for tensor in tensors], receives)
 
-    def pass_on(self, tensors: Sequence[torch.Tensor]) -> Exchange:
-        """Start sending `tensors` to the rank before this one, and receiving the same of the one after it."""
-        return self.trade(tensors, self.peer(-1), self.peer(1))
+    def pass_on(self, tensors: Tensors) -> Exchange:
+        """Start sending `tensors` to the rank before this one, and receiving those of the rank after it."""
+        return self.send_and_receive(tensors, self.peer(-1), self.peer(1))
 
-    def stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-        """(step, the chunks of the rank `step` further), this rank's first; the next ones travel while these are used.
+    def swap(self, step: int, tensors: Tensors) -> Exchange:
+        """Start sending `tensors` to the rank `step` further, and receiving those of the rank `step` before."""
+        return self.send_and_receive(tensors, self.peer(step), self.peer(-step))
 
-        Every rank passes what it has on to the one before it. Sends (size - 1) chunks of each.
+    def stream(self, tensors: Tensors) -> Iterator[tuple[int, Tensors]]:
+        """Yield (step, chunks of the rank `step` further), this rank's own first, while the next chunks travel.
+
+        In each step a rank sends the chunks that it has to the rank before it. Sends (size - 1) chunks of each tensor.
         """
         for step in range(self.size):
             under_way = None
@@ -155,7 +178,3 @@ class Axis:
             yield step, tensors
             if under_way:
                 tensors = under_way.wait()
-
-    def swap(self, step: int, tensors: Sequence[torch.Tensor]) -> Exchange:
-        """Start sending `tensors` to the rank `step` further, and receiving the same from the one `step` before."""
-        return self.trade(tensors, self.peer(step), self.peer(-step))

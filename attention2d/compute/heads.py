@@ -1,50 +1,56 @@
-"""Heads shared among the ranks of a cell: each has all of the cell's tokens for its heads, or all heads for its tokens.
+"""DeepSpeed-Ulysses' all-to-all among the ranks of a cell, by messages (attention2d.md A.7).
 
-This is DeepSpeed-Ulysses' all-to-all, by messages (attention2d.md A.7). Tensors: (slots, batch, heads, ...).
+Outside, a rank has its own tokens and all heads; inside, all tokens of the cell and its share of the heads. Tensors are
+(slots, batch, heads, ...).
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from .axis import Axis, Chunks
+from .axis import Axis, ChunkLayout
 
 
-def share_heads(mates: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each of `tensors`, this rank's slots, all heads -> the slots of all mates, sorted by position, this rank's heads.
+def scatter_heads(cell: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """From this rank's slots and all heads to all slots of the cell, sorted by position, and this rank's heads.
 
-    What comes out is contiguous. Sends (size - 1)/size of each, all in the same steps.
+    Returns a contiguous tensor for each of `tensors`. Sends (size - 1)/size of each, all tensors in the same steps.
     """
-    if mates.size == 1:
+    if cell.size == 1:
         return [x.contiguous() for x in tensors]
-    layout, own = Chunks(mates.chunks), mates.own
-    parts = [x.chunk(mates.size, dim=2) for x in tensors]
-    shared = [layout.empty(of[own]) for of in parts]
-    for of, buffer in zip(parts, shared, strict=True):
-        layout.put(own, of[own], buffer)
-    for step in range(1, mates.size):
-        to, source = (own + step) % mates.size, (own - step) % mates.size
-        pieces = [piece for of in parts for piece in layout.pieces(own, of[to].contiguous())]
-        views = [view for buffer in shared for view in layout.views(source, buffer)]
-        mates.exchange([(t, mates.peer(step)) for t in pieces], [(t, mates.peer(-step)) for t in views]).wait()
-    return shared
+    layout, index = ChunkLayout(cell.chunks), cell.index
+    head_shares = [x.chunk(cell.size, dim=2) for x in tensors]
+    scattered = [layout.new_buffer(shares[index]) for shares in head_shares]
+    for shares, buffer in zip(head_shares, scattered, strict=True):
+        layout.write(index, shares[index], buffer)
+    for step in range(1, cell.size):
+        to, source = (index + step) % cell.size, (index - step) % cell.size
+        pieces = [piece for shares in head_shares for piece in layout.chunk_pieces(index, shares[to].contiguous())]
+        views = [view for buffer in scattered for view in layout.buffer_pieces(source, buffer)]
+        cell.exchange([(t, cell.peer(step)) for t in pieces], [(t, cell.peer(-step)) for t in views]).wait()
+    return scattered
 
 
-def join_heads(mates: Axis, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `share_heads` does, undone."""
-    if mates.size == 1:
-        return list(shared)
-    layout, own = Chunks(mates.chunks), mates.own
-    wholes = [x.new_empty(x.shape[0] // mates.size, x.shape[1], x.shape[2] * mates.size, *x.shape[3:]) for x in shared]
-    parts = [whole.chunk(mates.size, dim=2) for whole in wholes]
-    for of, x in zip(parts, shared, strict=True):
-        of[own].copy_(layout.take(own, x))
-    for step in range(1, mates.size):
-        to, source = (own + step) % mates.size, (own - step) % mates.size
-        received = [torch.empty_like(of[own], memory_format=torch.contiguous_format) for of in parts]
-        views = [view for x in shared for view in layout.views(to, x)]
-        pieces = [piece for each in received for piece in layout.pieces(own, each)]
-        mates.exchange([(t, mates.peer(step)) for t in views], [(t, mates.peer(-step)) for t in pieces]).wait()
-        for of, each in zip(parts, received, strict=True):
-            of[source].copy_(each)
-    return wholes
+def gather_heads(cell: Axis, scattered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inverse of `scatter_heads`: from all slots of the cell and this rank's heads to its own slots and all heads.
+
+    Sends (size - 1)/size of each tensor.
+    """
+    if cell.size == 1:
+        return list(scattered)
+    layout, index = ChunkLayout(cell.chunks), cell.index
+    gathered = [
+        x.new_empty(x.shape[0] // cell.size, x.shape[1], x.shape[2] * cell.size, *x.shape[3:]) for x in scattered
+    ]
+    head_shares = [x.chunk(cell.size, dim=2) for x in gathered]
+    for shares, x in zip(head_shares, scattered, strict=True):
+        shares[index].copy_(layout.read(index, x))
+    for step in range(1, cell.size):
+        to, source = (index + step) % cell.size, (index - step) % cell.size
+        received = [torch.empty_like(shares[index], memory_format=torch.contiguous_format) for shares in head_shares]
+        views = [view for x in scattered for view in layout.buffer_pieces(to, x)]
+        pieces = [piece for chunk in received for piece in layout.chunk_pieces(index, chunk)]
+        cell.exchange([(t, cell.peer(step)) for t in views], [(t, cell.peer(-step)) for t in pieces]).wait()
+        for shares, chunk in zip(head_shares, received, strict=True):
+            shares[source].copy_(chunk)
+    return gathered

@@ -1,25 +1,35 @@
-"""Forward and backward of attention on a grid of cells (attention2d.md A.3 to A.5): gathered at once, or streamed.
+"""Forward and backward pass of attention on a grid of cells, gathered or streamed (attention2d.md A.3 to A.5).
 
-Cell (i, j) of R rows and C columns attends the queries of its row to the keys and values of its column, and sends what it
-finds to the queries' owners, who merge it: one softmax, exactly. Gathered, all is fetched first and sent home afterwards;
-streamed, chunks travel while others are used, and a result leaves when it is ready. Both send the same bytes; a partial
-result is rounded once, and results are merged in the order of the steps, whatever arrives first.
+The cell in row i and column j of R rows and C columns attends the queries of all cells of its row to the keys and values of
+all cells of its column. It sends each partial result to the cell whose queries it is about, which merges the partial
+results by their log-sum-exp: together they are one softmax, exactly.
+
+- gathered: first gather all queries of the row and all keys of the column, then attend, then send the results.
+- streamed: attend one chunk of queries to one chunk of keys at a time, while the next chunks and finished results travel.
+
+Both send the same bytes. A partial result is rounded to the wire's dtype once, and partial results are merged in the order
+of the steps, so the result does not depend on what arrives first.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from attention2d.layout.token_order import calls, cut
+import torch
+
+from attention2d.layout.token_order import KernelCall, kernel_calls, split_calls
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .axis import Axis, Chunks, add
-from .tile import attend, attend_backward, merge, of_no_keys, tile_length
+from .axis import Axis, ChunkLayout, Tensors, add_to
+from .tile import attend, attend_backward, empty_result, merge, tile_length
+
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What one rank attends; tensors are its chunks, sequence first, of its share of the heads.
+class GridAttention:
+    """Attention of one rank's chunks: tensors have the sequence first and this rank's share of the heads.
 
-    row: the axis along which queries travel, C cells. col: that of keys and values, R cells.
+    row: the axis along which queries travel, C cells. col: the axis along which keys and values travel, R cells.
     """
 
     row: Axis
@@ -27,138 +37,150 @@ class Passes:
     causal: bool
     scale: float
 
-    def forward_gathered(self, q, k, v):
-        """(out, lse) of this rank's queries, at least fp32. Sends C-1 chunks of q, out and lse, R-1 of k and v."""
-        rows, cols = Chunks(self.row.chunks), Chunks(self.col.chunks)
-        keys, values = self.col.gather(cols, [k, v])
-        (queries,) = self.row.gather(rows, [q])
-        outs, lses = self._attend(calls(rows.segments, cols.segments, self.causal), queries, keys, values)
+    def forward_gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's queries, in at least fp32. Sends C-1 chunks of q, out and lse, R-1 of k and v."""
+        rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
+        keys, values = self.col.all_gather(cols, [k, v])
+        (queries,) = self.row.all_gather(rows, [q])
+        outs, lses = self._attend(kernel_calls(rows.segments, cols.segments, self.causal), queries, keys, values)
         del queries, keys, values
-        mine = rows.take(self.row.own, outs), rows.take(self.row.own, lses)
-        self.row.scatter(rows, [outs, lses], [q.dtype, lses.dtype], lambda more: merge(*mine, *more))
-        return mine
+        own = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
+        self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own, *partial))
+        return own
 
-    def backward_gathered(self, q, k, v, out, lse, dout):
-        """(dq, dk, dv), at least fp32. Sends C-1 chunks of q, dout, lse, delta and dq, R-1 of k, v, dk and dv."""
-        rows, cols = Chunks(self.row.chunks), Chunks(self.col.chunks)
-        keys, values = self.col.gather(cols, [k, v])
-        queries = self.row.gather(rows, [q, dout, lse, _delta(dout, out)])
-        tiles = calls(rows.segments, cols.segments, self.causal)
-        dqueries, dkeys, dvalues = self._attend_backward(tiles, queries, (keys, values))
+    def backward_gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), in at least fp32. Sends C-1 chunks of q, dout, lse, delta and dq, R-1 of k, v, dk and dv."""
+        rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
+        keys, values = self.col.all_gather(cols, [k, v])
+        queries = self.row.all_gather(rows, [q, dout, lse, _delta(dout, out)])
+        calls = kernel_calls(rows.segments, cols.segments, self.causal)
+        dqueries, dkeys, dvalues = self._attend_backward(calls, queries, (keys, values))
         del queries, keys, values
-        (dq,) = self.row.add_up(rows, [dqueries])
+        (dq,) = self.row.reduce_scatter(rows, [dqueries])
         del dqueries
-        return dq, *self.col.add_up(cols, [dkeys, dvalues])
+        return dq, *self.col.reduce_scatter(cols, [dkeys, dvalues])
 
-    def forward_streamed(self, q, k, v):
-        """The same as `forward_gathered`. With one column two chunks of k and v are held at a time, else all."""
-        mine, leaving, blocks = None, None, _Blocks(self.col, [k, v], kept=self.row.size > 1)
+    def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward_gathered`. With one column two chunks of k and v are held at a time, otherwise all of the column's."""
+        own, leaving, blocks = None, None, _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
         for t, (queries,) in self.row.stream([q]):
-            part = None
+            partial = None
             for s, block in blocks:
-                part = self._attend(self._pair(t, s), queries, *block, part)
-                del block  # before the next but one is made
+                partial = self._attend(self._calls_between(t, s), queries, *block, partial)
+                del block  # so that its memory is free when the next one arrives
             del queries
             if leaving:
-                merge(*mine, *leaving.wait())
+                merge(*own, *leaving.wait())
             if t == 0:
-                mine = part
+                own = partial
             else:
-                leaving = self.row.swap(t, [part[0].to(q.dtype), part[1]])
+                leaving = self.row.swap(t, [partial[0].to(q.dtype), partial[1]])
         if leaving:
-            merge(*mine, *leaving.wait())
-        return mine
+            merge(*own, *leaving.wait())
+        return own
 
-    def backward_streamed(self, q, k, v, out, lse, dout):
-        """The same as `backward_gathered`: sums follow the chunks, those of keys and values when the last queries do."""
-        blocks, gradients, last = _Blocks(self.col, [k, v], kept=self.row.size > 1), {}, self.row.size - 1
-        dq, leaving, leaving_home = None, None, None
+    def backward_streamed(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `backward_gathered`. Partial sums of dq follow their queries along the row.
+
+        Those of dk and dv travel along the column while the last chunk of queries is attended.
+        """
+        blocks, dkv, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), {}, self.row.size - 1
+        dq, leaving_dq, leaving_dkv = None, None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries = None
             for s, block in blocks:
-                found = (dqueries, *gradients.get(s, (None, None)))
-                dqueries, *gradients[s] = self._attend_backward(self._pair(t, s), queries, block, found)
-                del block, found  # before the next but one is made
+                sums = (dqueries, *dkv.get(s, (None, None)))
+                dqueries, *dkv[s] = self._attend_backward(self._calls_between(t, s), queries, block, sums)
+                del block, sums  # so that their memory is free when the next block arrives
                 if s and t == last:
-                    if leaving_home:
-                        add(gradients[s], leaving_home.wait())
-                    leaving_home = self.col.pass_on(gradients.pop(s))
+                    if leaving_dkv:
+                        add_to(dkv[s], leaving_dkv.wait())
+                    leaving_dkv = self.col.pass_on(dkv.pop(s))
             del queries
-            if leaving:
-                add([dqueries], leaving.wait())
+            if leaving_dq:
+                add_to([dqueries], leaving_dq.wait())
             if t == 0:
                 dq = dqueries
             else:
-                leaving = self.row.pass_on([dqueries])
-        if leaving_home:
-            add(gradients[0], leaving_home.wait())
-        if leaving:
-            add([dq], leaving.wait())
-        return dq, *gradients[0]
+                leaving_dq = self.row.pass_on([dqueries])
+        if leaving_dkv:
+            add_to(dkv[0], leaving_dkv.wait())
+        if leaving_dq:
+            add_to([dq], leaving_dq.wait())
+        return dq, *dkv[0]
 
-    def _pair(self, t: int, s: int):
-        """Calls of the queries of the cell t columns on, against the keys of the one s rows on."""
-        return calls(self.row.chunk(t), self.col.chunk(s), self.causal)
+    def _calls_between(self, t: int, s: int) -> list[KernelCall]:
+        """The kernel calls of the queries of the cell t columns further and the keys of the cell s rows further."""
+        return kernel_calls(self.row.chunk(t), self.col.chunk(s), self.causal)
 
-    def _attend(self, tiles, queries, keys, values, found=None):
-        """(out, lse) of these calls, merged into what was found before."""
-        if found is None and _is_whole(tiles, queries):
-            (call,) = tiles
+    def _attend(self, calls, queries, keys, values, result=None):
+        """(out, lse) of these kernel calls, merged into an earlier `result` in place if there is one."""
+        if result is None and _is_one_tile(calls, queries):
+            (call,) = calls
             return attend(queries, keys[call.kv], values[call.kv], call.causal, self.scale)
-        out, lse = found = found or of_no_keys(queries)
-        for call in cut(tiles, tile_length(queries)):
+        out, lse = result = result or empty_result(queries)
+        for call in split_calls(calls, tile_length(queries)):
             merge(
                 out[call.q],
                 lse[call.q],
                 *attend(queries[call.q], keys[call.kv], values[call.kv], call.causal, self.scale),
             )
-        return found
+        return result
 
-    def _attend_backward(self, tiles, queries, block, found=(None, None, None)):
-        """(dq, dk, dv) of these calls, added to what was found before; queries: q, dout, lse and delta; block: k and v."""
-        if not any(gradient is not None for gradient in found) and _is_whole(tiles, queries[0], block[0]):
-            return attend_backward(*(queries[at] for at in (1, 3, 0)), *block, queries[2], tiles[0].causal, self.scale)
-        found = [
-            _zeros(t) if gradient is None else gradient for gradient, t in zip(found, (queries[0], *block), strict=True)
-        ]
-        for call in cut(tiles, tile_length(queries[0])):
+    def _attend_backward(self, calls, queries, block, sums=(None, None, None)):
+        """(dq, dk, dv) of these kernel calls, added in place to earlier `sums`, where these are not None.
+
+        queries: q, dout, lse and delta. block: k and v.
+        """
+        if not any(total is not None for total in sums) and _is_one_tile(calls, queries[0], block[0]):
+            return attend_backward(*(queries[at] for at in (1, 3, 0)), *block, queries[2], calls[0].causal, self.scale)
+        sums = [_zeros(t) if total is None else total for total, t in zip(sums, (queries[0], *block), strict=True)]
+        for call in split_calls(calls, tile_length(queries[0])):
             q, dout, lse, delta = (t[call.q] for t in queries)
             k, v = (t[call.kv] for t in block)
-            where = [t[slots] for t, slots in zip(found, (call.q, call.kv, call.kv), strict=True)]
-            add(where, attend_backward(dout, delta, q, k, v, lse, call.causal, self.scale))
-        return found
+            totals = [t[slots] for t, slots in zip(sums, (call.q, call.kv, call.kv), strict=True)]
+            add_to(totals, attend_backward(dout, delta, q, k, v, lse, call.causal, self.scale))
+        return sums
 
 
-class _Blocks:
-    """Chunks of keys and values by the step, as they come; kept for the next time, or not."""
+class _KeyBlocks:
+    """The chunks of keys and values along the column, by step, each time it is iterated.
 
-    def __init__(self, axis: Axis, tensors, kept: bool):
-        self._axis, self._tensors, self._kept, self._held = axis, tensors, kept, []
+    is_kept: keep the chunks that arrive in the first iteration for later ones; otherwise it can be iterated only once.
+    """
 
-    def __iter__(self):
-        if self._held:
-            yield from self._held
+    def __init__(self, axis: Axis, tensors: Tensors, is_kept: bool):
+        self._axis, self._tensors, self._is_kept, self._received = axis, tensors, is_kept, []
+
+    def __iter__(self) -> Iterator[tuple[int, Tensors]]:
+        if self._received:
+            yield from self._received
             return
-        if not self._kept:
+        if not self._is_kept:
             yield from self._axis.stream(self._tensors)
             return
         for step, block in self._axis.stream(self._tensors):
-            self._held.append((step, block))
+            self._received.append((step, block))
             yield step, block
 
 
-def _is_whole(tiles, queries, keys=None) -> bool:
-    """Whether all queries, and all keys, are one tile: it needs no room to be added up in."""
-    whole = [slice(0, len(queries))]
-    if [call.q for call in tiles] != whole or (keys is not None and tiles[0].kv != slice(0, len(keys))):
+def _is_one_tile(calls: Sequence[KernelCall], queries, keys=None) -> bool:
+    """Whether one kernel call on one tile covers all queries (and all keys), so that no sum over tiles is needed."""
+    all_queries = [slice(0, len(queries))]
+    if [call.q for call in calls] != all_queries or (keys is not None and calls[0].kv != slice(0, len(keys))):
         return False
-    return max(len(queries), tiles[0].kv.stop - tiles[0].kv.start) <= tile_length(queries)
+    return max(len(queries), calls[0].kv.stop - calls[0].kv.start) <= tile_length(queries)
 
 
 def _delta(dout, out):
+    """(slots, batch, heads): rowsum(dout * out), in at least fp32."""
     return (dout.to(at_least_fp32(dout.dtype)) * out).sum(-1)
 
 
 def _zeros(like):
-    """A gradient of it: none yet."""
+    """A zero gradient of `like`, in at least fp32."""
     return like.new_zeros(like.shape, dtype=at_least_fp32(like.dtype))

@@ -1,11 +1,13 @@
-"""One tile of attention: some queries against some keys and values, to be merged with others (attention2d.md A.4).
+"""Attention of one tile: some queries against some keys and values, to be merged with other tiles (attention2d.md A.4).
 
-Tensors here have the sequence first: q (queries, batch, heads, head_dim); k, v (keys, batch, kv_heads, head_dim), each
-serving heads / kv_heads neighbouring query heads; lse and delta (queries, batch, heads). What comes out is at least fp32.
+Tensors have the sequence first: q is (queries, batch, heads, head_dim); k and v are (keys, batch, kv_heads, head_dim), where
+each key/value head serves heads / kv_heads consecutive query heads; lse and delta are (queries, batch, heads). Results are
+in at least fp32.
 
-Backward recomputes the tile's probabilities from the log-sum-exp over *all* keys, and needs of the output only
-delta = rowsum(dout * out), which the kernels take the sum of themselves: they are given delta/|dout|^2 dout for the
-output, whose sum with dout is the same, so that no output need travel (attention2d.md 0.4).
+Backward recomputes the tile's probabilities from the log-sum-exp over *all* keys. Of the output it needs only
+delta = rowsum(dout * out). The kernels compute delta themselves, from dout and out. They are therefore given
+delta / |dout|^2 * dout in place of the output: its product with dout has the same row sums, and no rank needs to receive the
+outputs of others (attention2d.md 0.4).
 """
 
 import math
@@ -15,42 +17,48 @@ import torch
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 aten = torch.ops.aten
-# Numbers of a tile's queries, on the CPU and on CUDA, and how many queries it has at least; scores in plain mathematics.
-NUMBERS, CUDA_NUMBERS, LEAST, SCORES = 2**20, 2**26, 128, 2**22
+Tensor = torch.Tensor
+
+# Limits of a tile's size: elements of its queries on the CPU and on CUDA, ...
+CPU_ELEMENTS, CUDA_ELEMENTS = 2**20, 2**26
+MIN_LENGTH = 128  # ... but never fewer queries than this;
+SCORES = 2**22  # elements of the score matrix where attention is computed in plain torch operations on CUDA
 
 
-def tile_length(q) -> int:
-    """How many queries, and keys, a tile should have at most, for it to need little memory besides its results."""
+def tile_length(q: Tensor) -> int:
+    """The largest number of queries, and of keys, in a tile that needs little memory besides its results."""
     seq, batch, heads, head_dim = q.shape
-    if q.is_cuda and not _flash_takes(q):
+    if q.is_cuda and not _has_flash_kernel(q):
         return max(1, math.isqrt(SCORES // (batch * heads)))
-    return most_slots(batch * heads * head_dim, q.is_cuda)
+    return kernel_tile_length(batch * heads * head_dim, q.is_cuda)
 
 
-def most_slots(row: int, on_cuda: bool) -> int:
-    """The same of queries with `row` numbers each, by one of torch's kernels."""
-    return max(LEAST, (CUDA_NUMBERS if on_cuda else NUMBERS) // row)
+def kernel_tile_length(row_elements: int, on_cuda: bool) -> int:
+    """`tile_length` for torch's fused kernels; row_elements: batch * heads * head_dim, the elements of one query slot."""
+    return max(MIN_LENGTH, (CUDA_ELEMENTS if on_cuda else CPU_ELEMENTS) // row_elements)
 
 
-def attend(q, k, v, causal: bool, scale: float):
-    """softmax(scale q k^T) v and the log of each softmax's denominator, of at least one query and one key.
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse): softmax(scale q k^T) v, and the log of each softmax's denominator.
 
-    causal: as many keys as queries, and each query sees those up to its own. Returns (out, lse).
+    There must be at least one query and one key. causal: there are as many keys as queries, and query i sees keys 0 to i.
     """
     if q.is_cuda:
-        return _attend_cuda(q, k, v, causal, scale) if _flash_takes(q) else attend_ref(q, k, v, causal, scale)
+        return _attend_cuda(q, k, v, causal, scale) if _has_flash_kernel(q) else attend_ref(q, k, v, causal, scale)
     q, k, v = (_heads_first(t.to(at_least_fp32(t.dtype))) for t in (q, k, v))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return _sequence_first(out), lse.permute(2, 0, 1)
 
 
-def attend_backward(dout, delta, q, k, v, lse, causal: bool, scale: float):
-    """Gradients (dq, dk, dv) of one tile; dout (queries, batch, heads, head_dim), delta and lse of all keys."""
-    if q.is_cuda and not _flash_takes(q):
+def attend_backward(
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one tile. dout is (queries, batch, heads, head_dim); delta and lse are those over all keys."""
+    if q.is_cuda and not _has_flash_kernel(q):
         return attend_backward_ref(dout, delta, q, k, v, lse, causal, scale)
     if not q.is_cuda:
         dout, q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (dout, q, k, v))
-    tensors = [_heads_first(t) for t in (dout, q, k, v, stand_in(dout, delta))]
+    tensors = [_heads_first(t) for t in (dout, q, k, v, output_substitute(dout, delta))]
     lse = lse.permute(1, 2, 0)
     if q.is_cuda:
         gradients = _cuda_backward(*tensors, lse.contiguous(), causal, scale)
@@ -59,32 +67,35 @@ def attend_backward(dout, delta, q, k, v, lse, causal: bool, scale: float):
     return tuple(_sequence_first(t).to(at_least_fp32(t.dtype)) for t in gradients)
 
 
-def stand_in(dout, delta):
-    """A tensor whose product with `dout`, summed over head_dim, is `delta`; no longer than the output was."""
+def output_substitute(dout: Tensor, delta: Tensor) -> Tensor:
+    """delta / |dout|^2 * dout: its product with `dout`, summed over head_dim, is `delta`.
+
+    By Cauchy-Schwarz its norm is at most that of the output. Zero where dout is zero.
+    """
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(-1)
-    ones = wide / largest.where(largest > 0, 1).unsqueeze(-1)  # the largest is 1: its square is neither 0 nor inf
-    factor = torch.where(largest > 0, delta / largest / ones.square().sum(-1), 0)
-    return ones.mul_(factor.unsqueeze(-1)).to(dout.dtype)
+    normalized = wide / largest.where(largest > 0, 1).unsqueeze(-1)  # |largest| = 1: its square is neither 0 nor inf
+    factor = torch.where(largest > 0, delta / largest / normalized.square().sum(-1), 0)
+    return normalized.mul_(factor.unsqueeze(-1)).to(dout.dtype)
 
 
-def of_no_keys(q):
-    """(out, lse) to merge others into."""
+def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries `q` before any key is attended (0 and -inf), to `merge` results into."""
     out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
     return out, out.new_full(q.shape[:-1], -torch.inf)
 
 
-def merge(out, lse, more, more_lse) -> None:
-    """Add to (out, lse) of some keys, in place, the (more, more_lse) of others; -inf: of none yet."""
-    total = torch.logaddexp(lse, more_lse)
-    least = total.clamp(min=torch.finfo(total.dtype).min)  # -inf - -inf is no number
-    out.mul_((lse - least).exp().unsqueeze(-1))
-    out.addcmul_(more, (more_lse - least).exp().unsqueeze(-1))
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge the result over other keys into (out, lse), in place. An lse of -inf means that no key has been attended."""
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp(min=torch.finfo(total.dtype).min)  # -inf - -inf would be NaN
+    out.mul_((lse - finite).exp().unsqueeze(-1))
+    out.addcmul_(other_out, (other_lse - finite).exp().unsqueeze(-1))
     lse.copy_(total)
 
 
-def attend_ref(q, k, v, causal: bool, scale: float):
-    """`attend` in plain mathematics."""
+def attend_ref(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend` in plain torch operations."""
     q, k, v = _all_heads(q, k, v)
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
@@ -92,8 +103,10 @@ def attend_ref(q, k, v, causal: bool, scale: float):
     return out, lse.permute(2, 0, 1)
 
 
-def attend_backward_ref(dout, delta, q, k, v, lse, causal: bool, scale: float):
-    """`attend_backward` in plain mathematics: P = exp(s - lse), dS = P (dout v^T - delta)."""
+def attend_backward_ref(
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` in plain torch operations: P = exp(s - lse), dS = P (dout v^T - delta)."""
     kv_heads, dout = k.shape[2], dout.to(at_least_fp32(dout.dtype))
     q, k, v = _all_heads(q, k, v)
     probabilities = (_scores(q, k, causal, scale) - lse.permute(1, 2, 0).unsqueeze(-1)).exp()
@@ -106,13 +119,14 @@ def attend_backward_ref(dout, delta, q, k, v, lse, causal: bool, scale: float):
 
 
 def _all_heads(q, k, v):
-    """In at least fp32, with keys and values repeated for each query head."""
+    """q, k and v in at least fp32, with each key/value head repeated for the query heads that it serves."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (q, k, v))
     return q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
 
 
 def _scores(q, k, causal, scale):
+    """(batch, heads, queries, keys): scale q k^T, -inf where a query does not see a key."""
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -121,24 +135,25 @@ def _scores(q, k, causal, scale):
 
 
 def _heads_first(t):
-    """(seq, batch, heads, dim) as torch's kernels have it: (batch, heads, seq, dim), a view of numbers side by side.
+    """(seq, batch, heads, dim) -> (batch, heads, seq, dim), torch's layout; a view if the last dimension has stride 1.
 
-    They take any strides but the last: the CPU's reads other numbers then.
+    The kernels accept any other strides, but the CPU's reads wrong elements if the last dimension has another stride.
     """
     return (t if t.stride(-1) == 1 else t.contiguous()).permute(1, 2, 0, 3)
 
 
 def _sequence_first(t):
+    """(batch, heads, seq, dim) -> (seq, batch, heads, dim), a view."""
     return t.permute(2, 0, 1, 3)
 
 
 # CUDA: torch's flash attention
 
 
-def _flash_takes(q) -> bool:
-    """Whether torch's flash attention has a kernel for it; the rest is computed in plain mathematics, in small tiles."""
-    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+def _has_flash_kernel(q) -> bool:
+    """Whether torch's flash attention supports this dtype, head size and GPU; otherwise plain operations are used."""
+    is_supported = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return is_supported and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _attend_cuda(q, k, v, causal, scale):

@@ -1,6 +1,6 @@
-"""Closed forms of what a schedule sends and what memory it takes.
+"""What a schedule costs, in closed form: the bytes that a rank sends and the memory that it needs.
 
 In: the shape of the attention and of the grid.
-Out: bytes that a rank sends, and bytes that it needs beside its inputs.
-May import: compute.
+Out: messages and bytes sent by a rank, and its peak memory in bytes beside its inputs.
+May import: layout, compute.
 """

@@ -1,20 +1,22 @@
-"""Memory that a call takes beside its inputs, in closed form, for every point of the family (attention2d.md A.7).
+"""The memory that a call needs beside its inputs, in closed form, for every grid (attention2d.md A.7).
 
-What `messages` is for bytes sent: the sum of the tensors that live at once, at the stage where they are most. Gathered, a
-rank holds all queries of its row and keys of its column, n/sqrt(P) tokens on a square; streamed, of queries (and, with one
-column, of keys and values) two chunks.
+It is the sum of all tensors that are alive at the same time, at the stage where this sum is largest. A gathered schedule
+holds all queries of its row and all keys of its column, n/sqrt(P) tokens on a square grid. A streamed one holds two chunks
+of queries (and, with one column, two chunks of keys and values).
 """
 
 from dataclasses import dataclass
 
 from attention2d.compute import tile
+from attention2d.layout.grid import Grid
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes beside q, k and v; backward: beside the gradient of out as well.
+class PeakMemory:
+    """Bytes beside q, k and v; in backward, beside the gradient of out as well.
 
-    saved: what stays between the two, out included. forward, backward: the most at any time, what is saved included.
+    saved: what is kept for backward, out included. forward, backward: the most at any time of the pass, what is saved
+    included.
     """
 
     saved: int
@@ -24,10 +26,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of what one rank has, heads shared: of tensors as they are given, and (sum_) as they are added up.
+    """Bytes of one rank's tensors, with divided heads.
 
-    q: queries, as many as outputs and their gradients. kv: keys and values together. stats: lse, as many as delta.
-    tile_forward, tile_backward: what a tile takes beside what it is added to.
+    q: queries (outputs and their gradients have the same size). kv: keys and values together. sum_q, sum_kv: the same number
+    of elements in the dtype in which results and gradients are added up. stats: lse (delta has the same size). tile_forward,
+    tile_backward: what a kernel call on one tile needs beside its inputs and the sums that it is added to.
     """
 
     q: int
@@ -39,90 +42,92 @@ class _Sizes:
     tile_backward: int
 
     @property
-    def widened(self) -> bool:
-        """Whether sums have more bytes than what is given."""
+    def is_widened(self) -> bool:
+        """Whether sums have a wider dtype than the inputs."""
         return self.sum_q > self.q
 
 
-def memory(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, moved=False, on_cuda=False) -> Memory:
-    """Of a `Grid` whose ranks hold `slots` tokens each.
+def peak_memory(
+    grid: Grid, overlap: bool, slots: int, batch: int, heads: int, kv_heads: int, head_dim: int, itemsize: int,
+    transpose: bool = False, on_cuda: bool = False,
+) -> PeakMemory:  # fmt: skip
+    """The memory of a rank that holds `slots` tokens.
 
-    moved: keys and values are moved before. on_cuda: with the larger tiles of flash attention there, as if these took what
-    the CPU's do (not measured).
+    transpose: of the schedule that applies the paper's transpose. on_cuda: with the larger tiles of flash attention,
+    assuming that these need as much beside their results as the CPU's (not measured).
     """
     sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda)
-    cells, copied = (sizes, grid.rows, grid.cols), grid.ulysses > 1 or batch > 1  # sequence first, and back
+    cells, is_copied = (sizes, grid.rows, grid.cols), grid.ulysses > 1 or batch > 1  # to sequence first, and back
 
-    def travelling(nbytes):  # when heads are shared or joined
+    def in_transit(nbytes):  # messages, while heads are scattered or gathered
         return min(2, grid.ulysses - 1) * nbytes // grid.ulysses
 
-    inputs = sizes.q + sizes.kv if copied else moved * sizes.kv
-    saved = inputs + sizes.q + sizes.stats + copied * sizes.q
+    inputs = sizes.q + sizes.kv if is_copied else transpose * sizes.kv
+    saved = inputs + sizes.q + sizes.stats + is_copied * sizes.q
     forward = max(
         inputs + (_forward_streamed if overlap else _forward_gathered)(*cells),
-        inputs + travelling(inputs),
-        saved + max(travelling(sizes.q), (grid.ulysses > 1 and batch > 1) * sizes.q),
-        saved + sizes.widened * sizes.sum_q - copied * sizes.q,
+        inputs + in_transit(inputs),
+        saved + max(in_transit(sizes.q), (grid.ulysses > 1 and batch > 1) * sizes.q),
+        saved + sizes.is_widened * sizes.sum_q - is_copied * sizes.q,
     )
-    given = saved + copied * sizes.q
     gradients = sizes.sum_q + sizes.sum_kv
-    backward = given + max(
+    backward = saved + is_copied * sizes.q + max(
         (_backward_streamed if overlap else _backward_gathered)(*cells),
-        gradients + sizes.widened * (sizes.q + sizes.kv),
-        2 * gradients + travelling(gradients) if grid.ulysses > 1 else 0,
-        gradients + moved * sizes.sum_kv,
-    )
-    return Memory(saved, forward, backward)
+        gradients + sizes.is_widened * (sizes.q + sizes.kv),
+        2 * gradients + in_transit(gradients) if grid.ulysses > 1 else 0,
+        gradients + transpose * sizes.sum_kv,
+    )  # fmt: skip
+    return PeakMemory(saved, forward, backward)
 
 
 def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda) -> _Sizes:
     wide, row = max(4, itemsize), batch * heads * head_dim
-    numbers = slots * row, 2 * slots * row * kv_heads // heads
+    elements = slots * row, 2 * slots * row * kv_heads // heads
     row //= grid.ulysses
     queries, keys = (slots * grid.ulysses * (1 if overlap else count) for count in (grid.cols, grid.rows))
-    most = tile.most_slots(row, on_cuda)
-    q, kv = min(most, queries) * row * wide, 2 * min(most, keys) * (row * kv_heads // heads) * wide
-    widened = itemsize < wide
+    length = tile.kernel_tile_length(row, on_cuda)
+    q, kv = min(length, queries) * row * wide, 2 * min(length, keys) * (row * kv_heads // heads) * wide
+    is_widened = itemsize < wide
     return _Sizes(
-        *(count * itemsize for count in numbers),
-        *(count * wide for count in numbers),
+        *(count * itemsize for count in elements),
+        *(count * wide for count in elements),
         slots * batch * heads * wide,
-        q + 4 * q // head_dim + widened * (q + kv),  # 4: statistics, and what they are merged with
-        2 * q + kv + widened * (2 * q + kv),
+        q + 4 * q // head_dim + is_widened * (q + kv),  # 4: lse, and three temporaries of `merge`
+        2 * q + kv + is_widened * (2 * q + kv),
     )
 
 
 def _forward_gathered(sizes, rows, cols) -> int:
-    found = cols * (sizes.sum_q + sizes.stats)
+    results = cols * (sizes.sum_q + sizes.stats)
     gathered = (rows > 1) * rows * sizes.kv + (cols > 1) * cols * sizes.q
-    home = sizes.sum_q + (1 + sizes.widened) * sizes.q + 5 * sizes.stats if cols > 1 else 0
-    return found + max(gathered + sizes.tile_forward, home)
+    merging = sizes.sum_q + (1 + sizes.is_widened) * sizes.q + 5 * sizes.stats if cols > 1 else 0
+    return results + max(gathered + sizes.tile_forward, merging)
 
 
 def _backward_gathered(sizes, rows, cols) -> int:
-    keys, found = (rows > 1) * rows * sizes.kv, cols * sizes.sum_q + rows * sizes.sum_kv
+    keys, sums = (rows > 1) * rows * sizes.kv, cols * sizes.sum_q + rows * sizes.sum_kv
     queries = cols * (2 * sizes.q + 2 * sizes.stats) if cols > 1 else sizes.stats
     return max(
-        keys + (1 + sizes.widened) * sizes.sum_q,  # for delta
-        keys + queries + found + sizes.tile_backward,
+        keys + (1 + sizes.is_widened) * sizes.sum_q,  # while delta is computed
+        keys + queries + sums + sizes.tile_backward,
         sizes.sum_q + (rows + 2) * sizes.sum_kv if rows > 1 else 0,
     )
 
 
 def _forward_streamed(sizes, rows, cols) -> int:
-    """Beside two chunks of what is streamed, the results of this rank's queries, of others', and those on their way."""
-    part, tile = sizes.sum_q + sizes.stats, sizes.tile_forward
+    """Two chunks of what is streamed, the results of this rank's queries and of others', and results in transit."""
+    result, tile = sizes.sum_q + sizes.stats, sizes.tile_forward
     if cols == 1:
-        return min(rows - 1, 2) * sizes.kv + part + tile
-    received, sent = sizes.q + sizes.stats, part if not sizes.widened else sizes.q + sizes.stats
+        return min(rows - 1, 2) * sizes.kv + result + tile
+    received, sent = sizes.q + sizes.stats, result if not sizes.is_widened else sizes.q + sizes.stats
     second = min(cols - 1, 2) * sizes.q + tile
     later = min(cols - 2, 2) * sizes.q + tile + sent + received if cols > 2 else 0
-    last = sizes.q + received + sizes.widened * sizes.q + 4 * sizes.stats
-    return (rows - 1) * sizes.kv + 2 * part + max(second, later, last)
+    last = sizes.q + received + sizes.is_widened * sizes.q + 4 * sizes.stats
+    return (rows - 1) * sizes.kv + 2 * result + max(second, later, last)
 
 
 def _backward_streamed(sizes, rows, cols) -> int:
-    """The same; gradients of keys and values leave while the last queries are used."""
+    """As `_forward_streamed`; gradients of keys and values travel while the last queries are attended."""
     kv, tile = sizes.sum_kv, sizes.tile_backward
     if cols == 1:
         second = min(rows - 1, 2) * sizes.kv + min(rows, 2) * kv + tile
@@ -132,6 +137,6 @@ def _backward_streamed(sizes, rows, cols) -> int:
     streamed = 2 * sizes.q + 2 * sizes.stats
     second = min(cols - 1, 2) * streamed + 2 * sizes.sum_q
     later = min(cols - 2, 2) * streamed + 4 * sizes.sum_q if cols > 2 else 0
-    home = max(tile + (rows > 2) * kv, (rows > 1) * kv)
+    returning = max(tile + (rows > 2) * kv, (rows > 1) * kv)
     last = streamed + 3 * sizes.sum_q + (rows > 1) * kv
-    return (rows - 1) * sizes.kv + sizes.stats + rows * kv + max(max(second, later) + home, last)
+    return (rows - 1) * sizes.kv + sizes.stats + rows * kv + max(max(second, later) + returning, last)

@@ -1,11 +1,13 @@
-"""Bytes that each rank sends, in closed form (attention2d.md A.7), for every point of the family."""
+"""The bytes that each rank sends, in closed form (attention2d.md A.7), for every grid."""
 
 from dataclasses import dataclass
+
+from attention2d.layout.grid import Grid
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes sent by the busiest rank."""
+    """Bytes sent by the busiest rank in a forward and in a backward pass."""
 
     forward: int
     backward: int
@@ -13,33 +15,37 @@ class Volume:
 
 @dataclass(frozen=True)
 class Messages:
-    """What each rank sends, one after the other: (steps, bytes in each)."""
+    """What each rank sends, one group of steps after the other: (number of steps, bytes sent in each step)."""
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
 
     @property
     def volume(self) -> Volume:
-        """All of it."""
+        """The sum of all messages."""
         return Volume(*(sum(steps * nbytes for steps, nbytes in way) for way in (self.forward, self.backward)))
 
 
-def messages(grid, slots, batch, heads, kv_heads, head_dim, itemsize, moved=False) -> Messages:
-    """Of a `Grid` whose ranks hold `slots` tokens each.
+def messages(
+    grid: Grid, slots: int, batch: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, transpose: bool = False
+) -> Messages:
+    """The messages of a grid whose ranks hold `slots` tokens each.
 
-    With w numbers in a rank's queries and s rows of them, e bytes per number, and a = max(4, e) per number of statistics
-    and gradients, k = kv_heads/heads; on R x C cells of U ranks that share heads, in all:
+    Let s = batch * slots * heads be the rows of a rank's queries, w = s * head_dim their elements, k = kv_heads / heads,
+    e = itemsize the bytes of an element, and a = max(4, e) the bytes of an element of statistics and gradients. On R x C
+    cells of U ranks each:
 
     forward   (U-1)/U (2+2k) w e  +  (R-1) 2 k w e  +  (C-1) (2 w e + s a)
     backward  (U-1)/U (w e + (1+2k) w a)  +  (R-1) (2 k w e + 2 k w a)  +  (C-1) (2 w e + 2 s a + w a)
 
-    moved: keys and values are moved before, 2 k w e, and their gradients back, 2 k w a.
+    transpose: the paper's transpose first sends keys and values to another cell, 2 k w e, and returns their gradients,
+    2 k w a.
     """
     U, R, C, e, a = grid.ulysses - 1, grid.rows - 1, grid.cols - 1, itemsize, max(4, itemsize)
     s = batch * slots * heads
     w, kw = s * head_dim, batch * slots * kv_heads * head_dim
     q, kv = w // grid.ulysses, kw // grid.ulysses
-    shared = (U, (q + 2 * kv) * e), (int(moved), 2 * kw * e)
-    forward = *shared, (R, 2 * kw * e), (C, w * e), (C, w * e + s * a), (U, q * e)
+    scatter_and_transpose = (U, (q + 2 * kv) * e), (int(transpose), 2 * kw * e)
+    forward = *scatter_and_transpose, (R, 2 * kw * e), (C, w * e), (C, w * e + s * a), (U, q * e)
     backward = (U, q * e), (R, 2 * kw * e), (C, 2 * w * e + 2 * s * a), (C, w * a), (R, 2 * kw * a)
-    return Messages(forward, (*backward, (int(moved), 2 * kw * a), (U, (q + 2 * kv) * a)))
+    return Messages(forward, (*backward, (int(transpose), 2 * kw * a), (U, (q + 2 * kv) * a)))

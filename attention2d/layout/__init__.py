@@ -1,6 +1,6 @@
-"""Which rank holds which tokens: the grid of ranks, token orders, the sequence spread over a group, and checks of all three.
+"""Which rank holds which tokens: the grid of ranks, token orders, sharding of a sequence, and checks of arguments.
 
 In: a process group, the shape of the grid and the length of the sequence.
-Out: the positions of a rank's tokens, their causal relations, and whole sequences split and put together again.
+Out: the positions of a rank's tokens, the kernel calls that attend them, and sequences sharded and unsharded.
 May import: no other room.
 """

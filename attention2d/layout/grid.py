@@ -1,19 +1,22 @@
-"""Ranks as a grid: `ulysses` neighbours that share heads are a cell, and cells stand in rows x cols (attention2d.md A.1)."""
+"""The grid of ranks: rows and columns of cells, whose `ulysses` consecutive ranks divide the heads (attention2d.md A.1)."""
 
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
 
-def size_of(group) -> int:
-    """Ranks of a process group; None is one rank."""
+
+def group_size(group: ProcessGroup | None) -> int:
+    """The number of ranks in a process group; None is one rank."""
     return 1 if group is None else group.size()
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One rank's place: rank u + ulysses (i + rows j) of its group is place u of cell (i, j), the cell i + rows j.
+    """The grid as one rank sees it.
 
-    A cell's ranks hold the same tokens, each with its share of the heads; queries travel along a row of cells, keys and
-    values along a column, each between ranks of the same place.
+    Rank u + ulysses * (i + rows * j) of the group is member u of the cell in row i and column j. The ranks of a cell hold
+    the same tokens, each with its share of the heads. Queries travel along a row of cells, keys and values along a column,
+    always between ranks with the same `member`. Cells are numbered i + rows * j.
     """
 
     rank: int
@@ -23,36 +26,42 @@ class Grid:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks in the grid."""
         return self.ulysses * self.rows * self.cols
 
     @property
     def cells(self) -> int:
+        """The number of cells."""
         return self.rows * self.cols
 
     @property
-    def place(self) -> int:
+    def member(self) -> int:
+        """This rank's index within its cell, from 0 to ulysses - 1: which share of the heads it computes."""
         return self.rank % self.ulysses
 
     @property
     def cell(self) -> int:
+        """The number of this rank's cell."""
         return self.rank // self.ulysses
 
     @property
     def row(self) -> int:
+        """The row of this rank's cell."""
         return self.cell % self.rows
 
     @property
     def col(self) -> int:
+        """The column of this rank's cell."""
         return self.cell // self.rows
 
-    def at(self, row: int, col: int) -> int:
-        """The rank of the same place in another cell."""
-        return self.in_cell(row + self.rows * col)
+    def rank_at(self, row: int, col: int) -> int:
+        """The rank with this rank's `member` index in the cell at (row, col)."""
+        return self.rank_in_cell(row + self.rows * col)
 
-    def in_cell(self, cell: int) -> int:
-        """The rank of the same place in a cell given by its number."""
-        return self.place + self.ulysses * cell
+    def rank_in_cell(self, cell: int) -> int:
+        """The rank with this rank's `member` index in the cell of that number."""
+        return self.member + self.ulysses * cell
 
-    def mates(self) -> tuple[int, ...]:
-        """The ranks of this cell."""
+    def cell_ranks(self) -> tuple[int, ...]:
+        """All ranks of this rank's cell."""
         return tuple(range(self.cell * self.ulysses, (self.cell + 1) * self.ulysses))

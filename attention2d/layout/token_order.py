@@ -1,8 +1,12 @@
-"""Token orders as data: which rank holds which tokens of a sequence, and which of them see which (attention2d.md A.1, A.3).
+"""Token orders: which rank holds which tokens of a sequence, and which kernel calls attend them (attention2d.md A.1, A.3).
 
-zigzag: of 2P equal blocks rank p holds p and 2P-1-p (Megatron's own). cyclic: tokens p, p+P, p+2P, ... contiguous: one
-block. A causal query sees itself and what is before it; zigzag gives every pair of ranks the same work, cyclic nearly so.
-Where a sequence does not divide, every rank holds equally many slots, and padding stands behind the last token.
+- zigzag: the sequence is cut into 2P equal blocks; rank p holds blocks p and 2P-1-p. This is Megatron's order. Every pair
+  of ranks then has the same amount of causal work.
+- contiguous: rank p holds the p-th of P equal blocks.
+- cyclic: rank p holds tokens p, p+P, p+2P, ... The causal work of any two pairs of ranks is almost equal.
+
+A causal query sees its own token and all earlier ones. Every rank's shard has the same number of slots. Where the length of
+the sequence does not divide, the slots beyond its last token are padding.
 """
 
 from bisect import bisect_left
@@ -18,7 +22,7 @@ ORDERS = ("zigzag", "contiguous", "cyclic")
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` slots for the tokens start, start + stride, ..., of which the first `valid` exist: the rest is padding."""
+    """`length` slots for the tokens start, start + stride, ...; the first `valid` tokens exist, the rest is padding."""
 
     start: int
     length: int
@@ -26,143 +30,153 @@ class Segment:
     stride: int = 1
 
 
-def blocks(order: str, ranks: int) -> int:
-    """Equally long ones of which each rank's slots consist."""
+def blocks_per_rank(order: str, ranks: int) -> int:
+    """How many segments of equal length a rank's shard consists of."""
     return 2 if order == "zigzag" and ranks > 1 else 1
 
 
 def local_length(order: str, seq: int, ranks: int) -> int:
-    """Slots of each rank for a sequence of `seq` tokens."""
-    count = blocks(order, ranks)
+    """The number of slots on each rank for a sequence of `seq` tokens."""
+    count = blocks_per_rank(order, ranks)
     return -(-seq // (count * ranks)) * count
 
 
 def segments(order: str, rank: int, ranks: int, local: int, seq: int) -> tuple[Segment, ...]:
-    """What rank `rank` of `ranks` holds in its `local` slots, in their order, which is that of positions."""
+    """The segments in the `local` slots of `rank` (one of `ranks`), sorted by position."""
     length, stride = local, 1
-    if blocks(order, ranks) == 2:
+    if blocks_per_rank(order, ranks) == 2:
         length = local // 2
         starts = [rank * length, (2 * ranks - 1 - rank) * length]
     elif order != "cyclic":
         starts = [rank * local]
     else:
         starts, stride = [rank], ranks
-    return tuple(Segment(at, length, min(length, max(0, -(-(seq - at) // stride))), stride) for at in starts)
+    return tuple(Segment(start, length, min(length, max(0, -(-(seq - start) // stride))), stride) for start in starts)
 
 
-def positions(held: Sequence[Segment]) -> torch.Tensor:
-    """(slots,) int64: the position of each slot's token; of padding too, which is at `seq` or behind it."""
-    return torch.cat([torch.arange(s.start, s.start + s.length * s.stride, s.stride) for s in held])
+def positions(segments: Sequence[Segment]) -> torch.Tensor:
+    """(slots,) int64: the position of each slot's token in the sequence. Padding has positions of `seq` or more."""
+    return torch.cat([torch.arange(s.start, s.start + s.length * s.stride, s.stride) for s in segments])
 
 
 def shard(x: torch.Tensor, dim: int, order: str, rank: int, ranks: int) -> torch.Tensor:
-    """One rank's slots of `x`, whole along `dim`, zeros where it has no token."""
+    """The slots of `rank`, cut out of `x`, which has the full sequence along `dim`. Padding is zero."""
     dim %= x.dim()
     seq = x.shape[dim]
     local = local_length(order, seq, ranks)
     padded = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, ranks * local - seq])
-    held = positions(segments(order, rank, ranks, local, seq))
-    return padded.index_select(dim, held.to(x.device))
+    indices = positions(segments(order, rank, ranks, local, seq))
+    return padded.index_select(dim, indices.to(x.device))
 
 
 def unshard(parts: Sequence[torch.Tensor], dim: int, order: str, seq: int) -> torch.Tensor:
-    """The first `seq` tokens of what the ranks' equally long `parts` hold, in order of their positions."""
+    """The `seq` tokens that the ranks' shards `parts` (in rank order) hold along `dim`, sorted by position."""
     ranks, local = len(parts), parts[0].shape[dim]
-    held = torch.cat([positions(segments(order, rank, ranks, local, seq)) for rank in range(ranks)])
-    return torch.cat(list(parts), dim).index_select(dim, held.argsort()[:seq].to(parts[0].device))
+    indices = torch.cat([positions(segments(order, rank, ranks, local, seq)) for rank in range(ranks)])
+    return torch.cat(list(parts), dim).index_select(dim, indices.argsort()[:seq].to(parts[0].device))
 
 
 @dataclass(frozen=True)
-class Call:
-    """One product of attention: slots of queries against slots of keys; causal: as many, each seeing up to its own."""
+class KernelCall:
+    """One call of an attention kernel: a slice of query slots against a slice of key slots.
+
+    causal: both slices have the same length, and query i of the slice sees its keys 0 to i.
+    """
 
     q: slice
     kv: slice
     causal: bool
 
 
-def calls(q: Sequence[Segment], kv: Sequence[Segment], causal: bool) -> list[Call]:
-    """The fewest calls by which each query sees, once, every key that it may.
+def kernel_calls(q: Sequence[Segment], kv: Sequence[Segment], causal: bool) -> list[KernelCall]:
+    """The fewest kernel calls in which every query sees each key that it may see exactly once.
 
-    q, kv: what two buffers hold, from slot 0 on, each sorted by start; all of one length and stride, so that two
-    segments of stride 1 hold the same positions, or none in common.
+    q, kv: the segments of a query buffer and of a key buffer, from slot 0 on, each sorted by start. All segments have the
+    same length and stride, so two segments of stride 1 hold either the same positions or none in common.
     """
     if not causal:
-        return [Call(a, b, False) for a in _runs(q) for b in _runs(kv)]
+        return [KernelCall(a, b, False) for a in _joined_slices(q) for b in _joined_slices(kv)]
     if any(segment.stride > 1 for segment in (*q, *kv)):
-        return _strided(q, kv)
-    return _staircase(q, kv)
+        return _cyclic_calls(q, kv)
+    return _block_calls(q, kv)
 
 
-def cut(found: Sequence[Call], most: int) -> Iterator[Call]:
-    """The same work in calls of at most `most` queries and keys."""
-    for call in found:
-        for start in range(call.q.start, call.q.stop, most):
-            q = slice(start, min(start + most, call.q.stop))
-            own = call.kv.start + start - call.q.start if call.causal else call.kv.stop  # where causal keys begin
-            for first in range(call.kv.start, own, most):
-                yield Call(q, slice(first, min(first + most, own)), False)
+def split_calls(calls: Sequence[KernelCall], max_length: int) -> Iterator[KernelCall]:
+    """The same work in calls of at most `max_length` queries and `max_length` keys."""
+    for call in calls:
+        for start in range(call.q.start, call.q.stop, max_length):
+            q = slice(start, min(start + max_length, call.q.stop))
+            diagonal = call.kv.start + start - call.q.start if call.causal else call.kv.stop
+            for first in range(call.kv.start, diagonal, max_length):
+                yield KernelCall(q, slice(first, min(first + max_length, diagonal)), False)
             if call.causal:
-                yield Call(q, slice(own, own + q.stop - q.start), True)
+                yield KernelCall(q, slice(diagonal, diagonal + q.stop - q.start), True)
 
 
-def _slots(held) -> list[slice]:
-    """Where each segment's tokens stand in a buffer, padding left out."""
-    ends = list(accumulate(segment.length for segment in held))
-    return [slice(end - s.length, end - s.length + s.valid) for end, s in zip(ends, held, strict=True)]
+def _valid_slices(segments) -> list[slice]:
+    """For each segment, the slots of a buffer that hold its tokens, without its padding."""
+    ends = list(accumulate(segment.length for segment in segments))
+    return [slice(end - s.length, end - s.length + s.valid) for end, s in zip(ends, segments, strict=True)]
 
 
-def _runs(held) -> list[slice]:
-    """Slots of tokens, as few slices as they make."""
-    runs = []
-    for slots in _slots(held):
-        if runs and runs[-1].stop == slots.start:
-            runs[-1] = slice(runs[-1].start, slots.stop)
+def _joined_slices(segments) -> list[slice]:
+    """The slots that hold tokens, as few slices as possible."""
+    joined = []
+    for slots in _valid_slices(segments):
+        if joined and joined[-1].stop == slots.start:
+            joined[-1] = slice(joined[-1].start, slots.stop)
         elif slots.stop > slots.start:
-            runs.append(slots)
-    return runs
+            joined.append(slots)
+    return joined
 
 
-def _strided(q, kv) -> list[Call]:
-    """Cyclic: query a + xP sees key b + yP where y <= x if b <= a, and where y < x otherwise."""
-    found = []
-    for queries, a in zip(q, _slots(q), strict=True):
-        for keys, b in zip(kv, _slots(kv), strict=True):
-            later = int(keys.start > queries.start)
-            count = queries.valid - later
+def _cyclic_calls(q, kv) -> list[KernelCall]:
+    """Causal calls of the cyclic order: query a + xP sees key b + yP where y <= x if b <= a, and where y < x otherwise."""
+    calls = []
+    for queries, a in zip(q, _valid_slices(q), strict=True):
+        for keys, b in zip(kv, _valid_slices(kv), strict=True):
+            skipped = int(keys.start > queries.start)  # the first query sees none of these keys
+            count = queries.valid - skipped
             if count > 0:
-                found.append(Call(slice(a.start + later, a.stop), slice(b.start, b.start + count), True))
-    return found
+                calls.append(KernelCall(slice(a.start + skipped, a.stop), slice(b.start, b.start + count), True))
+    return calls
 
 
 @dataclass
-class _Run:
-    """Queries that see the same keys in front of theirs: `before` segments; and `own`, if their keys are here too."""
+class _QueryRun:
+    """Neighbouring query segments that can share calls.
+
+    They see all of the first `earlier` key segments. own: how many key segments hold the queries' own positions (0: none).
+    """
 
     q: slice
-    before: int
+    earlier: int
     own: int
 
 
-def _staircase(q, kv) -> list[Call]:
-    """Stride 1: a query's segment sees all segments in front of it, and itself up to the diagonal."""
-    starts, where = [segment.start for segment in kv], _slots(kv)
-    runs: list[_Run] = []
-    for queries, slots in zip(q, _slots(q), strict=True):
+def _block_calls(q, kv) -> list[KernelCall]:
+    """Causal calls at stride 1: a query segment sees all earlier key segments, and its own up to the diagonal."""
+    key_slices, calls = _valid_slices(kv), []
+    for run in _query_runs(q, kv):
+        if run.earlier:
+            calls.append(KernelCall(run.q, slice(0, key_slices[run.earlier - 1].stop), False))
+        if run.own:
+            first = key_slices[run.earlier].start
+            calls.append(KernelCall(run.q, slice(first, first + run.q.stop - run.q.start), True))
+    return calls
+
+
+def _query_runs(q, kv) -> list[_QueryRun]:
+    """Query segments, joined where one more segment continues the staircase of the causal mask."""
+    starts, runs = [segment.start for segment in kv], []
+    for queries, slots in zip(q, _valid_slices(q), strict=True):
         if not queries.valid:
             continue
-        before = bisect_left(starts, queries.start)
-        own = int(before < len(kv) and starts[before] == queries.start)
+        earlier = bisect_left(starts, queries.start)
+        own = int(earlier < len(kv) and starts[earlier] == queries.start)
         last = runs[-1] if runs else None
-        if last and bool(last.own) == bool(own) and before == last.before + last.own:
+        if last and bool(last.own) == bool(own) and earlier == last.earlier + last.own:
             last.q, last.own = slice(last.q.start, slots.stop), last.own + own
         else:
-            runs.append(_Run(slots, before, own))
-    found = []
-    for run in runs:
-        if run.before:
-            found.append(Call(run.q, slice(0, where[run.before - 1].stop), False))
-        if run.own:
-            first = where[run.before].start
-            found.append(Call(run.q, slice(first, first + run.q.stop - run.q.start), True))
-    return found
+            runs.append(_QueryRun(slots, earlier, own))
+    return runs

@@ -35,7 +35,7 @@ SCHEDULES = ("ring", "paper's 2-D", "2-D", "3-D")
 def points(ranks, heads, kv_heads, head_dim) -> dict[str, Grid]:
     """The grids compared: those called 2-D and 3-D send the fewest bytes of their kind."""
     ordered = candidates(ranks, heads, kv_heads, head_dim, SEQ)
-    ordered.sort(key=lambda each: each.nbytes)
+    ordered.sort(key=lambda each: each.bytes_sent)
     flat = next(each for each in ordered if each.ulysses == 1)
     square = 2 ** (ranks.bit_length() // 2)
     return {
@@ -49,7 +49,7 @@ def points(ranks, heads, kv_heads, head_dim) -> dict[str, Grid]:
 def sent(name, grid, shape):
     """The messages of one rank."""
     slots = local_length("zigzag", SEQ, grid.ranks)
-    return messages(grid, slots, 1, *shape, 2, moved=name == "paper's 2-D")
+    return messages(grid, slots, 1, *shape, 2, transpose=name == "paper's 2-D")
 
 
 def gigabytes(name, grid, shape) -> float:

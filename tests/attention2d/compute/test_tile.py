@@ -1,4 +1,4 @@
-"""One tile of attention; oracle: its plain form, and autograd through torch's own attention in float64."""
+"""Attention of one tile. Oracle: the plain form, and autograd through torch's own attention in float64."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention2d.compute.tile import attend, attend_backward, attend_backward_ref, attend_ref, merge, stand_in
+from attention2d.compute.tile import attend, attend_backward, attend_backward_ref, attend_ref, merge, output_substitute
 
 HEADS = ((4, 4), (4, 2), (6, 1))
 
@@ -21,7 +21,7 @@ def inputs(queries, keys, heads, kv_heads, head_dim=16, batch=2, dtype=torch.flo
     return random(queries, heads), random(keys, kv_heads), random(keys, kv_heads), random(queries, heads)
 
 
-def torchs(q, k, v, causal, scale):
+def torch_attention(q, k, v, causal, scale):
     """Attention and log-sum-exp by torch in float64."""
     q, k, v = (t.permute(1, 2, 0, 3).double() for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
@@ -43,9 +43,9 @@ def error(ours, theirs):
     "queries, keys, causal", ((5, 9, False), (9, 9, True), (1, 1, True), (1, 7, False), (70, 70, True))
 )
 def test_forward(queries, keys, causal, heads, kv_heads, head_dim, dtype, tolerance):
-    """16-bit inputs are computed with in float32: only they are rounded."""
+    """16-bit inputs are converted to float32 before the computation, so only the inputs are rounded."""
     q, k, v, _ = inputs(queries, keys, heads, kv_heads, head_dim, dtype=dtype)
-    expected = torchs(q, k, v, causal, 0.3)
+    expected = torch_attention(q, k, v, causal, 0.3)
     for form in (attend, attend_ref):
         found = form(q, k, v, causal, 0.3)
         assert all(t.dtype == torch.promote_types(dtype, torch.float32) for t in found)
@@ -54,26 +54,26 @@ def test_forward(queries, keys, causal, heads, kv_heads, head_dim, dtype, tolera
 
 @pytest.mark.parametrize("dtype, tolerance", ((torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)))
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("cut", (4, 11, 15))
-def test_the_gradients_of_tiles_add_up_to_that_of_the_whole(cut, heads, kv_heads, dtype, tolerance):
-    """Two tiles of keys, each with the log-sum-exp and delta over all of them."""
+@pytest.mark.parametrize("split", (4, 11, 15))
+def test_gradients_of_tiles_add_up(split, heads, kv_heads, dtype, tolerance):
+    """Two tiles of keys, each with the log-sum-exp and delta over all keys."""
     q, k, v, dout = inputs(12, 16, heads, kv_heads, dtype=dtype)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = torchs(*leaves, False, 0.3)
+    out, lse = torch_attention(*leaves, False, 0.3)
     expected = torch.autograd.grad(out, leaves, dout.double())
     wide = torch.promote_types(dtype, torch.float32)
     delta, lse = (dout.double() * out).sum(-1).detach().to(wide), lse.detach().to(wide)
     for form in (attend_backward, attend_backward_ref):
-        tiles = [form(dout, delta, q, k[at], v[at], lse, False, 0.3) for at in (slice(cut), slice(cut, None))]
+        tiles = [form(dout, delta, q, k[at], v[at], lse, False, 0.3) for at in (slice(split), slice(split, None))]
         found = [tiles[0][0] + tiles[1][0], *(torch.cat(parts) for parts in list(zip(*tiles, strict=True))[1:])]
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == wide and error(ours, theirs) <= tolerance
 
 
-def test_a_causal_tiles_gradients():
+def test_gradients_of_a_causal_tile():
     q, k, v, dout = inputs(9, 9, 4, 2)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = torchs(*leaves, True, 0.25)
+    out, lse = torch_attention(*leaves, True, 0.25)
     expected = torch.autograd.grad(out, leaves, dout)
     delta = (dout * out).sum(-1).detach()
     for form in (attend_backward, attend_backward_ref):
@@ -82,10 +82,10 @@ def test_a_causal_tiles_gradients():
 
 
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_merged_parts_are_the_whole(seed, sizes):
-    """In any cut; and queries that see nothing stay as they were."""
+def test_merged_tiles_are_exact(seed, sizes):
+    """For any division of the keys; merging the result of no keys changes nothing."""
     q, k, v, _ = inputs(5, sum(sizes), 4, 2, seed=seed)
-    expected = torchs(q, k, v, False, 0.3)
+    expected = torch_attention(q, k, v, False, 0.3)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
     at = 0
     for size in sizes:
@@ -95,8 +95,8 @@ def test_merged_parts_are_the_whole(seed, sizes):
     assert max(map(error, (out, lse), expected)) <= 1e-13
 
 
-def test_numbers_need_not_lie_side_by_side():
-    """A cache that keeps keys transposed; the CPU's kernel would read others."""
+def test_the_last_dimension_may_have_any_stride():
+    """As in a cache that stores keys transposed; the CPU's kernel would read wrong elements."""
     q, k, v, dout = inputs(6, 6, 4, 2, dtype=torch.float32)
     expected = attend(q, k, v, True, 0.3)
     delta = (dout * expected[0]).sum(-1)
@@ -106,27 +106,27 @@ def test_numbers_need_not_lie_side_by_side():
     assert max(map(error, attend_backward(dout, delta, q, k, v, expected[1], True, 0.3), gradients)) <= 1e-5
 
 
-def test_nothing_merged_with_nothing_is_nothing():
+def test_merging_two_empty_results_is_empty():
     out, lse = torch.zeros(3, 2, 1, 4), torch.full((3, 2, 1), -torch.inf)
     merge(out, lse, out.clone(), lse.clone())
     assert torch.equal(out, torch.zeros_like(out)) and torch.isneginf(lse).all()
 
 
-def test_scores_may_be_large():
-    """And far apart: nothing overflows."""
+def test_large_scores_do_not_overflow():
+    """Scores of very different size."""
     q, k, v, _ = inputs(4, 6, 2, 2, dtype=torch.float32)
-    expected = torchs(q * 50, k * 50, v, False, 1.0)
+    expected = torch_attention(q * 50, k * 50, v, False, 1.0)
     out, lse = attend(q * 50, k[:3] * 50, v[:3], False, 1.0)
     out, lse = out.clone(), lse.clone()
     merge(out, lse, *attend(q * 50, k[3:] * 50, v[3:], False, 1.0))
     assert error(out, expected[0]) <= 1e-4 and error(lse, expected[1]) <= 1e-2
 
 
-def test_the_stand_in_of_an_output():
-    """Its product with dout is delta, and it is no longer than the output."""
+def test_output_substitute():
+    """Its product with dout is delta, and its norm is at most the output's."""
     _, _, out, dout = inputs(8, 8, 4, 4)
     dout[3] = 0
     delta = (dout * out).sum(-1)
-    ours = stand_in(dout, delta)
+    ours = output_substitute(dout, delta)
     assert error((dout * ours).sum(-1), delta) <= 1e-14
     assert (ours.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-12)).all()

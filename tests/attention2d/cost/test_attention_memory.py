@@ -1,6 +1,6 @@
-"""Memory of a call; oracle: the bytes of all tensors alive, counted operation by operation.
+"""Peak memory of a call. Oracle: the bytes of all tensors alive, counted operation by operation.
 
-Tiles are small here, as they are beside long sequences: what a kernel takes is little against what it is added to.
+Tiles are small here, as they are in long sequences: a kernel call needs little compared with the sums it is added to.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
 from attention2d.compute import tile
 from benchmarks.support.live_memory import taken
 
-POINTS = {
+SCHEDULES = {
     "ring": lambda group: Ring(group),
     "all-gather": lambda group: AllGather(group),
     "Ulysses": lambda group: Ulysses(group),
@@ -28,15 +28,15 @@ POINTS = {
     "transposed": lambda group: Attention2D(group, 2, group.size() // 2, order="cyclic", transpose=True),
 }
 
-OF_ANY = [POINTS[name] for name in ("ring", "all-gather", "one row", "one row, overlapped")]
+FOR_ANY_RANKS = [SCHEDULES[name] for name in ("ring", "all-gather", "one row", "one row, overlapped")]
 
 
-def of_all(cases):
-    """[(measured, formula)] of each case."""
-    tile.NUMBERS, tile.LEAST = 2**12, 1
+def measure_all(cases):
+    """[(measured bytes, formula)] for each case on this rank."""
+    tile.CPU_ELEMENTS, tile.MIN_LENGTH = 2**12, 1
     found = []
     for name, batch, causal, dtype in cases:
-        schedule = POINTS[name](dist.group.WORLD)
+        schedule = SCHEDULES[name](dist.group.WORLD)
         shape = dict(batch=batch, seq=128 * schedule.ranks, heads=4, kv_heads=2, head_dim=16)
         formula = schedule.memory(**shape, itemsize=dtype.itemsize)
         measured = taken(schedule, **shape, dtype=dtype, causal=causal)
@@ -45,29 +45,29 @@ def of_all(cases):
 
 
 def check(ranks, world_size, cases):
-    """The most that a rank takes is within 7 % of the formula."""
-    cases = [case for case in cases if case[0] != "Ulysses" or world_size == 2]  # two key/value heads
-    results = zip(*ranks(lambda rank: of_all(cases), world_size, timeout=300), strict=True)
-    for case, of_ranks in zip(cases, results, strict=True):
-        most = [max(each) for each in zip(*(measured for measured, _ in of_ranks), strict=True)]
-        shares = [ours / formula for ours, formula in zip(most, of_ranks[0][1], strict=True)]
+    """Assert that the rank that needs most is within 7 % of the formula."""
+    cases = [case for case in cases if case[0] != "Ulysses" or world_size == 2]  # there are two key/value heads
+    results = zip(*ranks(lambda rank: measure_all(cases), world_size, timeout=300), strict=True)
+    for case, rank_results in zip(cases, results, strict=True):
+        most = [max(each) for each in zip(*(measured for measured, _ in rank_results), strict=True)]
+        shares = [ours / formula for ours, formula in zip(most, rank_results[0][1], strict=True)]
         assert shares[0] == 1 and all(0.93 < share < 1.07 for share in shares), (case, shares)
 
 
 @pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.full)))
-def test_bytes_are_the_formulas(world_size, ranks):
-    check(ranks, world_size, [(name, 2, True, torch.bfloat16) for name in POINTS])
+def test_peak_memory(world_size, ranks):
+    check(ranks, world_size, [(name, 2, True, torch.bfloat16) for name in SCHEDULES])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", (2, 3, 4, 6))
-def test_bytes_of_everything_are_the_formulas(world_size, ranks):
-    names = [name for name in POINTS if world_size % 2 == 0 or POINTS[name] in OF_ANY]
+def test_peak_memory_of_all_cases(world_size, ranks):
+    names = [name for name in SCHEDULES if world_size % 2 == 0 or SCHEDULES[name] in FOR_ANY_RANKS]
     check(ranks, world_size, list(itertools.product(names, (1, 2), (False, True), (torch.float32, torch.bfloat16))))
 
 
-def test_chunks_smaller_than_a_tile_take_no_more_than_the_formula():
-    """Oracle as above; the formula does not know that one tile for all needs no room to be added up in."""
+def test_chunks_smaller_than_a_tile_need_no_more_than_the_formula():
+    """The formula counts the sums of several tiles, which a single tile does not need."""
     for dtype, causal in itertools.product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
         schedule = Attention2D(None, 1, 1)
         shape = dict(batch=1, seq=64, heads=4, kv_heads=1, head_dim=8)

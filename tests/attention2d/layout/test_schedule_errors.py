@@ -1,14 +1,15 @@
-"""What does not fit is one sentence on every rank, and nobody waits; oracle: the numbers that were given."""
+"""Wrong arguments: every rank raises the same one-sentence ValueError, and none waits. Oracle: the given numbers."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from attention2d import USP, Attention2D, Ring, Tree, Ulysses, attention
+from attention2d.layout.token_order import ORDERS
 
 
-def said(function):
-    """The ValueError's message, or None."""
+def error_message(function):
+    """The message of the ValueError that `function()` raises, or None."""
     try:
         function()
     except ValueError as error:
@@ -27,7 +28,7 @@ GRIDS = {
     "cols=2.0 must be an integer": lambda group: Attention2D(group, 2, 2.0),
     "order='spiral' is none of zigzag, contiguous, cyclic": lambda group: Ring(group, "spiral"),
     "cyclic order needs ulysses=1, not 4": lambda group: Ulysses(group, "cyclic"),
-    "transpose=True is of the cyclic order, not of zigzag": lambda group: Attention2D(
+    "transpose=True needs the cyclic order, not zigzag": lambda group: Attention2D(
         group, 1, group.size(), transpose=True
     ),
 }
@@ -44,13 +45,15 @@ CALLS = {
     "k has shape (1, 4, 2, 8) and v (1, 4, 4, 8)": lambda s: s(*tensors()[:2], tensors()[0]),
     "q has 4 local tokens, and k 6": lambda s: s(tensors()[0], *tensors(local=6)[1:]),
     "q has 1 sequences, and k 2": lambda s: s(tensors()[0], *tensors(batch=2)[1:]),
-    "q has 8 numbers per head, and k 4": lambda s: s(tensors()[0], *tensors(head_dim=4)[1:]),
+    "q has 8 elements per head, and k 4": lambda s: s(tensors()[0], *tensors(head_dim=4)[1:]),
     "no size may be 0": lambda s: s(*tensors(batch=0)),
     "softcap=30.0 is not supported by attention2d": lambda s: s(*tensors(), softcap=30.0),
     "causal=1 must be True or False": lambda s: s(*tensors(), causal=1),
     "scale=nan must be positive and finite": lambda s: s(*tensors(), scale=float("nan")),
     "scale=0 must be positive and finite": lambda s: s(*tensors(), scale=0),
     "argument is of the wrong type": lambda s: s(*tensors(), seq="all"),
+    "'float' object cannot be interpreted as an integer": lambda s: s(*tensors(), seq=4.0 * s.ranks - 1),
+    "q must be a tensor, not list": lambda s: s([[1.0]], *tensors()[1:]),
 }
 REFUSED = dict(
     attn_mask=torch.ones(4, 4), dropout_p=0.1, sliding_window=128, window_size=(128, 0), softcap=50.0, s_aux=torch.ones(4),
@@ -59,9 +62,9 @@ REFUSED = dict(
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_grids(world_size, ranks):
+def test_wrong_grids(world_size, ranks):
     def run(rank):
-        return [said(lambda make=make: make(dist.group.WORLD)) for make in GRIDS.values()]
+        return [error_message(lambda make=make: make(dist.group.WORLD)) for make in GRIDS.values()]
 
     for messages in ranks(run, world_size):
         for part, message in zip(GRIDS, messages, strict=True):
@@ -69,13 +72,15 @@ def test_grids(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_calls(world_size, ranks):
-    """Of one rank alone as of all; and what fits is computed afterwards."""
+def test_wrong_calls(world_size, ranks):
+    """Whether one rank or all of them make the wrong call; a correct call afterwards works."""
 
     def run(rank):
         schedule, good = Ring(dist.group.WORLD), tensors()
-        everywhere = [said(lambda call=call: call(schedule)) for call in CALLS.values()]
-        on_one = [said(lambda call=call: call(schedule) if rank == 1 else schedule(*good)) for call in CALLS.values()]
+        everywhere = [error_message(lambda call=call: call(schedule)) for call in CALLS.values()]
+        on_one = [
+            error_message(lambda call=call: call(schedule) if rank == 1 else schedule(*good)) for call in CALLS.values()
+        ]
         return everywhere, on_one, schedule(*good).sum().item()
 
     for everywhere, on_one, total in ranks(run, world_size):
@@ -85,14 +90,14 @@ def test_calls(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size, ulysses", ((3, 3), (4, 4)))
-def test_heads_that_do_not_divide_over_the_ranks_that_share_them(world_size, ulysses, ranks):
+def test_heads_that_do_not_divide_over_ulysses_ranks(world_size, ulysses, ranks):
     def run(rank):
         schedule = Ulysses(dist.group.WORLD)
         few = dict(batch=1, seq=12, head_dim=8, itemsize=4)
         return [
-            said(lambda: schedule(*tensors(heads=10, kv_heads=10))),
-            said(lambda: schedule(*tensors(heads=2 * ulysses, kv_heads=2))),
-            said(lambda: schedule.volume(heads=2 * ulysses, kv_heads=2, **few)),
+            error_message(lambda: schedule(*tensors(heads=10, kv_heads=10))),
+            error_message(lambda: schedule(*tensors(heads=2 * ulysses, kv_heads=2))),
+            error_message(lambda: schedule.volume(heads=2 * ulysses, kv_heads=2, **few)),
         ]
 
     for query, keys, volume in ranks(run, world_size):
@@ -101,21 +106,24 @@ def test_heads_that_do_not_divide_over_the_ranks_that_share_them(world_size, uly
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_ranks_that_are_given_different_things(world_size, ranks):
-    """The first and the second time, and a backward pass on some."""
+def test_ranks_with_different_arguments(world_size, ranks):
+    """In the first call and in later ones; also gradients or another schedule on one rank only."""
 
     def run(rank):
-        schedule, other = Ring(dist.group.WORLD), rank == world_size - 1
+        schedule, is_last = Ring(dist.group.WORLD), rank == world_size - 1
         messages = []
         for _ in range(2):
             schedule(*tensors())
             messages += [
-                said(lambda: schedule(*tensors(local=8 if other else 4))),
-                said(lambda: schedule(*tensors(dtype=torch.bfloat16 if other else torch.float32))),
-                said(lambda: schedule(*tensors(), causal=other)),
-                said(lambda: schedule(*(t.requires_grad_(other) for t in tensors()))),
-                said(lambda: schedule.unshard(torch.ones(1, 8 if other else 4))),
-                said(lambda: (Attention2D(dist.group.WORLD, 1, world_size) if other else schedule)(*tensors())),
+                error_message(lambda: schedule(*tensors(local=8 if is_last else 4))),
+                error_message(lambda: schedule(*tensors(dtype=torch.bfloat16 if is_last else torch.float32))),
+                error_message(lambda: schedule(*tensors(), causal=is_last)),
+                error_message(lambda: schedule(*(t.requires_grad_(is_last) for t in tensors()))),
+                error_message(lambda: schedule.unshard(torch.ones(1, 8 if is_last else 4))),
+                error_message(
+                    lambda: (Attention2D(dist.group.WORLD, 1, world_size) if is_last else schedule)(*tensors())
+                ),
+                error_message(lambda: Ring(dist.group.WORLD, ORDERS[is_last]).unshard(torch.ones(1, 4))),
             ]
         return messages
 
@@ -127,13 +135,15 @@ def test_ranks_that_are_given_different_things(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_what_it_does_not_compute_is_refused_by_name(world_size, ranks):
-    """On every rank, where one of them asks for it."""
+def test_unsupported_features_are_refused_by_name(world_size, ranks):
+    """On every rank, if only one of them asks for the feature."""
 
     def run(rank):
         schedule, (q, k, v) = Ring(dist.group.WORLD), (t.transpose(1, 2) for t in tensors())
         messages = [
-            said(lambda name=name, value=value: attention(q, k, v, schedule, **{name: value if rank == 1 else None}))
+            error_message(
+                lambda name=name, value=value: attention(q, k, v, schedule, **{name: value if rank == 1 else None})
+            )
             for name, value in REFUSED.items()
         ]
         return messages, attention(q, k, v, schedule, **dict.fromkeys(REFUSED)).shape
@@ -146,15 +156,15 @@ def test_what_it_does_not_compute_is_refused_by_name(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_trees(world_size, ranks):
+def test_wrong_calls_of_tree(world_size, ranks):
     def run(rank):
         tree, (q, k, v) = Tree(dist.group.WORLD), tensors(local=2)
         return [
-            said(lambda: tree(q, k, v, causal=True)),
-            said(lambda: tree(q.clone().requires_grad_(), k, v)),
-            said(lambda: tree(q, k[:, :, :1], v)),
-            said(lambda: tree(q[:, : 1 + (rank == 1)], k, v)),
-            said(lambda: tree(q, k, v, seq=100)),
+            error_message(lambda: tree(q, k, v, causal=True)),
+            error_message(lambda: tree(q.clone().requires_grad_(), k, v)),
+            error_message(lambda: tree(q, k[:, :, :1], v)),
+            error_message(lambda: tree(q[:, : 1 + (rank == 1)], k, v)),
+            error_message(lambda: tree(q, k, v, seq=100)),
         ]
 
     parts = ("causal=True with 2 queries", "no gradient", "k has shape", "were asked something else", "seq=100")

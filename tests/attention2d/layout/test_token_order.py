@@ -1,34 +1,34 @@
-"""Token orders and which calls they need; oracle: positions, one query and one key at a time."""
+"""Token orders and their kernel calls. Oracle: positions, compared for one query and one key at a time."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention2d.compute.axis import Chunks
+from attention2d.compute.axis import ChunkLayout
 from attention2d.layout import token_order as orders
 
-spread = st.tuples(st.sampled_from(orders.ORDERS), st.integers(1, 7), st.integers(1, 60))
+shardings = st.tuples(st.sampled_from(orders.ORDERS), st.integers(1, 7), st.integers(1, 60))
 
 
-def held(order, ranks, seq):
+def all_segments(order, ranks, seq):
     """Every rank's segments."""
     local = orders.local_length(order, seq, ranks)
     return [orders.segments(order, rank, ranks, local, seq) for rank in range(ranks)]
 
 
 def tokens(segments, seq):
-    """The position in every slot, -1 where there is padding: by `valid`, not by the position."""
+    """The position of every slot's token, -1 for padding; which slots are padding is read from `valid`."""
     parts = [torch.arange(s.length) * s.stride + s.start for s in segments]
     return torch.cat(
-        [torch.where(torch.arange(s.length) < s.valid, at, -1) for s, at in zip(segments, parts, strict=True)]
+        [torch.where(torch.arange(s.length) < s.valid, part, -1) for s, part in zip(segments, parts, strict=True)]
     )
 
 
-@given(spread)
-def test_ranks_hold_every_token_once_and_equally_many_slots(given):
-    order, ranks, seq = given
-    parts = [tokens(segments, seq) for segments in held(order, ranks, seq)]
+@given(shardings)
+def test_ranks_hold_every_token_once_and_equally_many_slots(sharding):
+    order, ranks, seq = sharding
+    parts = [tokens(segments, seq) for segments in all_segments(order, ranks, seq)]
     assert len({len(part) for part in parts}) == 1
     everything = torch.cat(parts)
     assert sorted(everything[everything >= 0].tolist()) == list(range(seq))
@@ -36,33 +36,33 @@ def test_ranks_hold_every_token_once_and_equally_many_slots(given):
     assert ranks * len(parts[0]) - seq < blocks  # no more padding than needed
 
 
-@given(spread)
-def test_shards_hold_what_positions_say(given):
-    order, ranks, seq = given
+@given(shardings)
+def test_shards_hold_what_positions_say(sharding):
+    order, ranks, seq = sharding
     x = torch.arange(1, seq + 1).float().expand(2, seq).unsqueeze(-1) * torch.ones(3)
     parts = [orders.shard(x, 1, order, rank, ranks) for rank in range(ranks)]
-    for part, segments in zip(parts, held(order, ranks, seq), strict=True):
-        where = orders.positions(segments)
-        assert torch.equal(part[1, :, 2], torch.where(where < seq, where + 1.0, 0.0))
+    for part, segments in zip(parts, all_segments(order, ranks, seq), strict=True):
+        positions = orders.positions(segments)
+        assert torch.equal(part[1, :, 2], torch.where(positions < seq, positions + 1.0, 0.0))
     assert torch.equal(orders.unshard(parts, 1, order, seq), x)
 
 
-def test_zigzag_is_megatrons():
+def test_zigzag_is_megatrons_order():
     """Of 8 blocks, rank p of 4 holds p and 7 - p (get_batch_on_this_cp_rank)."""
     parts = [orders.shard(torch.arange(16), 0, "zigzag", rank, 4).tolist() for rank in range(4)]
     assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
-@given(spread, st.booleans(), st.data())
-def test_calls_show_each_query_every_key_that_it_may_see_once(given, causal, data):
-    """Of any chunks in one buffer, against any others."""
-    order, ranks, seq = given
-    chunks = held(order, ranks, seq)
+@given(shardings, st.booleans(), st.data())
+def test_kernel_calls_cover_every_visible_pair_once(sharding, causal, data):
+    """For any chunks in a query buffer and any in a key buffer."""
+    order, ranks, seq = sharding
+    chunks = all_segments(order, ranks, seq)
     some = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
-    buffers = [Chunks([chunks[rank] for rank in data.draw(some)]) for _ in range(2)]
+    buffers = [ChunkLayout([chunks[rank] for rank in data.draw(some)]) for _ in range(2)]
     q, kv = (buffer.segments for buffer in buffers)
     seen = torch.zeros(buffers[0].slots, buffers[1].slots, dtype=torch.int64)
-    for call in orders.calls(q, kv, causal):
+    for call in orders.kernel_calls(q, kv, causal):
         tile = seen[call.q, call.kv]
         assert tile.numel()
         if call.causal:
@@ -74,20 +74,20 @@ def test_calls_show_each_query_every_key_that_it_may_see_once(given, causal, dat
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(1, 12))
-def test_cut_calls_do_the_same(q, kv, queries, keys, causal, most):
+def test_split_calls_cover_the_same_pairs(q, kv, queries, keys, causal, max_length):
     keys = queries if causal else keys
-    call = orders.Call(slice(q, q + queries), slice(kv, kv + keys), causal)
+    call = orders.KernelCall(slice(q, q + queries), slice(kv, kv + keys), causal)
     seen = torch.zeros(2, q + queries, kv + keys, dtype=torch.int64)
-    for part, found in zip(seen, ([call], list(orders.cut([call], most))), strict=True):
-        for each in found:
+    for part, calls in zip(seen, ([call], list(orders.split_calls([call], max_length))), strict=True):
+        for each in calls:
             tile = part[each.q, each.kv]
             tile += torch.ones_like(tile).tril() if each.causal else 1
     assert torch.equal(*seen)
-    assert all(0 < at.stop - at.start <= most for each in found for at in (each.q, each.kv))
+    assert all(0 < slots.stop - slots.start <= max_length for each in calls for slots in (each.q, each.kv))
 
 
 @pytest.mark.parametrize(
-    "q, kv, most",
+    "q, kv, limit",
     (
         (range(4), range(4), 1),  # the whole sequence
         ((2,), (2,), 1),
@@ -96,14 +96,17 @@ def test_cut_calls_do_the_same(q, kv, queries, keys, causal, most):
         ((2,), range(4), 4),  # all-gather
     ),
 )
-def test_zigzag_needs_few_calls(q, kv, most):
-    chunks = held("zigzag", 4, 64)
-    assert len(orders.calls(*(Chunks([chunks[rank] for rank in ranks]).segments for ranks in (q, kv)), True)) <= most
+def test_zigzag_needs_few_kernel_calls(q, kv, limit):
+    chunks = all_segments("zigzag", 4, 64)
+    assert (
+        len(orders.kernel_calls(*(ChunkLayout([chunks[rank] for rank in ranks]).segments for ranks in (q, kv)), True))
+        <= limit
+    )
 
 
 def test_every_pair_of_ranks_has_the_same_work_in_zigzag():
-    """Half the square, and its own half of the diagonal."""
-    chunks = held("zigzag", 5, 80)
+    """Half of the square of queries and keys, and for a rank's own keys also half of the diagonal."""
+    chunks = all_segments("zigzag", 5, 80)
     for p in range(5):
         areas = []
         for r in range(5):
@@ -112,15 +115,15 @@ def test_every_pair_of_ranks_has_the_same_work_in_zigzag():
         assert areas == [128] * 5
 
 
-@given(spread, st.data())
-def test_chunks_lie_in_order_and_come_out_again(given, data):
-    order, ranks, seq = given
-    chunks = held(order, ranks, seq)
+@given(shardings, st.data())
+def test_chunk_layouts_sort_segments_and_return_chunks(sharding, data):
+    order, ranks, seq = sharding
+    chunks = all_segments(order, ranks, seq)
     some = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
-    layout = Chunks([chunks[rank] for rank in some])
-    buffer = layout.empty(torch.empty(len(tokens(chunks[0], seq)), 2))
-    for number, rank in enumerate(some):
-        layout.put(number, torch.stack([orders.positions(chunks[rank])] * 2, 1).float(), buffer)
+    layout = ChunkLayout([chunks[rank] for rank in some])
+    buffer = layout.new_buffer(torch.empty(len(tokens(chunks[0], seq)), 2))
+    for index, rank in enumerate(some):
+        layout.write(index, torch.stack([orders.positions(chunks[rank])] * 2, 1).float(), buffer)
     assert torch.equal(buffer[:, 0], orders.positions(layout.segments).float())
-    for number, rank in enumerate(some):
-        assert torch.equal(layout.take(number, buffer)[:, 1], orders.positions(chunks[rank]).float())
+    for index, rank in enumerate(some):
+        assert torch.equal(layout.read(index, buffer)[:, 1], orders.positions(chunks[rank]).float())

@@ -1,4 +1,4 @@
-"""Which schedule is cheapest; oracle: the table of attention2d.md A.7, and every other grid."""
+"""The cheapest schedule. Oracle: the table of attention2d.md A.7, and all other grids."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from attention2d.schedules.choosing import candidates
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 
-# (heads, kv_heads, ranks): chunks of q that the best grid sends forward, and that grid (attention2d.md A.7)
+# (heads, kv_heads, ranks): what the best grid sends forward, in chunks of q, and that grid (attention2d.md A.7)
 BEST = {
     (32, 32, 16): (3.75, (16, 1, 1)),
     (32, 32, 64): (5.88, None),
@@ -19,18 +19,18 @@ BEST = {
     (4, 4, 64): (15, (4, 4, 4)),
     (32, 8, 16): (2.69, (8, 2, 1)),
     (32, 8, 64): (5.69, (8, 4, 2)),
-    (8, 1, 16): (3.75, None),  # equally many on several grids
+    (8, 1, 16): (3.75, None),  # several grids send the same
     (8, 1, 64): (9.75, (1, 16, 4)),
 }
 
 
 @pytest.mark.parametrize("shape", BEST)
-def test_the_design_pages_best(shape):
-    """Where heads are wide, and statistics next to nothing."""
+def test_best_grids_of_the_design_page(shape):
+    """With wide heads, so that the bytes of statistics are negligible."""
     heads, kv_heads, ranks = shape
     chunks, grid = BEST[shape]
     best = candidates(ranks, heads, kv_heads, head_dim=4096, seq=1024 * ranks, training=False)[0]
-    assert best.nbytes / (1024 * heads * 4096 * 2) == pytest.approx(chunks, abs=0.006)
+    assert best.bytes_sent / (1024 * heads * 4096 * 2) == pytest.approx(chunks, abs=0.006)
     assert grid in (None, (best.ulysses, best.rows, best.cols))
 
 
@@ -40,7 +40,7 @@ def test_no_other_grid_sends_less(training):
         found = candidates(ranks, heads, kv_heads, 64, 4096, training)
         assert len({(each.ulysses, each.rows, each.cols, each.overlap) for each in found}) == len(found)
         assert all(each.ulysses * each.rows * each.cols == ranks for each in found)
-        assert found[0].nbytes <= 1.02 * min(each.nbytes for each in found)
+        assert found[0].bytes_sent <= 1.02 * min(each.bytes_sent for each in found)
 
 
 def curve(operation, latency, rate, ranks=4):
@@ -49,8 +49,8 @@ def curve(operation, latency, rate, ranks=4):
 
 
 @pytest.mark.parametrize("operation", ("p2p", "all_gather"))
-def test_a_fabric_of_slow_starts_prefers_few_steps(operation):
-    """Of short sequences; of long ones its rate decides, as bytes do."""
+def test_a_fabric_with_high_latency_prefers_few_steps(operation):
+    """For short sequences; for long ones the rate decides, so the order is that of bytes."""
     fabric = Fabric((curve(operation, 1e-3, 1e10),))
     long = dict(heads=2, kv_heads=2, head_dim=64, ranks=8)
     by_bytes = candidates(seq=2**22, **long)[0]
@@ -64,7 +64,7 @@ def test_a_fabric_of_slow_starts_prefers_few_steps(operation):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_every_rank_gets_the_same_with_a_reason(world_size, ranks):
+def test_every_rank_chooses_the_same_and_says_why(world_size, ranks):
     def run(rank):
         heads = dict(heads=4, kv_heads=1, head_dim=16, seq=64)
         schedule = choose(dist.group.WORLD, **heads)
@@ -80,17 +80,17 @@ def test_every_rank_gets_the_same_with_a_reason(world_size, ranks):
 
 @pytest.mark.parametrize("training", (False, True))
 def test_the_cheapest_that_fits_into_memory(training):
-    """Less and less of it: first the same grid overlapped, at last one line of ranks, then an error."""
+    """With less and less memory: first the same grid overlapped, at last one row or column, then an error."""
     shape = dict(heads=3, kv_heads=3, head_dim=64, seq=2**16, training=training)
     found = candidates(64, **shape)
     assert not found[0].overlap
-    first = candidates(64, **shape, memory=found[0].held - 1)[0]
+    first = candidates(64, **shape, memory=found[0].peak_bytes - 1)[0]
     assert first.overlap and (first.rows, first.cols) == (found[0].rows, found[0].cols)
-    for memory in {each.held for each in found}:
+    for memory in {each.peak_bytes for each in found}:
         best = candidates(64, **shape, memory=memory)[0]
-        assert best.held <= memory
-        assert best.nbytes <= 1.02 * min(each.nbytes for each in found if each.held <= memory)
-    least = min(each.held for each in found)
+        assert best.peak_bytes <= memory
+        assert best.bytes_sent <= 1.02 * min(each.bytes_sent for each in found if each.peak_bytes <= memory)
+    least = min(each.peak_bytes for each in found)
     last = candidates(64, **shape, memory=least)[0]
     assert last.overlap and 1 in (last.rows, last.cols)
     with pytest.raises(ValueError, match=f"memory={least - 1}: no schedule on 64 ranks holds less than {least} bytes"):

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel with a sequence spread over ranks; oracle: the same model on one rank, by torch's own attention.
+"""Megatron's GPTModel with a sequence sharded over ranks. Oracle: the same model on one rank with torch's own attention.
 
 (Megatron's own core attention needs CUDA.)
 """
@@ -15,7 +15,7 @@ from attention2d import CoreAttention
 from megatron_ssm.integrations.specs import core_attention, with_core_attention
 
 SEQ, VOCAB = 32, 50
-POINTS = {  # by ranks: (cp_comm_type, what core_attention is given, as what schedule it is)
+CASES = {  # by number of ranks: (cp_comm_type, arguments of core_attention, part of the schedule's repr)
     2: [("p2p", {}, "rows=2, cols=1, ulysses=1"), ("2d", dict(rows=1, cols=2), "rows=1, cols=2, ulysses=1")],
     4: [
         ("2d", dict(rows=2, cols=2), "rows=2, cols=2, ulysses=1, order='zigzag')"),
@@ -32,21 +32,21 @@ POINTS = {  # by ranks: (cp_comm_type, what core_attention is given, as what sch
 }
 
 
-class Plain(torch.nn.Module):
-    """A core attention on one rank."""
+class TorchCoreAttention(torch.nn.Module):
+    """A core attention on one rank, with torch's own attention."""
 
     def __init__(self, **_):
         super().__init__()
 
     def forward(self, query, key, value, attention_mask, **_):
-        """By torch."""
+        """As `attention2d.CoreAttention.forward`."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def gpt(ranks, kind=None, **point):
-    """Two layers, in float64, the same parameters everywhere."""
+def gpt(ranks, kind=None, **grid):
+    """A model of two layers in float64 with the same parameters on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,15 +57,15 @@ def gpt(ranks, kind=None, **point):
         bias_dropout_fusion=False, masked_softmax_fusion=False, pipeline_dtype=torch.float32,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = Plain
+    spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     torch.manual_seed(0)
     return GPTModel(
-        config, with_core_attention(spec, **point) if kind else spec, VOCAB, SEQ,
+        config, with_core_attention(spec, **grid) if kind else spec, VOCAB, SEQ,
         position_embedding_type="learned_absolute", share_embeddings_and_output_weights=False,
     ).double()  # fmt: skip
 
 
-def batch():
+def whole_batch():
     """Tokens, labels and positions of two sequences; Megatron's causal mask."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
@@ -74,66 +74,66 @@ def batch():
     return dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], position_ids=positions, attention_mask=mask)
 
 
-def trained(model, given):
-    """(logits, loss, gradients): the loss is this rank's share of the mean over all tokens."""
-    logits = model(given["tokens"], given["position_ids"], given["attention_mask"])
-    loss = F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), reduction="sum") / (2 * SEQ)
+def run_backward(model, batch):
+    """(logits, loss, gradients); the loss is this rank's share of the mean over all tokens."""
+    logits = model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / (2 * SEQ)
     loss.backward()
     return logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def begin(ranks):
+def initialize_megatron(ranks):
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
 
 
-def alone(rank):
-    begin(1)
-    return trained(gpt(1), batch())
+def run_on_one_rank(rank):
+    initialize_megatron(1)
+    return run_backward(gpt(1), whole_batch())
 
 
 @pytest.fixture(scope="module")
 def expected(ranks):
-    """What is imported here need not be in every rank."""
+    """Imports Megatron once, so that the forked ranks need not."""
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 
-    return ranks(alone, 1)[0]
+    return ranks(run_on_one_rank, 1)[0]
 
 
-def of_rank(rank, points):
-    """For each point: the schedule, this rank's logits and their positions, the loss and gradients of all."""
+def run_cases(rank, cases):
+    """For each case: the schedules, this rank's logits and their positions, the loss and gradients over all ranks."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    begin(dist.get_world_size())
+    initialize_megatron(dist.get_world_size())
     found = []
-    for kind, point, _ in points:
-        model = gpt(dist.get_world_size(), kind, **point)
-        given = get_batch_on_this_cp_rank(batch())
-        logits, loss, gradients = trained(model, given)
+    for kind, grid, _ in cases:
+        model = gpt(dist.get_world_size(), kind, **grid)
+        batch = get_batch_on_this_cp_rank(whole_batch())
+        logits, loss, gradients = run_backward(model, batch)
         for t in (loss, *gradients.values()):
             dist.all_reduce(t)
         schedules = {repr(layer.self_attention.core_attention.schedule) for layer in model.decoder.layers}
-        found.append((schedules, logits, given["position_ids"][0], loss, gradients))
+        found.append((schedules, logits, batch["position_ids"][0], loss, gradients))
     return found
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_a_gpt(world_size, ranks, expected):
-    """Tokens sharded by Megatron's own rule."""
+def test_gpt_model(world_size, ranks, expected):
+    """With tokens sharded by Megatron itself."""
     logits, loss, gradients = expected
-    for found in ranks(of_rank, world_size, POINTS[world_size], timeout=120):
-        for (_, _, name), (schedules, ours, at, ours_loss, ours_gradients) in zip(
-            POINTS[world_size], found, strict=True
+    for found in ranks(run_cases, world_size, CASES[world_size], timeout=120):
+        for (_, _, name), (schedules, ours, positions, ours_loss, ours_gradients) in zip(
+            CASES[world_size], found, strict=True
         ):
             assert len(schedules) == 1 and name in schedules.pop()
-            assert (ours - logits[:, at]).abs().max() <= 1e-10
+            assert (ours - logits[:, positions]).abs().max() <= 1e-10
             assert (ours_loss - loss).abs() <= 1e-10 and ours_gradients.keys() == gradients.keys()
             assert max((ours_gradients[key] - gradients[key]).abs().max() for key in gradients) <= 1e-10
 
 
-# What it does not compute
+# Unsupported options
 
 CONFIG = dict(
     num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0, window_size=None, qk_clip=False,
@@ -141,35 +141,35 @@ CONFIG = dict(
 )  # fmt: skip
 
 
-def made(mask="causal", kind="self", given=None, **changes):
-    """A CoreAttention on one rank; given: its other arguments; changes: of the configuration."""
-    config = SimpleNamespace(**CONFIG | changes)
-    return CoreAttention(config, 1, SimpleNamespace(name=mask), kind, **given or {})
+def make_core_attention(mask="causal", kind="self", arguments=None, **config_changes):
+    """A CoreAttention on one rank."""
+    config = SimpleNamespace(**CONFIG | config_changes)
+    return CoreAttention(config, 1, SimpleNamespace(name=mask), kind, **arguments or {})
 
 
 REFUSED = {
-    "window_size=\\(4, 0\\)": partial(made, window_size=(4, 0)),
-    "softmax_type=learnable": partial(made, softmax_type="learnable"),
-    "qk_clip=True": partial(made, qk_clip=True),
-    "attention_type=cross": partial(made, kind="cross"),
-    "k_channels=4": partial(made, given=dict(k_channels=4)),
+    "window_size=\\(4, 0\\)": partial(make_core_attention, window_size=(4, 0)),
+    "softmax_type=learnable": partial(make_core_attention, softmax_type="learnable"),
+    "qk_clip=True": partial(make_core_attention, qk_clip=True),
+    "attention_type=cross": partial(make_core_attention, kind="cross"),
+    "k_channels=4": partial(make_core_attention, arguments=dict(k_channels=4)),
     "cp_comm_type='ring' is none of p2p, all_gather, a2a, a2a\\+p2p, 2d": partial(
-        made, given=dict(cp_comm_type="ring")
+        make_core_attention, arguments=dict(cp_comm_type="ring")
     ),
-    "rows: of cp_comm_type='2d', not of 'p2p'": partial(made, given=dict(rows=2)),
-    "context_parallel_size=2, and pg_collection.cp has 1 ranks": partial(made, context_parallel_size=2),
+    "rows: only for cp_comm_type='2d', not for 'p2p'": partial(make_core_attention, arguments=dict(rows=2)),
+    "context_parallel_size=2, and pg_collection.cp has 1 ranks": partial(make_core_attention, context_parallel_size=2),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_a_layer_that_it_cannot_be(message):
+def test_refused_layers(message):
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
 
 
-def test_a_call_that_it_cannot_do():
+def test_refused_calls():
     q, kv = torch.ones(4, 1, 4, 8), torch.ones(4, 1, 2, 8)
-    core = made(attention_dropout=0.1, window_size=(-1, -1))
+    core = make_core_attention(attention_dropout=0.1, window_size=(-1, -1))
     with pytest.raises(ValueError, match="attention_dropout=0.1"):
         core(q, kv, kv)
     core.eval()
@@ -181,5 +181,5 @@ def test_a_call_that_it_cannot_do():
         core(q, kv, kv, attn_mask_type=SimpleNamespace(name="arbitrary"))
 
 
-def test_its_spec():
+def test_module_spec():
     assert core_attention(rows=2, cols=3).params == dict(rows=2, cols=3)

@@ -1,4 +1,4 @@
-"""Attention over ranks, forward and backward; oracle: exact attention in float64, one process."""
+"""Attention on several ranks, forward and backward. Oracle: exact attention in float64 in one process."""
 
 import itertools
 from functools import partial
@@ -13,19 +13,19 @@ from torch.utils.checkpoint import checkpoint
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
 from attention2d.compute import tile
 from attention2d.layout.token_order import ORDERS
-from spreading import Problem, exact, sub_group
+from attention_problems import Problem, exact, sub_group
 
 FORWARD, GRADIENTS = 1e-13, 1e-12
 
 
 def grids(ranks):
-    """All (ulysses, rows, cols) of so many ranks."""
+    """All (ulysses, rows, cols) whose product is `ranks`."""
     sizes = range(1, ranks + 1)
     return [grid for grid in itertools.product(sizes, repeat=3) if grid[0] * grid[1] * grid[2] == ranks]
 
 
-def points(ranks):
-    """All arguments of Attention2D."""
+def all_arguments(ranks):
+    """All valid keyword arguments of Attention2D on `ranks` ranks."""
     found = []
     for ulysses, rows, cols in grids(ranks):
         for order, overlap in itertools.product(ORDERS, (False, True)):
@@ -39,38 +39,41 @@ def points(ranks):
 
 
 def head_counts(ulysses):
-    """Of queries and keys: as many, grouped, one for all."""
+    """(query heads, key/value heads): as many, two groups, and one key/value head for each of the cell's ranks."""
     return [(2 * ulysses, 2 * ulysses), (4 * ulysses, 2 * ulysses), (2 * ulysses, ulysses)]
 
 
 def lengths(ranks):
-    """Which divide, and do not; shorter than the ranks are many."""
+    """Lengths that divide over the ranks, that do not, and that are smaller than the number of ranks."""
     return [16 * ranks, 8 * ranks - 1, 16 * ranks + 3, ranks - 1, 1]
 
 
-def solve_all(rank, work):
-    """The largest error of each answer over [(point, problem)]."""
+def largest_errors(rank, work):
+    """The largest error of each answer over `work`, a list of (arguments, problem)."""
     worst = [0.0] * 5
-    for point, problem in work:
-        schedule = Attention2D(dist.group.WORLD, **point)
+    for arguments, problem in work:
+        schedule = Attention2D(dist.group.WORLD, **arguments)
         errors = problem.errors(schedule, problem.solve(schedule))
-        assert max(errors) < 1e-3, (point, problem.seq, errors)
+        assert max(errors) < 1e-3, (arguments, problem.seq, errors)
         worst = [max(pair) for pair in zip(worst, errors, strict=True)]
     return worst
 
 
-def work_of(ranks, chosen, each, first=0):
-    """[(point, problem)], `each` problems a point: all lengths, masks and head counts in turn, from the `first` on."""
+def make_work(ranks, chosen, count, skip=0):
+    """[(arguments, problem)], `count` problems for each of the `chosen` arguments.
+
+    Problems take all lengths, masks and head counts in turn; `skip`: how many of these combinations to leave out first.
+    """
     kinds = itertools.cycle(
         (length, causal, index) for length, causal, index in itertools.product(lengths(ranks), (True, False), range(3))
     )
     work = []
-    for _ in range(first):
+    for _ in range(skip):
         next(kinds)
-    for point, _ in itertools.product(chosen, range(each)):
+    for arguments, _ in itertools.product(chosen, range(count)):
         length, causal, index = next(kinds)
-        heads, kv_heads = head_counts(point.get("ulysses", 1))[index]
-        work.append((point, Problem.of(max(1, length), heads, kv_heads, causal, seed=len(work))))
+        heads, kv_heads = head_counts(arguments.get("ulysses", 1))[index]
+        work.append((arguments, Problem.of(max(1, length), heads, kv_heads, causal, seed=len(work))))
     return work
 
 
@@ -80,8 +83,8 @@ def check(errors):
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_all_points_of_a_few_ranks(world_size, ranks):
-    check(ranks(solve_all, world_size, work_of(world_size, points(world_size), 2)))
+def test_all_schedules_on_few_ranks(world_size, ranks):
+    check(ranks(largest_errors, world_size, make_work(world_size, all_arguments(world_size), 2)))
 
 
 OPTIONS = (
@@ -94,8 +97,8 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("world_size, least", ((6, 2), pytest.param(8, 2, marks=pytest.mark.full), (9, 3)))
-def test_some_points_of_more(world_size, least, ranks):
-    """Grids of so many rows and columns, where directions cannot be mistaken; and others that share heads."""
+def test_some_schedules_on_more_ranks(world_size, least, ranks):
+    """Grids of at least `least` rows and columns, where a wrong direction shows; and grids with ulysses=2."""
     chosen = [
         dict(rows=rows, cols=cols, **options)
         for ulysses, rows, cols in grids(world_size)
@@ -108,19 +111,19 @@ def test_some_points_of_more(world_size, least, ranks):
         for overlap in (False, True)
         if ulysses == 2
     ]
-    work = work_of(world_size, chosen, 1, first=13) + work_of(
-        world_size, shared, 1, first=16
-    )  # shorter than ranks are many
-    check(ranks(solve_all, world_size, work))
+    work = make_work(world_size, chosen, 1, skip=13) + make_work(
+        world_size, shared, 1, skip=16
+    )  # with lengths smaller than the number of ranks
+    check(ranks(largest_errors, world_size, work))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", (2, 3, 4, 5, 6, 8, 9, 12))
-def test_all_points(world_size, ranks):
-    check(ranks(solve_all, world_size, work_of(world_size, points(world_size), 4), timeout=900))
+def test_all_schedules(world_size, ranks):
+    check(ranks(largest_errors, world_size, make_work(world_size, all_arguments(world_size), 4), timeout=900))
 
 
-# What does not change the result
+# Changes that must not change the result
 
 
 @pytest.mark.parametrize("world_size, rows, cols", ((4, 2, 2), (6, 2, 3)))
@@ -153,10 +156,10 @@ def test_overlap_makes_no_difference(world_size, rows, cols, ulysses, dtype, lar
 
 @pytest.mark.parametrize("world_size, count", ((4, 2), (6, 2), pytest.param(8, 2, marks=pytest.mark.full), (6, 3)))
 def test_disjoint_groups_at_once(world_size, count, ranks):
-    """None of them is the world; each has its own problem, and its own grid at every time."""
+    """None of the groups is the world; each has its own problem and its own grid at any time."""
     size = world_size // count
     problems = [Problem.of(10 * size + 1 + index, 4, 2, True, seed=index) for index in range(count)]
-    some = [point for point in points(size) if point.get("ulysses", 1) <= 2]
+    some = [arguments for arguments in all_arguments(size) if arguments.get("ulysses", 1) <= 2]
 
     def run(rank):
         group, worst, number = sub_group(count), [], rank // size
@@ -169,13 +172,13 @@ def test_disjoint_groups_at_once(world_size, count, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_tensors_of_one_projection(world_size, ranks):
-    """Views without a copy, of more heads than these; and the gradients of some inputs only."""
+def test_views_of_one_projection(world_size, ranks):
+    """q, k and v as views of one tensor; and gradients of only some inputs."""
     problem = Problem.of(12 * world_size, 4, 2, True)
 
     def run(rank):
         schedule = Attention2D(dist.group.WORLD, 1, world_size)
-        q, k, v, dout = (schedule.shard(t) for t in problem.given)
+        q, k, v, dout = (schedule.shard(t) for t in problem.inputs)
         packed = torch.cat([q, k, v], dim=2).requires_grad_()
         out = schedule(*packed.split([4, 2, 2], dim=2), causal=True)
         out.backward(dout)
@@ -200,20 +203,20 @@ def test_scale_and_sizes(world_size, ranks):
         Problem.of(6 * world_size + 1, 2, 1, False, batch=3, head_dim=64, scale=3.0),
         Problem.of(6 * world_size, 2, 1, True, batch=1, head_dim=5, scale=1e-6),
     ]
-    check(ranks(solve_all, world_size, [(dict(rows=world_size, cols=1), problem) for problem in problems]))
+    check(ranks(largest_errors, world_size, [(dict(rows=world_size, cols=1), problem) for problem in problems]))
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_sequences_one_after_the_other(world_size, ranks):
-    """Gradients of a loss over several calls, of other lengths too, in which backward comes in the other order."""
+def test_several_calls_before_backward(world_size, ranks):
+    """Gradients of a loss over several calls, also of other lengths; backward runs in reverse order."""
     problems = [Problem.of(seq * world_size, 4, 2, True, seed=seq) for seq in (4, 6, 4)]
 
     def run(rank):
         schedule = Attention2D(dist.group.WORLD, world_size // 2, 2, overlap=True)
-        leaves = [[schedule.shard(t).requires_grad_() for t in problem.given[:3]] for problem in problems]
+        leaves = [[schedule.shard(t).requires_grad_() for t in problem.inputs[:3]] for problem in problems]
         outs = [schedule(*each, causal=True) for each in leaves]
         pairs = zip(outs, problems, strict=True)
-        sum((out * schedule.shard(problem.given[3])).sum() for out, problem in pairs).backward()
+        sum((out * schedule.shard(problem.inputs[3])).sum() for out, problem in pairs).backward()
         errors = []
         for problem, each in zip(problems, leaves, strict=True):
             gradients = zip(each, problem.answers[2:], strict=True)
@@ -224,15 +227,17 @@ def test_sequences_one_after_the_other(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size, rows, cols", ((2, 1, 2), (4, 2, 2), (4, 1, 1)))
-def test_long_sequences_are_attended_in_pieces(world_size, rows, cols, ranks, monkeypatch):
-    monkeypatch.setattr(tile, "NUMBERS", 5 * 2 * 4 * 16)  # five queries
-    point = dict(rows=rows, cols=cols, ulysses=world_size // rows // cols)
+def test_long_sequences_are_attended_in_tiles(world_size, rows, cols, ranks, monkeypatch):
+    monkeypatch.setattr(tile, "CPU_ELEMENTS", 5 * 2 * 4 * 16)  # five queries
+    arguments = dict(rows=rows, cols=cols, ulysses=world_size // rows // cols)
     problems = [Problem.of(24 * world_size + 5, 4, 4, causal) for causal in (True, False)]
     options = itertools.product((False, True), problems)
-    check(ranks(solve_all, world_size, [(dict(point, overlap=overlap), problem) for overlap, problem in options]))
+    check(
+        ranks(largest_errors, world_size, [(dict(arguments, overlap=overlap), problem) for overlap, problem in options])
+    )
 
 
-NAMED = {  # by ranks: schedules that compute the same
+EQUIVALENT = {  # by number of ranks: schedules with the same result
     2: (Ring, AllGather, partial(Attention2D, rows=2, cols=1), partial(USP, ulysses=1)),
     4: (
         AllGather,
@@ -246,11 +251,11 @@ NAMED = {  # by ranks: schedules that compute the same
 
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
-def test_degenerate_points_are_one_another(world_size, ranks):
+def test_equivalent_schedules(world_size, ranks):
     problem = Problem.of(11 * world_size, 6, 3, True)
 
     def run(rank):
-        return [problem.solve(make(dist.group.WORLD)) for make in NAMED[world_size]]
+        return [problem.solve(make(dist.group.WORLD)) for make in EQUIVALENT[world_size]]
 
     for first, *others in ranks(run, world_size):
         for other in others:
@@ -258,18 +263,19 @@ def test_degenerate_points_are_one_another(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_what_stands_in_padding_does_not_matter(world_size, ranks):
+def test_values_in_padding_do_not_matter(world_size, ranks):
     """Not even NaN."""
     problem = Problem.of(8 * world_size - 3, 4, 2, False)
 
     def run(rank):
         found = []
-        for point in points(world_size):
+        for arguments in all_arguments(world_size):
             schedule = Attention2D(
-                dist.group.WORLD, **dict(point) if point.get("ulysses", 1) <= 2 else dict(rows=world_size, cols=1)
+                dist.group.WORLD,
+                **dict(arguments) if arguments.get("ulysses", 1) <= 2 else dict(rows=world_size, cols=1),
             )
             padding = schedule.positions(problem.seq) >= problem.seq
-            q, k, v, dout = (schedule.shard(t) for t in problem.given)
+            q, k, v, dout = (schedule.shard(t) for t in problem.inputs)
             for t in (q, k, v, dout):
                 t[:, padding] = torch.nan
             leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -283,12 +289,12 @@ def test_what_stands_in_padding_does_not_matter(world_size, ranks):
 
 @pytest.mark.parametrize("world_size, rows, cols", ((2, 1, 2), (4, 2, 2)))
 @pytest.mark.parametrize("reentrant", (False, True))
-def test_recomputation_and_another_backward(world_size, rows, cols, reentrant, ranks):
+def test_recomputation_and_repeated_backward(world_size, rows, cols, reentrant, ranks):
     problem = Problem.of(8 * world_size, 4, 2, True)
 
     def run(rank):
         schedule = Attention2D(dist.group.WORLD, rows, cols)
-        q, k, v, dout = (schedule.shard(t) for t in problem.given)
+        q, k, v, dout = (schedule.shard(t) for t in problem.inputs)
         leaves = [t.requires_grad_() for t in (q, k, v)]
         out = checkpoint(partial(schedule, causal=True), *leaves, use_reentrant=reentrant)
         out.backward(dout)
@@ -303,12 +309,12 @@ def test_recomputation_and_another_backward(world_size, rows, cols, reentrant, r
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_autocast(world_size, ranks):
-    """As torch's attention: what rotary embeddings leave in float32 is cast."""
+    """float32 inputs, as rotary embeddings leave them, are cast as by torch's own attention."""
     problem = Problem.of(8 * world_size, 4, 2, True, dtype=torch.float32)
 
     def run(rank):
         schedule = Ring(dist.group.WORLD)
-        q, k, v, _ = (schedule.shard(t) for t in problem.given)
+        q, k, v, _ = (schedule.shard(t) for t in problem.inputs)
         with torch.autocast("cpu", torch.bfloat16):
             out = schedule(q, k, v.bfloat16(), causal=True)
         return out.dtype, problem.errors(schedule, [out.float()])[0]
@@ -318,8 +324,8 @@ def test_autocast(world_size, ranks):
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_the_output_may_be_added_to(world_size, ranks):
-    """And viewed: it is contiguous, of any batch; without gradients also in place."""
+def test_the_output_can_be_viewed_and_added_to(world_size, ranks):
+    """It is contiguous for any batch; without gradients it can be changed in place."""
 
     def run(rank):
         for batch in (1, 3):
@@ -334,17 +340,17 @@ def test_the_output_may_be_added_to(world_size, ranks):
     ranks(run, world_size)
 
 
-@pytest.mark.parametrize("world_size, point", ((4, dict(rows=2, cols=2)), (2, dict(rows=1, cols=1, ulysses=2))))
+@pytest.mark.parametrize("world_size, arguments", ((4, dict(rows=2, cols=2)), (2, dict(rows=1, cols=1, ulysses=2))))
 @pytest.mark.parametrize("overlap", (False, True))
-def test_gradients_that_are_one_number(world_size, point, overlap, ranks):
-    """As `sum()` gives them: expanded, without numbers of their own; and tiny ones."""
+def test_expanded_gradients(world_size, arguments, overlap, ranks):
+    """As `sum()` makes them: one expanded element; also a tiny one."""
     problem = Problem.of(4 * world_size, 4, 2, True)
-    leaves = [t.clone().requires_grad_() for t in problem.given[:3]]
+    leaves = [t.clone().requires_grad_() for t in problem.inputs[:3]]
     expected = torch.autograd.grad(exact(*leaves, True)[0].sum(), leaves)
 
     def run(rank):
-        schedule = Attention2D(dist.group.WORLD, **point, overlap=overlap)
-        q, k, v = (schedule.shard(t).requires_grad_() for t in problem.given[:3])
+        schedule = Attention2D(dist.group.WORLD, **arguments, overlap=overlap)
+        q, k, v = (schedule.shard(t).requires_grad_() for t in problem.inputs[:3])
         out = schedule(q, k, v, causal=True)
         for factor in (1, 1e-30):
             found = torch.autograd.grad(out.sum() * factor, (q, k, v), retain_graph=True)
@@ -355,9 +361,9 @@ def test_gradients_that_are_one_number(world_size, point, overlap, ranks):
 
 
 def test_one_rank_needs_no_group():
-    """Of any length."""
+    """With a sequence of any length."""
     problem = Problem.of(7, 4, 2, True)
-    q, k, v = problem.given[:3]
+    q, k, v = problem.inputs[:3]
     for schedule in (Ring(), Attention2D(None, 1, 1, order="cyclic")):
         assert (schedule(q, k, v, causal=True) - problem.answers[0]).abs().max() <= FORWARD
     for schedule in (
@@ -371,11 +377,11 @@ def test_one_rank_needs_no_group():
         check([problem.errors(schedule, problem.solve(schedule))])
 
 
-# Fewer bits
+# Lower precision
 
 
-def relative(ours, theirs):
-    """Root mean square error, of the root mean square."""
+def relative_error(ours, theirs):
+    """The root mean square error, relative to the root mean square."""
     return ((ours.double() - theirs).square().mean() / theirs.square().mean()).sqrt().item()
 
 
@@ -397,14 +403,14 @@ def test_float32(world_size, rows, cols, overlap, ranks):
 @pytest.mark.parametrize("world_size, rows, cols", ((4, 2, 2), (8, 2, 4)))
 @pytest.mark.parametrize("overlap", (False, True))
 def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, overlap, ranks):
-    """Nor is it worse than one process with bfloat16 tiles, by torch; a partial result is rounded once."""
+    """Nor is it worse than torch's attention in bfloat16 in one process: a partial result is rounded once."""
     problem = Problem.of(512, 4, 2, True, batch=1, head_dim=64, dtype=torch.bfloat16)
-    leaves = [t.clone().requires_grad_() for t in problem.given[:3]]
+    leaves = [t.clone().requires_grad_() for t in problem.inputs[:3]]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    out.backward(problem.given[3])
+    out.backward(problem.inputs[3])
     wholes = [problem.answers[0], *problem.answers[2:]]
-    alone = [relative(*pair) for pair in zip([out.detach(), *(t.grad for t in leaves)], wholes, strict=True)]
+    alone = [relative_error(*pair) for pair in zip([out.detach(), *(t.grad for t in leaves)], wholes, strict=True)]
 
     def run(rank, rows, cols):
         schedule = Attention2D(dist.group.WORLD, rows, cols, overlap=overlap)
@@ -412,7 +418,7 @@ def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, ove
         return [schedule.unshard(t) for t in (out, *gradients)]
 
     few, many = (
-        [relative(*pair) for pair in zip(ranks(run, *grid)[0], wholes, strict=True)]
+        [relative_error(*pair) for pair in zip(ranks(run, *grid)[0], wholes, strict=True)]
         for grid in ((2, 1, 2), (world_size, rows, cols))
     )
     assert all(more <= 1.2 * less for less, more in zip(few, many, strict=True)), (few, many)
@@ -423,16 +429,16 @@ def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, ove
 # Bytes
 
 
-def itemsizes(rank, work):
-    """[(sent forward, backward), (volume forward, backward)] of each (point, problem)."""
+def sent_and_volumes(rank, work):
+    """[((sent forward, backward), (volume forward, backward))] of each (arguments, problem)."""
     found = []
-    for point, problem in work:
-        schedule = Attention2D(dist.group.WORLD, **point)
-        q, k, v, dout = (schedule.shard(t) for t in problem.given)
+    for arguments, problem in work:
+        schedule = Attention2D(dist.group.WORLD, **arguments)
+        q, k, v, dout = (schedule.shard(t) for t in problem.inputs)
         out = schedule(*(t.requires_grad_() for t in (q, k, v)), causal=problem.causal, seq=problem.seq)
         forward = schedule.counter.sent
         out.backward(dout)
-        batch, seq, heads, head_dim = problem.given[0].shape
+        batch, seq, heads, head_dim = problem.inputs[0].shape
         volume = schedule.volume(batch, seq, heads, k.shape[2], head_dim, q.element_size())
         found.append(((forward, schedule.counter.sent - forward), (volume.forward, volume.backward)))
     return found
@@ -450,17 +456,19 @@ def itemsizes(rank, work):
     ),
 )
 def test_volume_is_what_is_sent(world_size, dtype, ranks):
-    """By the busiest rank: of all, where nothing is moved. Every grid, and of a few ranks every point."""
+    """By the busiest rank, and without transpose by every rank. On few ranks for every schedule, else for every grid."""
     work = []
-    for index, point in enumerate(points(world_size)):
-        if world_size > 4 and (point["order"] == "contiguous" or index // 2 % 2):
+    for index, arguments in enumerate(all_arguments(world_size)):
+        if world_size > 4 and (arguments["order"] == "contiguous" or index // 2 % 2):
             continue
-        heads, kv_heads = head_counts(point.get("ulysses", 1))[index % 3]
-        work.append((point, Problem.of(4 * world_size + index % 3, heads, kv_heads, True, dtype=dtype)))
-    for point, *each in zip((point for point, _ in work), *ranks(itemsizes, world_size, work), strict=True):
+        heads, kv_heads = head_counts(arguments.get("ulysses", 1))[index % 3]
+        work.append((arguments, Problem.of(4 * world_size + index % 3, heads, kv_heads, True, dtype=dtype)))
+    for arguments, *each in zip(
+        (arguments for arguments, _ in work), *ranks(sent_and_volumes, world_size, work), strict=True
+    ):
         sent, volumes = zip(*each, strict=True)
         assert len(set(volumes)) == 1 and tuple(map(max, zip(*sent, strict=True))) == volumes[0]
-        if not point.get("transpose"):
+        if not arguments.get("transpose"):
             assert len(set(sent)) == 1
 
 
@@ -468,21 +476,21 @@ def test_volume_is_what_is_sent(world_size, dtype, ranks):
 
 
 @st.composite
-def anything(draw, world_size):
-    """(point, problem)."""
-    point = draw(st.sampled_from(points(world_size)))
-    ulysses = point.get("ulysses", 1)
+def any_work(draw, world_size):
+    """(arguments, problem)."""
+    arguments = draw(st.sampled_from(all_arguments(world_size)))
+    ulysses = arguments.get("ulysses", 1)
     kv_heads = ulysses * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
     sizes = dict(
         batch=draw(st.integers(1, 2)), head_dim=draw(st.sampled_from((1, 8, 24))), seed=draw(st.integers(0, 99))
     )
     problem = Problem.of(draw(st.integers(1, 50)), heads, kv_heads, draw(st.booleans()), **sizes)
-    return point, problem
+    return arguments, problem
 
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_point_of_any_problem(ranks, world_size, data):
-    check(ranks(solve_all, world_size, [data.draw(anything(world_size))]))
+def test_any_schedule_on_any_problem(ranks, world_size, data):
+    check(ranks(largest_errors, world_size, [data.draw(any_work(world_size))]))

@@ -1,4 +1,4 @@
-"""Decoding over keys that are spread over ranks; oracle: exact attention in float64, one process."""
+"""Decoding over keys sharded over ranks. Oracle: exact attention in float64 in one process."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from attention2d import Tree
 from attention2d.layout.token_order import ORDERS
-from spreading import exact
+from attention_problems import exact
 
 
 def problem(queries, keys, dtype=torch.float64):
@@ -18,7 +18,7 @@ def problem(queries, keys, dtype=torch.float64):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_sharded_keys(world_size, order, ranks):
-    """Of sequences that divide, and do not; fewer keys than ranks."""
+    """Of lengths that divide and lengths that do not; also fewer keys than ranks."""
     problems = [problem(queries, keys) for queries, keys in ((1, 24), (1, 23), (3, 7), (1, 1))]
 
     def run(rank):
@@ -40,25 +40,25 @@ def test_sharded_keys(world_size, order, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_any_number_of_keys_on_each_rank(world_size, ranks):
-    """A cache that grows on one rank; the others have fewer, or none. In bfloat16 rounded once."""
+    """As when a cache grows on one rank: others have fewer keys or none. bfloat16 results are rounded once."""
     q, k, v = problem(1, 30)
-    cuts = [0, 19, 30] if world_size == 2 else [0, 0, 7, 30, 30]
+    bounds = [0, 19, 30] if world_size == 2 else [0, 0, 7, 30, 30]
 
     def run(rank):
-        at = slice(cuts[rank], cuts[rank + 1])
+        at = slice(bounds[rank], bounds[rank + 1])
         tree = Tree(dist.group.WORLD)
-        half = [t.bfloat16() for t in (q, k[:, at], v[:, at])]
-        return tree(q, k[:, at], v[:, at], causal=True, scale=0.2), tree(*half, scale=0.2)
+        low = [t.bfloat16() for t in (q, k[:, at], v[:, at])]
+        return tree(q, k[:, at], v[:, at], causal=True, scale=0.2), tree(*low, scale=0.2)
 
     expected = exact(q, k, v, False, 0.2)[0]
     rounded = exact(*(t.bfloat16() for t in (q, k, v)), False, 0.2)[0]
-    for out, half in ranks(run, world_size):
+    for out, low in ranks(run, world_size):
         assert (out - expected).abs().max() <= 1e-13
-        assert half.dtype == torch.bfloat16 and (half - rounded).abs().max() <= 2**-8 * rounded.abs().max()
+        assert low.dtype == torch.bfloat16 and (low - rounded).abs().max() <= 2**-8 * rounded.abs().max()
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_keys_that_are_kept_transposed(world_size, ranks):
+def test_keys_that_are_stored_transposed(world_size, ranks):
     q, k, v = problem(1, 12)
 
     def run(rank):

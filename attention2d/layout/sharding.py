@@ -1,0 +1,100 @@
+"""A sequence sharded over the ranks of a process group: what all attention schedules have in common."""
+
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch.distributed import ProcessGroup
+
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import Counter, all_gather, all_gather_small
+
+from . import token_order as orders
+from .grid import group_size
+
+MAX_REMEMBERED_CALLS = 1024  # on CUDA, before the ranks compare all calls anew
+
+
+class SequenceSharding:
+    """The ranks of `group` (None: one rank) hold the tokens of a sequence in one of `token_order.ORDERS`.
+
+    counter: the bytes that this rank has sent, without the comparisons of arguments.
+    """
+
+    def __init__(self, group: ProcessGroup | None, order: str):
+        if order not in orders.ORDERS:
+            raise ValueError(f"order={order!r} is none of {', '.join(orders.ORDERS)}")
+        self.group, self.order, self.counter = group, order, Counter()
+        self.rank, self.ranks = 0 if group is None else group.rank(), group_size(group)
+        self._compared_calls = set()
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of `x`, which has the full sequence along `dim`.
+
+        All shards are equally long; slots beyond the end of the sequence are zero. Differentiable: the gradient with respect
+        to x is non-zero only at this rank's tokens. Sends nothing.
+        """
+        return orders.shard(x, dim, self.order, self.rank, self.ranks)
+
+    def unshard(self, local: torch.Tensor, dim: int = 1, seq: int | None = None) -> torch.Tensor:
+        """The full sequence along `dim`, on every rank, from each rank's shard `local`; the inverse of `shard`.
+
+        seq: the length of the sequence without padding (None: there is no padding). All-gathers the shards; has no gradient.
+        ValueError on every rank if the shards have different shapes, if `seq` does not make shards of this length, or if the
+        ranks' schedules differ.
+        """
+        self._compare_ranks(
+            lambda: (repr(self), dim, tuple(local.shape), local.dtype, self._sequence_length(local.shape[dim], seq)),
+            local,
+        )
+        parts = all_gather(local, self.group, self.counter)
+        return orders.unshard(parts.unbind(), dim, self.order, self._sequence_length(local.shape[dim], seq))
+
+    def positions(self, seq: int) -> torch.Tensor:
+        """(local_seq,) int64: the positions of this rank's tokens in a sequence of `seq` tokens.
+
+        Padding has positions of `seq` or more.
+        """
+        return orders.positions(self._segments(orders.local_length(self.order, seq, self.ranks), seq))
+
+    def _segments(self, local: int, seq: int) -> tuple[orders.Segment, ...]:
+        """What this rank's `local` slots hold."""
+        return orders.segments(self.order, self.rank, self.ranks, local, seq)
+
+    def _sequence_length(self, local: int, seq: int | None) -> int:
+        """The length of a sequence with `local` slots on each rank. ValueError if `seq` needs another number of slots."""
+        if local % orders.blocks_per_rank(self.order, self.ranks):
+            raise ValueError(f"zigzag order has two equal blocks on each rank, and {local} local tokens are odd")
+        if seq is None:
+            return local * self.ranks
+        seq = operator.index(
+            seq
+        )  # TypeError of a float, which would end up as a slice's bound on the ranks with padding
+        if seq < 1:
+            raise ValueError(f"seq={seq} must be at least 1")
+        needed = orders.local_length(self.order, seq, self.ranks)
+        if needed != local:
+            raise ValueError(
+                f"seq={seq} in {self.order} order makes {needed} local tokens on each of {self.ranks} ranks, not {local}"
+            )
+        return seq
+
+    def _compare_ranks(self, arguments: Callable[[], object], *tensors: torch.Tensor) -> None:
+        """ValueError on every rank if `arguments()` raises on one of them, or differs between them.
+
+        Gathers 16 bytes of each rank. On CUDA, where that waits for the GPU, arguments that have been compared once are not
+        compared again.
+        """
+        device = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
+        key = None
+        if device.type == "cuda":
+            with suppress(Exception):  # the same error is raised below, on every rank
+                key = repr(arguments())
+            if key in self._compared_calls:
+                return
+        agree(lambda mine: all_gather_small(mine, self.group), device, arguments, "ranks of the group")
+        if device.type == "cuda":
+            if len(self._compared_calls) >= MAX_REMEMBERED_CALLS:  # all ranks have remembered the same calls
+                self._compared_calls.clear()
+            self._compared_calls.add(key)
