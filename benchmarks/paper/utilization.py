@@ -31,7 +31,9 @@ def main() -> None:
     ids, stream = torch.zeros(1, max(PROMPTS), dtype=torch.int64), torch.ones(STREAM)
     matrix, x = model.layers[0].mixer.in_proj.weight(), torch.randn(512, model.config.hidden_size)
     products = sum(
-        p.numel() for p in model.parameters() if p.ndim == 2 and p.field.decays and p is not model.embeddings.weight
+        p.numel()
+        for p in model.parameters()
+        if p.ndim == 2 and p.field.has_weight_decay and p is not model.embeddings.weight
     )
     cache = model.new_cache(1)
     model.local_logits(ids, cache=cache, logits_to_keep=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_ssm.configs.config import Config, read_json
-from megatron_ssm.configs.hf_fields import Values
+from megatron_ssm.configs.hf_fields import FieldReader
 from megatron_ssm.configs.layouts import hf_shapes, layout
 
 from .hf import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
@@ -114,7 +114,7 @@ def hugging_face_config(raw: dict) -> dict:
     if family == "mamba2":
         inner = int(config["expand"] * config["hidden_size"])
         config["num_heads"] = inner // config["head_dim"]
-        limit = Values(family, config).limits("time_step_limit")
+        limit = FieldReader(family, config).limits("time_step_limit")
         config["time_step_limit"] = [{"__float__": "Infinity"} if x == math.inf else x for x in limit]
     return config
 

@@ -1,9 +1,10 @@
-"""The fields of Hugging Face's config.json, family by family: their names, their defaults, and which do not matter."""
+"""The fields of Hugging Face's config.json by family: names, defaults, supported values, and fields that are ignored."""
 
 import math
+import sys
 
-# Hugging Face's name of each field where it is not ours, by family.
-_NAMES = {
+# By family: Hugging Face's name of each field for which it differs from ours.
+_HF_NAMES = {
     "mamba": {},
     "falcon_mamba": {},
     "mamba2": {},
@@ -18,9 +19,10 @@ _NAMES = {
         feed_forward_size="intermediate_size",
     ),
 }  # fmt: skip
-FAMILIES = tuple(_NAMES)
+FAMILIES = tuple(_HF_NAMES)
 
-# Defaults where config.json is silent: those of transformers' configuration classes, under our names. None: derived.
+# Defaults of fields that config.json leaves out, under our names; they are those of transformers' configuration classes.
+# None: derived from other fields.
 _MAMBA = dict(
     vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=32, tie_word_embeddings=True,
     intermediate_size=None, residual_in_fp32=True,
@@ -53,10 +55,10 @@ _COMMON_DEFAULTS = dict(
     time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
 )  # fmt: skip
 
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # of the shared block's MLP
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # supported in the shared block's MLP
 
-# Fields that would change the mathematics: the values that do not.
-ONLY = {
+# Fields that change what the model computes, and the values that are implemented.
+SUPPORTED_VALUES = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
     "attn_layer_idx": (None, []),
@@ -69,9 +71,10 @@ ONLY = {
     "attention_dropout": (0,),
 }
 
-# Fields known not to matter: names of old Hub checkpoints, training and initialization choices, transformers' own
-# switches. (norm_before_gate is among them: transformers always gates before the norm, whatever it says.)
-IRRELEVANT = frozenset(
+# Known fields that do not change what the model computes: names in old checkpoints of the Hub, options of training and
+# initialization, and transformers' own switches. (norm_before_gate is among them, because transformers always gates before
+# the norm, whatever it says.)
+IGNORED_FIELDS = frozenset(
     """_name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size
     chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner d_model d_state decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
@@ -88,51 +91,75 @@ IRRELEVANT = frozenset(
 )
 
 
-class Values:
-    """A config.json under our names, with transformers' defaults; errors name the file's own fields."""
+MAX_SIZE = 2**31 - 1  # of any size in a config.json, so that a damaged file is an error and not an endless allocation
+MAX_LAYERS = 10_000
+
+
+class FieldReader:
+    """The fields of a config.json under our names, with transformers' defaults and checks of their types.
+
+    Errors are ValueErrors that name the field as the file does.
+    """
 
     def __init__(self, family: str, raw: dict):
         self.family, self.raw = family, raw
         self.defaults = {**_COMMON_DEFAULTS, **_DEFAULTS[family]}
-        self.known = {self.name_of(name) for name in self.defaults}
+        self.known = {self.hf_name(name) for name in self.defaults}
 
-    def name_of(self, name) -> str:
-        """What this family's config.json calls a field."""
-        return _NAMES[self.family].get(name, name)
+    def hf_name(self, name: str) -> str:
+        """The name of a field in this family's config.json."""
+        return _HF_NAMES[self.family].get(name, name)
 
-    def __getitem__(self, name):
-        value = self.raw.get(self.name_of(name))
+    def __getitem__(self, name: str):
+        """The field's value, unchecked; its default if the file leaves it out or says null."""
+        value = self.raw.get(self.hf_name(name))
         return self.defaults[name] if value is None else value
 
-    def positive(self, name) -> int:
-        """A positive integer."""
+    def positive(self, name: str, most: int = MAX_SIZE) -> int:
+        """A positive integer, at most `most`."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {self.name_of(name)}={value!r} must be a positive integer")
+            raise self._error(name, "must be a positive integer")
+        if value > most:
+            raise self._error(name, f"must be at most {most}")
         return value
 
-    def flag(self, name) -> bool:
+    def integer(self, name: str) -> int:
+        """An integer."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._error(name, "must be an integer")
+        return value
+
+    def boolean(self, name: str) -> bool:
         """True or false."""
         if not isinstance(self[name], bool):
-            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} must be true or false")
+            raise self._error(name, "must be true or false")
         return self[name]
 
-    def number(self, name) -> float:
-        """A number."""
+    def number(self, name: str) -> float:
+        """A finite number. Python's JSON reader accepts NaN and Infinity; they are refused here."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"config.json: {self.name_of(name)}={value!r} must be a number")
+            raise self._error(name, "must be a number")
+        if not abs(value) <= sys.float_info.max:
+            raise self._error(name, "must be a finite number")
         return float(value)
 
-    def limits(self, name) -> tuple[float, float]:
-        """Two numbers; transformers may write infinity as {"__float__": "Infinity"}."""
+    def limits(self, name: str) -> tuple[float, float]:
+        """Two numbers, which may be infinite; transformers may write infinity as {"__float__": "Infinity"}."""
         try:
             low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in self[name])
-        except (TypeError, ValueError, KeyError):
-            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} must be two numbers") from None
+        except (TypeError, ValueError, KeyError, OverflowError):
+            raise self._error(name, "must be two numbers") from None
+        if math.isnan(low) or math.isnan(high):
+            raise self._error(name, "must be two numbers")
         return low, high
 
-    def same(self, name, expected, equation) -> None:
-        """ValueError unless the file leaves a derived field out, or says what follows from the others."""
+    def check_derived(self, name: str, expected: object, equation: str) -> None:
+        """ValueError unless the file leaves the field out or gives it the value that follows from other fields."""
         if self[name] not in (None, expected):
-            raise ValueError(f"config.json: {self.name_of(name)}={self[name]!r} is not {equation} = {expected!r}")
+            raise self._error(name, f"is not {equation} = {expected!r}")
+
+    def _error(self, name, problem) -> ValueError:
+        return ValueError(f"config.json: {self.hf_name(name)}={self[name]!r} {problem}")

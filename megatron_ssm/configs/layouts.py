@@ -1,29 +1,31 @@
-"""One layout per family: every parameter of the model, its shape, how it is split, and where Hugging Face keeps it.
+"""One layout per family: the name, shape and split of every parameter, and its tensor in a Hugging Face checkpoint.
 
-A `Field` is one parameter. Several fields may be rows of one Hugging Face tensor (in_proj holds z, x, B, C and dt one
-below the other). The layout drives loading, saving, training checkpoints and initialization; the mixers know no names
-of files. The tables are ssm.md A1 (Mamba-1), A2 (Falcon-Mamba), A3 (Mamba-2), A4 (Zamba) and A5 (Zamba2).
+A `Field` is one parameter. Several fields may be rows of one Hugging Face tensor: in_proj holds the rows of z, x, B, C and
+dt, one block below the other. The layout drives loading, saving, training checkpoints and initialization, so the mixers know
+no names of tensors in files. The tables are ssm.md A1 (Mamba-1), A2 (Falcon-Mamba), A3 (Mamba-2), A4 (Zamba) and A5
+(Zamba2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .config import Config, SharedBlockConfig
 
 
 @dataclass(frozen=True)
 class Field:
-    """One parameter: `name` in our model, `shape` unsplit, and its rows of Hugging Face's tensor `hf`.
+    """One parameter: `name` in our model, its unsplit `shape`, and its rows in Hugging Face's tensor `hf`.
 
-    split: the dimension cut over the tensor-parallel ranks (None: every rank holds all of it).
-    units: along `split`, how many indivisible pieces there are (heads, groups); with fewer pieces than ranks,
-        size/units neighbouring ranks hold the same piece. None: rows are cut in ceil(rows/size), the last ranks
-        getting fewer (the vocabulary).
-    start, stride: our row i is Hugging Face's row start + stride * i (Zamba's in_proj has x and z in turn).
-    heads: Hugging Face cuts dimension `split` into this many heads, which come first: (heads, ..., split/heads, ...);
-        0: it does not. Such a field is the whole of its tensor.
-    fp32: kept in at least float32 and without weight decay (A_log, D, the dt bias).
-    init: how a new model draws it (see `initialization`).
+    split: the dimension that is split over the tensor-parallel ranks (None: every rank holds the whole parameter).
+    units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
+        ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
+        the last ranks may get fewer (the vocabulary).
+    start, stride: our row i is row start + stride * i of Hugging Face's tensor (Zamba's in_proj alternates x and z).
+    heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
+        (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
+    fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
+    init: how a new model initializes it (see `models.initialization`).
     """
 
     name: str
@@ -38,7 +40,7 @@ class Field:
     init: str = "linear"
 
     def piece(self, rank: int, size: int) -> tuple[slice, ...]:
-        """What `rank` of `size` holds, as one slice per dimension of the unsplit field."""
+        """The part that `rank` of `size` tensor-parallel ranks holds: one slice for each dimension of the unsplit field."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.split is None:
             return whole
@@ -53,43 +55,46 @@ class Field:
         return whole[: self.split] + (slice(start, stop),) + whole[self.split + 1 :]
 
     def copies(self, size: int) -> int:
-        """How many of `size` ranks hold each element."""
+        """How many of `size` tensor-parallel ranks hold each element."""
         if self.split is None:
             return size
         return 1 if self.units is None else max(1, size // self.units)
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """The shape of `rank`'s piece."""
+        """The shape of the part that `rank` of `size` holds."""
         return tuple(s.stop - s.start for s in self.piece(rank, size))
 
     @property
-    def decays(self) -> bool:
-        """Whether the optimizer's weight decay applies: to matrices, never to A_log, D, norms and biases."""
+    def has_weight_decay(self) -> bool:
+        """Whether the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
         return len(self.shape) > 1 and not self.fp32
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of Hugging Face's tensor, if it ended with this field's last row."""
+        """The shape of Hugging Face's tensor up to this field's last row."""
         if self.heads:
             channels = self.shape[self.split] // self.heads
             return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
         return (self.start + self.stride * (self.shape[0] - 1) + 1, *self.shape[1:])
 
-    def read(self, tensor, rank: int, size: int):
-        """`rank`'s piece of the field, from Hugging Face's tensor or a safetensors slice of it (which has no steps)."""
-        first, *rest = self._place(rank, size)
+    def read(self, tensor: Any, rank: int, size: int) -> Any:
+        """The part of `rank` of `size`, out of Hugging Face's tensor or a safetensors slice object.
+
+        Slice objects do not support steps, so the stride is applied after reading.
+        """
+        first, *rest = self._hf_slices(rank, size)
         part = tensor[(slice(first.start, first.stop), *rest)][:: first.step]
         return part.movedim(0, self.split).reshape(self.local_shape(rank, size)) if self.heads else part
 
-    def write(self, tensor, piece, rank: int, size: int) -> None:
-        """Copy `rank`'s piece of the field to its place in Hugging Face's whole tensor."""
-        place = tensor[self._place(rank, size)]
+    def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
+        """Copy `piece`, the part of `rank` of `size`, into Hugging Face's full tensor."""
+        target = tensor[self._hf_slices(rank, size)]
         if self.heads:
-            piece = piece.unflatten(self.split, (len(place), -1)).movedim(self.split, 0)
-        place.copy_(piece)
+            piece = piece.unflatten(self.split, (len(target), -1)).movedim(self.split, 0)
+        target.copy_(piece)
 
-    def _place(self, rank, size) -> tuple[slice, ...]:
-        """Where in Hugging Face's tensor a rank's piece is: whole heads, or part of one; or rows."""
+    def _hf_slices(self, rank, size) -> tuple[slice, ...]:
+        """The slices of a rank's part in Hugging Face's tensor: rows; or, with `heads`, whole heads or part of one head."""
         piece = self.piece(rank, size)
         if not self.heads:
             first, *rest = piece
@@ -104,7 +109,7 @@ class Field:
 
 @dataclass(frozen=True)
 class _Names:
-    """What Hugging Face calls the parts that every family has."""
+    """Hugging Face's names of the modules that every family has."""
 
     root: str = "backbone."
     embeddings: str = "embeddings"
@@ -127,7 +132,7 @@ _NAMES = {
 
 
 def layout(config: Config) -> tuple[Field, ...]:
-    """Every parameter of a model of this configuration."""
+    """Every parameter of a model with this configuration."""
     hidden, vocab, names = config.hidden_size, config.vocab_size, _NAMES[config.family]
     embeddings = f"{names.root}{names.embeddings}.weight"
     fields = [Field("embeddings.weight", embeddings, (vocab, hidden), split=0, init="embedding")]
@@ -136,7 +141,7 @@ def layout(config: Config) -> tuple[Field, ...]:
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}.", f"{names.root}layers.{layer}."
         if layer in config.hybrid_layers:
-            fields.extend(_use(config, ours + "use.", theirs, config.hybrid_layers.index(layer)))
+            fields.extend(_invocation(config, ours + "use.", theirs, config.hybrid_layers.index(layer)))
             theirs += "mamba_decoder."
         fields.append(Field(ours + "norm.weight", f"{theirs}{names.norm}.weight", (hidden,), init="one"))
         fields.extend(mixer(config, ours + "mixer.", f"{theirs}{names.mixer}."))
@@ -147,7 +152,7 @@ def layout(config: Config) -> tuple[Field, ...]:
 
 
 def aliases(config: Config, hf: str) -> Iterator[str]:
-    """The names under which checkpoints have kept a tensor: its own first, then old ones and those of tied tensors."""
+    """The names under which checkpoints store a tensor: its own name first, then older ones and those of tied tensors."""
     names = _NAMES[config.family]
     spellings = [hf]
     if config.shared is not None and config.shared.tied and f".{names.shared}." in hf:
@@ -164,28 +169,28 @@ def aliases(config: Config, hf: str) -> Iterator[str]:
 
 
 def _mamba(c: Config, ours: str, theirs: str) -> Iterator[Field]:
-    """Mamba-1 (ssm.md A1) and Zamba (A4): everything by channel; x_proj and out_proj by input channel.
+    """Mamba-1 (ssm.md A1) and Zamba (A4): everything is split by channel, x_proj and out_proj by input channel.
 
-    Zamba's x_proj is one matrix per mamba head, (heads, R + 2N, channels of a head): side by side, they have Mamba-1's
-    shape. A rank with channels of one head only uses its own part of that head's.
+    Zamba's x_proj is one matrix per mamba head, (heads, R + 2N, channels of a head). Side by side these matrices have the
+    shape of Mamba-1's. A rank that holds only some channels of a head uses its columns of that head's matrix.
     """
     inner, hidden, state, rank = c.intermediate_size, c.hidden_size, c.state_size, c.dt_rank
     zamba = c.family == "zamba"
     heads = c.heads if zamba else 0
-    kept = dict(units=inner, heads=heads)
+    by_channel = dict(units=inner, heads=heads)
     x_proj, dt_proj, dt_bias = (
         (theirs + name)
         for name in (_ZAMBA_PROJECTIONS if zamba else ("x_proj.weight", "dt_proj.weight", "dt_proj.bias"))
     )
-    yield Field(ours + "A_log", theirs + "A_log", (inner, state), 0, **kept, fp32=True, init="A_log")
-    yield Field(ours + "D", theirs + "D", (inner,), 0, **kept, fp32=True, init="one")
+    yield Field(ours + "A_log", theirs + "A_log", (inner, state), 0, **by_channel, fp32=True, init="A_log")
+    yield Field(ours + "D", theirs + "D", (inner,), 0, **by_channel, fp32=True, init="one")
     parts = {"x": inner, "z": inner}
     in_proj = ours + "in_proj.", theirs + "in_proj.", parts, dict.fromkeys(parts, inner), (hidden,), c.use_bias
     yield from _packed(*in_proj, interleaved=zamba)
     yield from _packed(ours + "conv.", theirs + "conv1d.", {"x": inner}, {"x": inner}, (1, c.conv_kernel), c.conv_bias)
-    yield Field(ours + "x_proj", x_proj, (rank + 2 * state, inner), 1, **kept)
-    yield Field(ours + "dt_proj", dt_proj, (inner, rank), 0, **kept, init="dt_proj")
-    yield Field(ours + "dt_bias", dt_bias, (inner,), 0, **kept, fp32=True, init="dt_bias")
+    yield Field(ours + "x_proj", x_proj, (rank + 2 * state, inner), 1, **by_channel)
+    yield Field(ours + "dt_proj", dt_proj, (inner, rank), 0, **by_channel, init="dt_proj")
+    yield Field(ours + "dt_bias", dt_bias, (inner,), 0, **by_channel, fp32=True, init="dt_bias")
     yield from _out_proj(c, ours, theirs, inner)
 
 
@@ -193,7 +198,7 @@ _ZAMBA_PROJECTIONS = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias")
 
 
 def _mamba2(c: Config, ours: str, theirs: str) -> Iterator[Field]:
-    """Mamba-2 (ssm.md A3): z, x, dt and the norm by head, B and C by group."""
+    """Mamba-2 (ssm.md A3): z, x, dt and the norm are split by head, B and C by group."""
     inner, hidden, bc = c.intermediate_size, c.hidden_size, c.groups * c.state_size
     parts = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": c.heads}
     units = {"z": c.heads, "x": c.heads, "B": c.groups, "C": c.groups, "dt": c.heads}
@@ -208,35 +213,40 @@ def _mamba2(c: Config, ours: str, theirs: str) -> Iterator[Field]:
 
 
 def _packed(ours, theirs, rows: dict, units: dict, trailing, bias: bool, interleaved=False) -> Iterator[Field]:
-    """The fields of one packed tensor and of its bias; see `_rows`."""
+    """The fields of a tensor that packs several parameters, and of its bias; see `_rows`."""
     yield from _rows(ours + "weight.", theirs + "weight", rows, units, trailing, interleaved)
     if bias:
         yield from _rows(ours + "bias.", theirs + "bias", rows, units, (), interleaved, init="bias")
 
 
 def _rows(ours, theirs, rows: dict, units: dict, trailing, interleaved=False, init="linear") -> Iterator[Field]:
-    """The fields of one packed tensor: one below the other, or row by row in turn."""
+    """The fields of a packed tensor: one block of rows below the other, or interleaved row by row.
+
+    rows: the number of rows of each field. units: along them, see `Field`.
+    """
     start = 0
     for name, count in rows.items():
-        place = dict(start=start, stride=len(rows) if interleaved else 1)
-        yield Field(ours + name, theirs, (count, *trailing), 0, units[name], **place, init=init)
+        position = dict(start=start, stride=len(rows) if interleaved else 1)
+        yield Field(ours + name, theirs, (count, *trailing), 0, units[name], **position, init=init)
         start += 1 if interleaved else count
 
 
 def _out_proj(c: Config, ours, theirs, units) -> Iterator[Field]:
+    """The fields of a mixer's output projection."""
     yield from _row_parallel(
         ours + "out_proj.", theirs + "out_proj.", (c.hidden_size, c.intermediate_size), units, c.use_bias
     )
 
 
 def _row_parallel(ours, theirs, shape, units, bias=False) -> Iterator[Field]:
+    """The fields of a linear layer that is split by input column; every rank holds the whole bias."""
     yield Field(ours + "weight", theirs + "weight", shape, 1, units, init="out_proj")
     if bias:
         yield Field(ours + "bias", theirs + "bias", shape[:1], init="bias")
 
 
 def _shared_blocks(c: Config) -> Iterator[Field]:
-    """The shared blocks (ssm.md A4, A5), each under the name of the first layer that uses it."""
+    """The shared blocks (ssm.md A4, A5), each under Hugging Face's name of the first layer that uses it."""
     s, hidden, names = c.shared, c.hidden_size, _NAMES[c.family]
     for block, layer in enumerate(c.hybrid_layers[: c.shared_copies]):
         ours, theirs = f"shared.{block}.", f"{names.root}layers.{layer}.{names.shared}."
@@ -259,49 +269,50 @@ def _shared_blocks(c: Config) -> Iterator[Field]:
         yield from _row_parallel(ours + "down_proj.", mlp + "down_proj.", down, s.feed_forward_size, s.bias)
 
 
-def _use(c: Config, ours: str, theirs: str, use: int) -> Iterator[Field]:
-    """What the `use`-th hybrid layer has of its own: its linear layer and, in Zamba2, its adapters.
+def _invocation(c: Config, ours: str, theirs: str, invocation: int) -> Iterator[Field]:
+    """The hybrid layer's own parameters for its invocation of a shared block: a linear layer and, in Zamba2, adapters.
 
-    Where blocks are not tied, each layer's block has the adapters of all uses, and those of the others lie idle.
+    invocation: the index of the hybrid layer among the hybrid layers. Where blocks are not tied, each layer's block holds
+    the adapters of all invocations, of which it uses only its own.
     """
     s, hidden = c.shared, c.hidden_size
     yield Field(ours + "linear", theirs + "linear.weight", (hidden, hidden), init="out_proj")
     if not s.adapter_rank:
         return
-    block = f"{_NAMES[c.family].root}layers.{c.hybrid_layers[use % c.shared_copies]}.{_NAMES[c.family].shared}."
+    block = f"{_NAMES[c.family].root}layers.{c.hybrid_layers[invocation % c.shared_copies]}.{_NAMES[c.family].shared}."
     for name in "qkv" if s.attention_adapters else "":
-        adapter = f"{block}self_attn.linear_{name}_adapter_list.{use}."
+        adapter = f"{block}self_attn.linear_{name}_adapter_list.{invocation}."
         yield Field(f"{ours}qkv.down.{name}", adapter + "0.weight", (s.adapter_rank, 2 * hidden))
         yield Field(f"{ours}qkv.up.{name}", adapter + "1.weight", (2 * hidden, s.adapter_rank), 0, s.heads)
-    adapter = f"{block}feed_forward.gate_up_proj_adapter_list.{use}."
+    adapter = f"{block}feed_forward.gate_up_proj_adapter_list.{invocation}."
     yield Field(f"{ours}gate_up.down.low", adapter + "0.weight", (s.adapter_rank, hidden))
     rows = dict.fromkeys(("gate", "up"), s.feed_forward_size)
     yield from _rows(f"{ours}gate_up.up.", adapter + "1.weight", rows, rows, (s.adapter_rank,))
-    for other in range(use % s.blocks, 0 if s.tied else len(c.hybrid_layers), s.blocks):
-        if other != use:
+    for other in range(invocation % s.blocks, 0 if s.tied else len(c.hybrid_layers), s.blocks):
+        if other != invocation:
             yield from _idle_adapters(s, hidden, f"{ours}idle.{other}_", block, other)
 
 
-def _idle_adapters(s: SharedBlockConfig, hidden: int, ours: str, block: str, use: int) -> Iterator[Field]:
-    """The adapters that a block has for another layer: whole on every rank, never used, kept so that saving is exact."""
+def _idle_adapters(s: SharedBlockConfig, hidden: int, ours: str, block: str, invocation: int) -> Iterator[Field]:
+    """A block's adapters for another layer: every rank holds them unsplit and never uses them; they are saved again."""
     parts = {name: f"self_attn.linear_{name}_adapter_list" for name in "qkv"} if s.attention_adapters else {}
     wide = dict.fromkeys(parts, 2 * hidden) | {"gate_up": 2 * s.feed_forward_size}
     inputs = dict.fromkeys(parts, 2 * hidden) | {"gate_up": hidden}
     for name, theirs in {**parts, "gate_up": "feed_forward.gate_up_proj_adapter_list"}.items():
-        yield Field(f"{ours}{name}_down", f"{block}{theirs}.{use}.0.weight", (s.adapter_rank, inputs[name]))
-        yield Field(f"{ours}{name}_up", f"{block}{theirs}.{use}.1.weight", (wide[name], s.adapter_rank))
+        yield Field(f"{ours}{name}_down", f"{block}{theirs}.{invocation}.0.weight", (s.adapter_rank, inputs[name]))
+        yield Field(f"{ours}{name}_up", f"{block}{theirs}.{invocation}.1.weight", (wide[name], s.adapter_rank))
 
 
 def idle_tensors(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of what a hybrid layer's checkpoint has beside what the layer uses."""
+    """{name: shape} of the tensors that a checkpoint has for a hybrid layer and the layer does not use."""
     ours = f"layers.{layer}.use."
-    fields = _use(config, ours, "", config.hybrid_layers.index(layer))
+    fields = _invocation(config, ours, "", config.hybrid_layers.index(layer))
     return {f.name.removeprefix(ours + "idle."): f.shape for f in fields if f.name.startswith(ours + "idle.")}
 
 
-def hf_shapes(fields) -> dict[str, tuple[int, ...]]:
+def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:
     """The full shape of every Hugging Face tensor of a layout, in layout order."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for field in fields:
         shapes[field.hf] = max(shapes.get(field.hf, (0,)), field.hf_shape)
     return shapes

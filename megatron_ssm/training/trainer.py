@@ -38,8 +38,8 @@ def learning_rate(options: Options, step: int) -> float:
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW by `fused_adam`; matrices decay, A_log, D, dt biases, norms and other biases do not."""
-    decays = [p for p in model.parameters() if p.field.decays]
-    others = [p for p in model.parameters() if not p.field.decays]
+    decays = [p for p in model.parameters() if p.field.has_weight_decay]
+    others = [p for p in model.parameters() if not p.field.has_weight_decay]
     groups = [{"params": decays, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (options.adam_beta1, options.adam_beta2)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)

@@ -1,4 +1,4 @@
-"""Reading config.json; oracle: transformers' configuration classes, and a table of what each field may be."""
+"""Reading config.json. Oracle: transformers' configuration classes, and a table of refused values."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ CLASSES = {
     "zamba2": Zamba2Config,
 }  # fmt: skip
 
-OURS_OF_THEIRS = {  # our field: transformers' attribute, of those it has
+SAME_IN_ALL_FAMILIES = {  # our field: names of transformers' attribute, of which a class has some
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
     "state_size": ("state_size", "mamba_d_state"),
@@ -36,39 +36,39 @@ OURS_OF_THEIRS = {  # our field: transformers' attribute, of those it has
     "use_bias": ("use_bias", "mamba_proj_bias", "add_bias_linear"),
     "tie_embeddings": ("tie_word_embeddings",),
 }
-MAMBA_ONLY = {
+MAMBA_FIELDS = {
     "dt_rank": ("time_step_rank", "mamba_dt_rank"),
     "conv_bias": ("use_conv_bias", "mamba_conv_bias"),
     "residual_in_fp32": ("residual_in_fp32",),
     "inner_norm_eps": ("mixer_rms_eps",),
     "intermediate_size": ("intermediate_size",),
 }
-MAMBA2_ONLY = {
+MAMBA2_FIELDS = {
     "conv_bias": ("use_conv_bias",), "residual_in_fp32": ("residual_in_fp32",), "heads": ("num_heads",),
     "head_dim": ("head_dim",), "groups": ("n_groups",),
 }  # fmt: skip
-ZAMBA_ONLY = {"heads": ("n_mamba_heads",), "dt_rank": ("mamba_dt_rank",), "conv_bias": ("mamba_conv_bias",)}
-ZAMBA2_ONLY = {"heads": ("n_mamba_heads",), "head_dim": ("mamba_headdim",), "groups": ("mamba_ngroups",)}
-SHARED = {
+ZAMBA_FIELDS = {"heads": ("n_mamba_heads",), "dt_rank": ("mamba_dt_rank",), "conv_bias": ("mamba_conv_bias",)}
+ZAMBA2_FIELDS = {"heads": ("n_mamba_heads",), "head_dim": ("mamba_headdim",), "groups": ("mamba_ngroups",)}
+SHARED_BLOCK_FIELDS = {
     "heads": ("num_attention_heads",), "kv_heads": ("num_key_value_heads",), "head_dim": ("attention_head_dim",),
     "feed_forward_size": ("intermediate_size",), "activation": ("hidden_act",), "tied": ("tie_word_embeddings",),
     "blocks": ("num_mem_blocks",), "bias": ("add_bias_linear",), "adapter_rank": ("adapter_rank",),
     "attention_adapters": ("use_shared_attention_adapter",),
 }  # fmt: skip
-ONLY = {
-    "mamba": MAMBA_ONLY,
-    "falcon_mamba": MAMBA_ONLY,
-    "mamba2": MAMBA2_ONLY,
-    "zamba": ZAMBA_ONLY,
-    "zamba2": ZAMBA2_ONLY,
+FIELDS = {  # that only this family has
+    "mamba": MAMBA_FIELDS,
+    "falcon_mamba": MAMBA_FIELDS,
+    "mamba2": MAMBA2_FIELDS,
+    "zamba": ZAMBA_FIELDS,
+    "zamba2": ZAMBA2_FIELDS,
 }
 
 
 def assert_same(ours, theirs, attributes):
-    """Each of our fields is the attribute of transformers' configuration, of those names that it has."""
+    """Assert that each of our fields equals the attributes of transformers' configuration, those that it has."""
     compared = 0
-    for name, theirs_of in attributes.items():
-        for attribute in theirs_of:
+    for name, their_names in attributes.items():
+        for attribute in their_names:
             if hasattr(theirs, attribute):
                 assert getattr(ours, name) == getattr(theirs, attribute), name
                 compared += 1
@@ -76,8 +76,8 @@ def assert_same(ours, theirs, attributes):
 
 
 def assert_same_configuration(ours, theirs):
-    """Everything that either of them says about the model."""
-    assert_same(ours, theirs, {**OURS_OF_THEIRS, **ONLY[ours.family]})
+    """Assert that our Config and transformers' configuration describe the same model."""
+    assert_same(ours, theirs, {**SAME_IN_ALL_FAMILIES, **FIELDS[ours.family]})
     low = theirs.time_step_min if ours.family == "zamba2" else 0.0
     assert ours.dt_limit == tuple(getattr(theirs, "time_step_limit", (low, math.inf)))
     assert ours.dt_init == (theirs.time_step_min, theirs.time_step_max, theirs.time_step_floor)
@@ -85,7 +85,7 @@ def assert_same_configuration(ours, theirs):
     assert ours.hybrid_layers == tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
     assert (ours.shared is not None) == bool(ours.hybrid_layers)
     if ours.shared is not None:
-        assert_same(ours.shared, theirs, SHARED)
+        assert_same(ours.shared, theirs, SHARED_BLOCK_FIELDS)
         rope = theirs.rope_parameters["rope_theta"] if getattr(theirs, "use_mem_rope", False) else 0.0
         assert ours.shared.rope_theta == rope
 
@@ -97,7 +97,7 @@ def test_defaults_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("seed", range(10))
-def test_what_transformers_writes_is_read(family, seed, tmp_path):
+def test_configurations_written_by_transformers(family, seed, tmp_path):
     changes = {**SMALL, **CONFIGS[family][1], **with_layers(random_changes(family, seed))}
     theirs = CLASSES[family](**changes)
     theirs.save_pretrained(tmp_path)
@@ -123,7 +123,7 @@ def test_the_old_name_of_a_layer_without_attention(base):
 
 @pytest.mark.parametrize("base", (ZAMBA, ZAMBA2), ids=("zamba", "zamba2"))
 def test_transformers_other_name_of_the_layers(base):
-    """transformers reads layer_types as well, and it wins."""
+    """transformers reads layer_types as well, and prefers it."""
     layers = ["hybrid", "linear_attention", "linear_attention", "hybrid"]
     for written in (base | dict(layers_block_type=None), base):
         assert Config.from_dict({**written, "layer_types": layers}).hybrid_layers == (0, 3)
@@ -143,7 +143,7 @@ def test_transformers_other_name_of_the_layers(base):
         (dict(rope_parameters=dict(rope_type="yarn"), use_mem_rope=False), 0.0),
     ],
 )
-def test_ways_to_write_the_base_of_rotary_positions(written, theta):
+def test_ways_to_write_the_base_of_the_rotary_embedding(written, theta):
     raw = {**ZAMBA2, "use_mem_rope": True, **written}
     assert Config.from_dict(raw).shared.rope_theta == theta
     if theta:
@@ -161,18 +161,28 @@ OLD_NAMES = dict(
 
 
 @pytest.mark.parametrize("base", (MAMBA, MAMBA2, FALCON), ids=("mamba", "mamba2", "falcon_mamba"))
-def test_old_names_of_the_hub_pass_silently(base):
+def test_old_names_of_the_hub_are_known(base):
     assert Config.from_dict({**base, **OLD_NAMES}).unknown == ()
 
 
 @pytest.mark.parametrize("limit", [[0.0, {"__float__": "Infinity"}], [0, math.inf], None])
-def test_ways_to_write_no_limit(limit, tmp_path):
+def test_ways_to_write_an_infinite_limit(limit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**MAMBA2, "time_step_limit": limit}))
     assert Config.read(path).dt_limit == (0.0, math.inf)
 
 
-REFUSED = [  # (configuration, changes, what the message must contain)
+REFUSED = [  # (configuration, changes, part of the message)
+    (MAMBA, dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 must be at most 10000"),
+    (MAMBA, dict(vocab_size=2**40), "vocab_size=1099511627776 must be at most 2147483647"),
+    (MAMBA, dict(expand=-1), "expand=-1 * hidden_size=32 is -32 channels, not between 1 and"),
+    (MAMBA, dict(expand=1e-3), "expand=0.001 * hidden_size=32 is 0 channels"),
+    (MAMBA, dict(expand=math.inf), "expand=inf must be a finite number"),
+    (MAMBA, dict(expand=math.nan), "expand=nan must be a finite number"),
+    (MAMBA2, dict(expand=10**400), "must be a finite number"),
+    (MAMBA, dict(layer_norm_epsilon=math.nan), "layer_norm_epsilon=nan must be a finite number"),
+    (MAMBA2, dict(time_step_limit=[math.nan, 1.0]), "must be two numbers"),
+    (MAMBA2, dict(time_step_limit=[0, 10**400]), "must be two numbers"),
     (MAMBA, dict(model_type="llama"), "model type 'llama' is not supported (supported: mamba, falcon_mamba, mamba2"),
     (MAMBA, dict(model_type=None), "supported: mamba, falcon_mamba"),
     (MAMBA, dict(model_type=["mamba"]), "supported: mamba, falcon_mamba"),
@@ -223,6 +233,10 @@ REFUSED = [  # (configuration, changes, what the message must contain)
     ]),
     (ZAMBA, dict(hidden_mamba_act="gelu"), "hidden_mamba_act='gelu' is not implemented (only 'silu')"),
     (ZAMBA, dict(layers_block_type=None, attn_layer_period=0), "attn_layer_period=0 must be a positive integer"),
+    (ZAMBA, dict(layers_block_type=None, num_hidden_layers=10**9), "num_hidden_layers=1000000000 must be at most 10000"),
+    (ZAMBA, dict(layers_block_type=None, attn_layer_offset="4"), "attn_layer_offset='4' must be an integer"),
+    (ZAMBA, dict(num_attention_heads=128, num_key_value_heads=128), "128 attention heads are more than the 64 channels"),
+    (ZAMBA2, dict(use_mem_rope=True, rope_theta=0), "rope_theta=0.0 must be positive"),
     (ZAMBA, dict(mamba_dt_rank="most"), "mamba_dt_rank='most' must be a positive integer"),
     (ZAMBA, dict(mamba_proj_bias=1), "mamba_proj_bias=1 must be true or false"),
     (ZAMBA2, dict(layers_block_type=None), "layers_block_type has 54 layers, num_hidden_layers=4"),
@@ -248,7 +262,7 @@ REFUSED = [  # (configuration, changes, what the message must contain)
 @pytest.mark.parametrize(
     "base, changes, words", REFUSED, ids=[f"{base['model_type']} {changes}" for base, changes, _ in REFUSED]
 )
-def test_what_cannot_be_honoured_is_refused(base, changes, words):
+def test_refused_values(base, changes, words):
     with pytest.raises(ValueError) as caught:
         Config.from_dict({**base, **changes})
     assert words in str(caught.value)
@@ -261,9 +275,10 @@ def test_what_cannot_be_honoured_is_refused(base, changes, words):
         (None, FileNotFoundError, "config.json does not exist"),
         ("{", ValueError, "is not JSON"),
         ("[]", ValueError, "is a JSON object, not list"),
+        ("[" * 100_000, ValueError, "is not JSON"),
     ],
 )
-def test_files_that_are_no_configuration(written, error, words, tmp_path):
+def test_files_that_are_not_a_configuration(written, error, words, tmp_path):
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(error) as caught:
@@ -298,6 +313,8 @@ INDIVISIBLE = [  # (configuration, changes, ranks that cannot split it, the equa
 @pytest.mark.parametrize("base, changes, size, words", INDIVISIBLE)
 def test_sizes_that_do_not_divide(base, changes, size, words):
     config = Config.from_dict({**base, **changes})
+    with pytest.raises(ValueError, match="^0 tensor-parallel ranks"):
+        config.check_ranks(0)
     config.check_ranks(1)
     with pytest.raises(ValueError) as caught:
         config.check_ranks(size)
@@ -305,7 +322,7 @@ def test_sizes_that_do_not_divide(base, changes, size, words):
 
 
 @pytest.mark.parametrize("tp", (1, 2))
-def test_an_unknown_field_is_one_warning_of_one_rank(ranks, tp, tmp_path):
+def test_unknown_fields_are_one_warning_on_one_rank(ranks, tp, tmp_path):
     save_hf(tmp_path, "mamba2", num_hidden_layers=1)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "n_gruops": 4, "zebra": 1}))
@@ -326,7 +343,7 @@ WRITTEN = MAMBA, {**MAMBA2, "time_step_limit": [0.01, 0.2]}, FALCON, ZAMBA, {**Z
 
 
 @pytest.mark.parametrize("base", WRITTEN, ids=CLASSES)
-def test_what_is_written_is_read_by_transformers(base, tmp_path):
+def test_transformers_reads_what_is_written(base, tmp_path):
     config = Config.from_dict({**base, "torch_dtype": "float32", "n_layer": 4})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict("bfloat16")))
     theirs = AutoConfig.from_pretrained(tmp_path)
