@@ -1,6 +1,6 @@
-"""Our parts inside other people's frameworks: Megatron-Core's layer specs; later servers and evaluators.
+"""This project's modules inside other frameworks: so far Megatron-Core's layer specs.
 
-In: a framework's configuration.
-Out: modules that the framework builds its models from.
+In: the arguments of a module, or a framework's layer specification.
+Out: specifications from which the framework builds its models.
 May import: no other room.
 """

@@ -1,22 +1,28 @@
-"""ModuleSpecs that put our parts into Megatron-Core's models. With `parallel`, the only importer of megatron.core."""
+"""ModuleSpecs that put `attention2d` into Megatron-Core's models. Only this module and `parallel.groups` import it."""
+
+from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 from attention2d import CoreAttention
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-def core_attention(**point):
-    """The ModuleSpec of `attention2d.CoreAttention`, which Megatron builds for each layer by config.cp_comm_type.
 
-    point: rows, cols, ulysses, overlap, of cp_comm_type="2d".
+def core_attention(**grid: int | bool) -> ModuleSpec:
+    """The ModuleSpec of `attention2d.CoreAttention`, which Megatron builds for each layer according to config.cp_comm_type.
+
+    grid: rows, cols, ulysses and overlap, for cp_comm_type="2d" only.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    return ModuleSpec(module=CoreAttention, params=point)
+    return ModuleSpec(module=CoreAttention, params=grid)
 
 
-def with_core_attention(layer_spec, **point):
-    """A copy of a transformer layer's ModuleSpec (get_gpt_layer_local_spec's, say) with that core attention."""
+def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpec:
+    """A copy of a transformer layer's ModuleSpec, such as get_gpt_layer_local_spec's, with `core_attention(**grid)`."""
     spec = copy.deepcopy(layer_spec)
-    spec.submodules.self_attention.submodules.core_attention = core_attention(**point)
+    spec.submodules.self_attention.submodules.core_attention = core_attention(**grid)
     return spec

@@ -1,6 +1,6 @@
-"""How much memory a rank needs, and how many ranks to use, before anything is started. Loads no torch.
+"""The memory and the traffic of a rank, computed before anything is started. Loads no torch.
 
-In: a `Config`, a number of ranks and lengths.
-Out: bytes per rank; bytes read and sent per decoded token.
+In: a `Config`, a number of ranks and the lengths of sequences.
+Out: bytes of memory on a rank; bytes that decoding a token reads and sends.
 May import: configs.
 """

@@ -1,32 +1,35 @@
-"""Bytes that one decoded token reads and sends on so many ranks, as `sparsefusion.fabric.advice` takes them. No torch."""
+"""Bytes that decoding one token reads and sends, as `sparsefusion.fabric.advice` takes them. Loads no torch."""
+
+from collections.abc import Iterator
 
 from megatron_ssm.configs.config import Config
 from sparsefusion.fabric.advice import Shape
 
 from .memory import Memory
 
-SUM = 4  # bytes of a number in an exact all-reduce of 16-bit activations: float32
+SUM_BYTES = 4  # of an element in an exact all-reduce of 16-bit activations, which is computed in float32
 
 
 def decoding_shape(name: str, config: Config, ranks: int, itemsize: int = 2, length: int = 0) -> Shape:
-    """A model of `itemsize` bytes per number on `ranks` ranks, its states in at least fp32, sequences of `length` tokens.
+    """What decoding one token costs on `ranks` tensor-parallel ranks, for sequences of `length` tokens.
 
-    A step reads the weights (`Memory.read`; what every rank has whole counts on each), reads and writes every sequence's
-    state, and reads its keys and values. A sum of fewer than all ranks (Zamba's, with more ranks than heads) is taken to
-    cost what one of all does. ValueError if the model cannot be split so.
+    itemsize: bytes of an element of the weights; states are in at least fp32. A step reads the weights (those that every
+    rank holds unsplit count once for each rank), reads and writes every sequence's state, and reads its keys and values. A
+    sum over some of the ranks (Zamba's, with more ranks than heads) is assumed to cost as much as one over all. ValueError
+    if the model cannot be split over so many ranks.
     """
     memory = Memory(config, ranks, itemsize)
-    moved = 2 * memory.state + length * memory.keys_and_values
-    return Shape(name, ranks * memory.read, ranks * moved, tuple(all_reduces(config, ranks)))
+    moved = 2 * memory.state_per_sequence + length * memory.keys_and_values_per_token
+    return Shape(name, ranks * memory.weights_read_per_token, ranks * moved, tuple(all_reduces(config, ranks)))
 
 
-def all_reduces(config: Config, ranks: int):
-    """(bytes for one sequence, how many) of a decoded token's all-reduces: README's table of families."""
-    hidden, layers, uses = config.hidden_size, config.num_layers, len(config.hybrid_layers)
-    rides = 1 if config.groups == 1 else 0  # the norm's sum of squares
-    yield SUM * (hidden + rides), layers
-    yield SUM * hidden, 2 * uses + 1
+def all_reduces(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
+    """(bytes for one sequence, count) of the all-reduces of a decoded token; docs/families.md has them as a table."""
+    hidden, layers, invocations = config.hidden_size, config.num_layers, len(config.hybrid_layers)
+    norm = 1 if config.groups == 1 else 0  # the gated norm's sum of squares, in the same message
+    yield SUM_BYTES * (hidden + norm), layers
+    yield SUM_BYTES * hidden, 2 * invocations + 1
     if not config.groups and ranks > config.heads:
-        yield SUM * (config.dt_rank + 2 * config.state_size), layers
+        yield SUM_BYTES * (config.dt_rank + 2 * config.state_size), layers
     if 1 < config.groups < ranks:
-        yield SUM * config.groups, layers
+        yield SUM_BYTES * config.groups, layers

@@ -1,4 +1,4 @@
-"""What decoding is said to cost; oracle: what the ranks of a model count, and the weights they use, decoding."""
+"""The predicted cost of decoding. Oracle: what the ranks of a model count, and the weights they use, while decoding."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LENGTH = 4
 
 
 @torch.no_grad()
-def decoded(rank, directory, dtype):
+def measure_token(rank, directory, dtype):
     """Of one token: all-reduces, their bytes, bytes of the weights used, bytes of the state and of keys and values."""
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = megatron_ssm.load(directory, group, dtype=dtype, shared_memory=False)
@@ -37,14 +37,14 @@ def decoded(rank, directory, dtype):
 def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
     config = megatron_ssm.Config.read(oracle(name).directory)
     shape = decoding_shape(name, config, world_size, dtype.itemsize, LENGTH)
-    calls, nbytes, read, state, keys_and_values = ranks(decoded, world_size, oracle(name).directory, dtype)[0]
+    calls, nbytes, read, state, keys_and_values = ranks(measure_token, world_size, oracle(name).directory, dtype)[0]
     assert (shape.weight_bytes, shape.state_bytes) == (world_size * read, world_size * (2 * state + keys_and_values))
     if world_size > 1:
-        told = shape.calls, sum(size * count for size, count in shape.reductions)
-        assert ({"all_reduce": told[0]}, told[1]) == (calls, nbytes)
+        assert {"all_reduce": shape.calls} == calls
+        assert sum(size * count for size, count in shape.reductions) == nbytes
 
 
-def test_ranks_that_cannot_share_it(oracle):
+def test_ranks_that_cannot_split_the_model(oracle):
     config = megatron_ssm.Config.read(oracle("mamba").directory)
     with pytest.raises(ValueError, match="64 channels do not divide over 3"):
         decoding_shape("mamba", config, 3)

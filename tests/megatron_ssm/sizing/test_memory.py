@@ -1,4 +1,4 @@
-"""What a rank needs in memory; oracle: the bytes of a model and its cache, and what torch's allocator recorded."""
+"""The memory of a rank. Oracle: the bytes of a model and its cache, and what torch's allocator recorded."""
 
 from itertools import accumulate
 
@@ -19,7 +19,7 @@ from megatron_ssm.sizing.memory import Memory
 __all__ = ["oracle"]
 TWO_LAYERS = dict(hidden_size=256, num_hidden_layers=2, vocab_size=64)
 HYBRID = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
-WIDE = {
+CASES = {
     "mamba": ("mamba", {}),
     "falcon": ("falcon_mamba", dict(intermediate_size=512)),
     "mamba2-1-group": ("mamba2", dict(num_heads=8, head_dim=64, n_groups=1, state_size=64)),
@@ -31,28 +31,28 @@ WIDE = {
 BATCH, PROMPT = 32, 256
 
 
-def of_rank(rank, directory, dtype):
-    """(bytes of the parameters, of a cache) and those the formula says."""
+def weights_and_cache(rank, directory, dtype):
+    """(bytes of the parameters, of a cache), measured and by the formula."""
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = megatron_ssm.load(directory, group, dtype=dtype)
     memory = Memory(model.config, dist.get_world_size(), dtype.itemsize)
-    matrices = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    return (matrices, model.new_cache(3, SEQ).nbytes), (memory.weights, memory.cache(3, SEQ))
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    return (weights, model.new_cache(3, SEQ).nbytes), (memory.weights, memory.cache(3, SEQ))
 
 
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_weights_and_cache(name, world_size, oracle, ranks):
     for dtype in (torch.float32, torch.bfloat16):
-        found, expected = ranks(of_rank, world_size, oracle(name).directory, dtype)[0]
-        assert found == expected
+        measured, formula = ranks(weights_and_cache, world_size, oracle(name).directory, dtype)[0]
+        assert measured == formula
 
 
 @torch.no_grad()
 def peak(rank, directory, dtype):
-    """The most bytes that torch's allocator had given out at once while a batch of prompts was read, and the formula.
+    """The peak of torch's allocator while a batch of prompts is read, and the formula.
 
-    In shared memory: gloo's thread frees what was summed when it comes to it.
+    The ranks use shared memory, because gloo's thread frees buffers at unpredictable times.
     """
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = megatron_ssm.load(directory, group, dtype=dtype)
@@ -60,37 +60,37 @@ def peak(rank, directory, dtype):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         model(ids, cache=model.new_cache(BATCH, PROMPT), logits_to_keep=1)
     events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
-    given = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     memory = Memory(model.config, dist.get_world_size(), dtype.itemsize, amx=torch.cpu._is_amx_tile_supported())
-    return max(given), memory.prefill(BATCH, PROMPT)
+    return max(allocated), memory.prefill(BATCH, PROMPT)
 
 
 MULTIPLIES_BF16 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="torch copies 16-bit numbers where the CPU does not multiply them"
+    not torch.cpu._is_avx512_bf16_supported(), reason="torch copies 16-bit tensors if the CPU cannot multiply them"
 )
 
 
 @pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
 @pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=MULTIPLIES_BF16)), ids=str)
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, WIDE))
+@pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, CASES))
 def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
-    """Of many more tokens than are summed, or brought to another type, at once."""
+    """With many more tokens than are summed, or converted to another dtype, at once."""
     for module, constant in ((layers, "PIECE"), (matrices, "NUMBERS")):
         monkeypatch.setattr(module, constant, 2**14)
     monkeypatch.setattr(matrices, "TOKENS", 256)
-    family, changes = WIDE[name]
+    family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
-    for most, formula in ranks(peak, world_size, tmp_path, dtype):
-        assert formula == pytest.approx(most, rel=0.03)
+    for measured, formula in ranks(peak, world_size, tmp_path, dtype):
+        assert formula == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("on_cuda", (False, True))
 @pytest.mark.parametrize("degree", (1, 2, 4))
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", CASES)
 def test_the_longest_prompt_and_the_largest_batch(name, degree, on_cuda, tmp_path):
-    """They fit, and one more does not; nothing fits where the weights do not."""
-    family, changes = WIDE[name]
+    """They fit, and one more does not; nothing fits if the weights do not."""
+    family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
     memory = Memory(megatron_ssm.Config.read(tmp_path), degree, on_cuda=on_cuda)
     for spare in (0, 10**8, 10**9 + 1):
@@ -104,23 +104,28 @@ def test_the_longest_prompt_and_the_largest_batch(name, degree, on_cuda, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "name, more",
+    "name, added",
     (
-        ("mamba", 2 * (5 * 512 + 2 * 8)),  # copies and outputs with channels first, in 16 bits; B and C
-        ("mamba2-4-groups", 4 * (2 * 512 * 32 // 256 + 4 * 256)),  # two states every 256 tokens; C B^T of each group
+        ("mamba", 2 * (5 * 512 + 2 * 8)),  # 16-bit copies and outputs with channels first; B and C
+        (
+            "mamba2-4-groups",
+            4 * (2 * 512 * 32 // 256 + 4 * 256),
+        ),  # two states for every 256 tokens; C B^T of each group
     ),
 )
-def test_what_cudas_kernels_need_besides(name, more, tmp_path):
-    """By their source: a token's bytes at the scan."""
-    family, changes = WIDE[name]
+def test_cuda_kernels_need_more(name, added, tmp_path):
+    """Bytes of a token at the scan, by the kernels' source."""
+    family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
     config = megatron_ssm.Config.read(tmp_path)
-    ours, theirs = (Memory(config, on_cuda=on_cuda).moments()["mixer"] for on_cuda in (False, True))
-    assert theirs - ours == more
+    ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["mixer"] for on_cuda in (False, True))
+    assert theirs - ours == added
 
 
-def test_numbers_that_mean_nothing(oracle):
+def test_arguments_below_one(oracle):
     memory = Memory(megatron_ssm.Config.read(oracle("mamba").directory))
     for ask in (lambda: memory.longest_prompt(1e9, 0), lambda: memory.largest_batch(1e9, 8, 0)):
         with pytest.raises(ValueError, match="=0 must be at least 1"):
             ask()
+    with pytest.raises(ValueError, match="^0 tensor-parallel ranks"):
+        Memory(memory.config, 0)
