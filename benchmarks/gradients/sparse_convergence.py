@@ -21,9 +21,9 @@ from benchmarks.support.tables import markdown, publish
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.parallel.groups import Groups
+from megatron_ssm.training.corpus import Corpus
 from megatron_ssm.training.data import Batches
 from megatron_ssm.training.options import Options
-from megatron_ssm.training.pretraining import Text
 from megatron_ssm.training.trainer import Trainer, evaluate
 
 matplotlib.use("Agg")
@@ -56,18 +56,18 @@ def measure(out, data, number) -> None:
     options = Options(
         data=(f"{data}/train",), valid_data_path=(f"{data}/held_out",), out=data, **MODEL | CONTESTANTS[name]
     )
-    text = Text(options)
+    corpus = Corpus(options)
     groups = Groups(None, None, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    model = initialize_parameters(build(text.new_model(options), None, groups.data), options.seed)
-    trainer = Trainer(model, groups, options, say=lambda line: print(line, file=sys.stderr))
-    batches = Batches(text.train, options.seq_length, options.global_batch_size, options.seed)
+    model = initialize_parameters(build(corpus.new_model_config(options), None, groups.data), options.seed)
+    trainer = Trainer(model, groups, options, report=lambda line: print(line, file=sys.stderr))
+    batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
     losses, seconds, start = [], [], time.perf_counter()
     for step in range(options.train_iters):
         losses.append(trainer.step(batches, step).loss)
         seconds.append(time.perf_counter() - start)
         if name.endswith("no error feedback"):
             trainer.fusion._session.reducer.residuals.clear()
-    held_out = evaluate(model, text.held_out, groups, replace(options, micro_batch_size=16))
+    held_out = evaluate(model, corpus.held_out, groups, replace(options, micro_batch_size=16))
     if dist.get_rank() == 0:
         write_result(out, {"losses": losses, "seconds": seconds, "held_out": held_out})
     dist.destroy_process_group()

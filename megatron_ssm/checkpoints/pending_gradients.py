@@ -42,7 +42,7 @@ def read_pending(directory: Path, trainer) -> None:
     failed = f"cannot resume from {directory}"
     found = on_every_rank(lambda: _found(directory, trainer), failed, ValueError)
     if trainer.fusion is None:
-        trainer.unsent = mean_residuals(found, trainer.model.device)
+        trainer.pending_gradients = mean_residuals(found, trainer.model.device)
         return
     try:
         trainer.fusion.load_state_dict(found)

@@ -1,10 +1,11 @@
-"""Training data from text files: documents, the token stream, batches by step, and what the text says about itself."""
+"""Training data from text files: documents, tokens, the batch of each step, and measures to compare a model with."""
 
-import os
 import random
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,14 +15,14 @@ IGNORE_INDEX = -100
 # Documents
 
 
-def read_documents(paths, separator=None):
-    """The documents (str) in files of UTF-8 text.
+def read_documents(paths: Path | str | Iterable[Path | str], separator: str | None = None) -> list[str]:
+    """The documents in files of UTF-8 text.
 
-    A document is a file; a directory stands for all files below it in sorted order, names that begin with a dot left
-    out. With `separator`, each line equal to it (not: that contains it) ends a document. Documents without any text
-    but white space are dropped. ValueError, naming the file, if one cannot be read or is not UTF-8; if nothing is left.
+    Each file is a document. A directory stands for all files below it in sorted order, except those whose path has a name
+    that begins with a dot. With `separator`, each line that is equal to it ends a document. Documents of white space alone
+    are dropped. ValueError if a file cannot be read or is not UTF-8, which names the file, or if no document is left.
     """
-    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     texts = [_read_text(file) for path in paths for file in _files(Path(path))]
     if separator is not None:
         texts = [part for text in texts for part in _split_at_lines(text, separator)]
@@ -31,14 +32,15 @@ def read_documents(paths, separator=None):
     return documents
 
 
-def _files(path):
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the files below a directory."""
     if not path.is_dir():
         return [path]
     below = (file for file in path.rglob("*") if file.is_file())
     return sorted(file for file in below if not any(p.startswith(".") for p in file.relative_to(path).parts))
 
 
-def _read_text(path):
+def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -48,17 +50,19 @@ def _read_text(path):
         raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}") from error
 
 
-def _split_at_lines(text, line):
+def _split_at_lines(text: str, line: str) -> list[str]:
+    """The parts of `text` between the lines that are equal to `line`."""
     if "\n" in line or "\r" in line:
         raise ValueError(f"the document separator {line!r} is more than one line")
     return re.split(rf"^{re.escape(line)}(?:\r?\n|\r?\Z)", text, flags=re.MULTILINE)
 
 
-def split_documents(documents, held_out, seed):
-    """(train, held_out): whole documents, of which `held_out` (a share, 0 to 1) of the bytes are held out.
+def split_documents(documents: list[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
+    """(training documents, held-out documents); `held_out` is the share of the bytes to hold out, between 0 and 1.
 
-    In an order drawn from `seed`, each document that still fits into the share is held out; if none fits, the smallest
-    is. Both lists keep the order of `documents`. ValueError unless each side can get one document.
+    Documents are visited in a random order that depends on `seed`, and each one that still fits into the share is held out;
+    if none fits, the smallest is. Both lists keep the order of `documents`. ValueError unless each list can get one
+    document.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"the held-out share is {held_out}, not between 0 and 1")
@@ -67,11 +71,11 @@ def split_documents(documents, held_out, seed):
     sizes = [len(document.encode()) for document in documents]
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
-    chosen, room = set(), held_out * sum(sizes)
+    chosen, bytes_left = set(), held_out * sum(sizes)
     for i in order:
-        if sizes[i] <= room:
+        if sizes[i] <= bytes_left:
             chosen.add(i)
-            room -= sizes[i]
+            bytes_left -= sizes[i]
     chosen = chosen or {min(order, key=lambda i: sizes[i])}
     train = [document for i, document in enumerate(documents) if i not in chosen]
     return train, [documents[i] for i in sorted(chosen)]
@@ -82,30 +86,30 @@ def split_documents(documents, held_out, seed):
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The documents as one stream of tokens, each followed by the end-of-text id."""
+    """Documents as one stream of tokens, in which every document is followed by the end-of-text id."""
 
     ids: torch.Tensor  # (tokens,), the smallest of uint8, int16 and int32 that holds every id
     text_bytes: int  # UTF-8 bytes of the documents: nats per byte = summed loss / text_bytes
 
 
-def tokenize(documents, tokenizer, end_of_text):
-    """Tokens of `documents` (list of str) by a `tokenizers.Tokenizer`; `end_of_text` is an id."""
-    parts = [tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text] for document in documents]
+def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
+    """The tokens of `documents` by a `tokenizers.Tokenizer`."""
+    parts = [tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text_id] for document in documents]
     ids = torch.cat([torch.tensor(part, dtype=torch.int32) for part in parts])
     dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if ids.max() <= torch.iinfo(d).max)
     return Tokens(ids.to(dtype), sum(len(document.encode()) for document in documents))
 
 
 class Batches:
-    """Training batches as a pure function of (seed, step): resuming needs only the step.
+    """Training batches as a function of (seed, step), so that resuming needs only the step.
 
-    The stream is read as a ring. An epoch starts at a random token, cuts the ring into windows of seq_length tokens
-    that do not overlap, and takes them in random order; the tokens that fill no window (fewer than seq_length) are
-    left out. Epochs follow one another without regard to batches. Windows cross document ends.
+    The stream is read as a ring. An epoch starts at a random token, divides the ring into windows of seq_length tokens that
+    do not overlap, and takes them in random order. The last tokens, fewer than seq_length, are left out. A batch may contain
+    windows of two epochs, and a window may contain the end of a document.
     """
 
-    def __init__(self, stream, seq_length, global_batch, seed):
-        """stream: Tokens. ValueError if it is shorter than one sequence and the label after it."""
+    def __init__(self, stream: Tokens, seq_length: int, global_batch: int, seed: int):
+        """ValueError if the stream is shorter than one sequence and the label after it."""
         self.ids, self.seq_length, self.global_batch, self.seed = stream.ids, seq_length, global_batch, seed
         if len(self.ids) <= seq_length:
             raise ValueError(
@@ -113,13 +117,13 @@ class Batches:
                 f"needs {seq_length + 1}"
             )
         self.windows_per_epoch = len(self.ids) // seq_length
-        self._drawn = {}
+        self._starts: dict[int, torch.Tensor] = {}  # of the windows of the current epoch
 
-    def batch(self, step, rank=0, ranks=1):
-        """(inputs, labels) of this rank, int64 (global_batch / ranks, seq_length); labels are inputs shifted by one.
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, labels) of this data-parallel rank, int64 (global_batch / ranks, seq_length); labels[i] = inputs[i + 1].
 
-        Rank r of `ranks` gets the r-th contiguous slice of the step's global batch, which is the same for every number
-        of ranks. ValueError if the batch does not divide.
+        Rank r of `ranks` gets the r-th contiguous part of the step's global batch, which is the same for every number of
+        ranks. ValueError if the batch does not divide.
         """
         if self.global_batch % ranks:
             raise ValueError(
@@ -129,26 +133,26 @@ class Batches:
         rows = self.global_batch // ranks
         first = step * self.global_batch + rank * rows
         starts = torch.stack([self._start(sample) for sample in range(first, first + rows)])
-        places = (starts[:, None] + torch.arange(self.seq_length + 1)) % len(self.ids)
-        tokens = self.ids[places].long()  # (rows, seq_length + 1)
+        indices = (starts[:, None] + torch.arange(self.seq_length + 1)) % len(self.ids)
+        tokens = self.ids[indices].long()  # (rows, seq_length + 1)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def _start(self, sample):
-        """The place in the stream where the sample-th window since step 0 begins."""
+    def _start(self, sample: int) -> torch.Tensor:
+        """The index in the stream at which window number `sample`, counted from step 0, begins."""
         epoch, index = divmod(sample, self.windows_per_epoch)
-        if epoch not in self._drawn:
-            self._drawn = {epoch: self._draw(epoch)}
-        return self._drawn[epoch][index]
+        if epoch not in self._starts:
+            self._starts = {epoch: self._draw_starts(epoch)}
+        return self._starts[epoch][index]
 
-    def _draw(self, epoch):
-        """Where the windows of an epoch begin, in the order in which they are taken: (windows_per_epoch,)."""
+    def _draw_starts(self, epoch: int) -> torch.Tensor:
+        """(windows_per_epoch,): the indices at which the windows of an epoch begin, in the order in which they are taken."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         offset = torch.randint(len(self.ids), (), generator=generator)
         return offset + self.seq_length * torch.randperm(self.windows_per_epoch, generator=generator)
 
 
-def windows(stream, seq_length):
-    """The whole stream (Tokens) in order, for evaluation: (inputs, labels), both int64 (windows, seq_length).
+def windows(stream: Tokens, seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole stream in order, for evaluation: (inputs, labels), both int64 (windows, seq_length).
 
     Every token but the first is a label exactly once. The end of the last window is filled with id 0 and label -100.
     ValueError if there is no token to predict.
@@ -164,14 +168,15 @@ def windows(stream, seq_length):
     return inputs.view(count, seq_length), labels.view(count, seq_length)
 
 
-# What a model is compared with
+# Measures of text
 
 
-def bigram_nats_per_byte(train_texts, held_out_texts):
-    """Loss of the bigram model over bytes on the held-out texts, nats per byte of text: what a model has to beat.
+def bigram_nats_per_byte(train_texts: Iterable[str], held_out_texts: Collection[str]) -> float:
+    """The loss of a bigram model over bytes on the held-out texts, in nats per byte: a baseline for trained models.
 
-    As for the model, each text is followed by an end of text that is predicted too (257 symbols). Add-one smoothing:
-    p(b | a) = (count(a, b) + 1) / (count(a) + 257). (On the demo's text the best constant instead of 1 gains 0.02.)
+    As for a trained model, each text is followed by an end of text that is predicted too, so there are 257 symbols. With
+    add-one smoothing: p(b | a) = (count(a, b) + 1) / (count(a) + 257). On the demo's text the best constant instead of 1
+    would be 0.02 nats better.
     """
     counts = _bigram_counts(train_texts) + 1
     log_p = (counts / counts.sum(1, keepdim=True)).log()
@@ -180,7 +185,7 @@ def bigram_nats_per_byte(train_texts, held_out_texts):
 
 
 def _bigram_counts(texts):
-    """float64 (257, 257): how often symbol b follows a, symbol 256 before the first text and after each."""
+    """float64 (257, 257): how often symbol b follows symbol a; symbol 256 precedes the first text and follows each text."""
     end = torch.tensor([256], dtype=torch.int64)
     parts = [end]
     for text in texts:
@@ -189,26 +194,26 @@ def _bigram_counts(texts):
     return torch.bincount(symbols[:-1] * 257 + symbols[1:], minlength=257 * 257).double().view(257, 257)
 
 
-def ngrams(texts, n):
-    """The set of character n-grams of the texts, none across two texts."""
+def ngrams(texts: Iterable[str], n: int) -> set[str]:
+    """The character n-grams of the texts; none spans two texts."""
     return {text[i : i + n] for text in texts for i in range(len(text) - n + 1)}
 
 
-def ngram_overlap(held_out, train, n=60):
-    """The share (0 to 1) of the held-out texts' character n-grams that occur in a training text.
+def ngram_overlap(held_out: Collection[str], train: Iterable[str], n: int = 60) -> float:
+    """The share, from 0 to 1, of the held-out texts' character n-grams that occur in a training text.
 
-    Both are lists of str; every position of the held-out texts counts. Held-out texts without any n-gram: 0.
+    An n-gram counts as often as it occurs in the held-out texts. 0 if they have none.
     """
     wanted = ngrams(held_out, n)
-    shared = set()
+    shared: set[str] = set()
     for text in train:
         shared.update(gram for gram in (text[i : i + n] for i in range(len(text) - n + 1)) if gram in wanted)
     positions = [text[i : i + n] in shared for text in held_out for i in range(len(text) - n + 1)]
     return sum(positions) / len(positions) if positions else 0.0
 
 
-def longest_shared(sample, train):
-    """The longest substring of `sample` (str) that occurs in a training text (list of str); the first of equals."""
+def longest_shared(sample: str, train: Collection[str]) -> str:
+    """The longest substring of `sample` that occurs in a training text; the first of several."""
     longest = ""
     for start in range(len(sample)):
         while start + len(longest) < len(sample):

@@ -1,138 +1,230 @@
-"""A whole pretraining run: data and tokenizer in, training with checkpoints on the way, a Hugging Face directory out.
+"""A whole pretraining run: from text and a tokenizer over checkpoints to a Hugging Face directory.
 
-What can be wrong with the input is found by every rank before any of them communicates.
+Every rank reads the inputs. Before training, the ranks compare what they have read: if an input is wrong or unreadable on
+one rank, or differs between ranks, every rank raises the same error.
 """
 
 import functools
 import json
 import os
-import sys
 import zlib
-from dataclasses import asdict
-from datetime import timedelta
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+import torch.distributed as dist
 
-from megatron_ssm.checkpoints.hf import COMPANIONS, build, load, save
+from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
 from megatron_ssm.checkpoints.training import (
     find_checkpoints,
     load_training,
     newest_checkpoint,
+    on_every_rank,
     save_training,
     saved_decay_steps,
     set_aside,
 )
 from megatron_ssm.configs.config import Config
 from megatron_ssm.diagnostics.doctor import kernels_line
-from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
 from megatron_ssm.models.initialization import initialize as initialize_parameters
-from megatron_ssm.parallel.groups import check_world, device_of_rank, initialize, launched_ranks, shut_down
-from sparsefusion.foundation.command_line import Printer
+from megatron_ssm.models.model import Model
+from megatron_ssm.parallel.groups import (
+    Groups,
+    check_world,
+    device_of_rank,
+    initialize,
+    join,
+    launched_ranks,
+    shut_down,
+)
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import all_gather_small
 
-from .data import Batches, read_documents, split_documents, tokenize
+from .corpus import Corpus
+from .data import Batches, Tokens
 from .options import Options
-from .trainer import Clock, Trainer, evaluate
+from .progress import Progress, is_due
+from .trainer import Trainer, evaluate
+
+# Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
+LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "out", "log", "device"}
 
 
 def pretrain(options: Options) -> None:
-    """Train as the options say, on every rank of the launcher's world."""
+    """Train as the options say. Called on every rank that a launcher has started, or alone.
+
+    ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on.
+    """
     check_world(options.tensor_model_parallel_size, launched_ranks())
     options.accumulation(launched_ranks() // options.tensor_model_parallel_size)
-    out = _writable(options.out)
-    text = Text(options)
-    config = Config.read(options.init_from) if options.init_from else text.new_model(options)
-    text.check(config)
-    config.check_ranks(options.tensor_model_parallel_size)
-    batches = Batches(text.train, options.seq_length, options.global_batch_size, options.seed)
-    agreement = _agreement(options, config, text)
-    found = newest_checkpoint(out / "checkpoints", agreement) if options.resume else None
-    if found and found[1] > options.train_iters:
-        raise ValueError(f"{found[0]} has done {found[1]} steps, more than --train-iters {options.train_iters}")
-    _check_log(options.log)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        join(options.tensor_model_parallel_size, device)
+        inputs = _read_on_all_ranks(options, device_of_rank(device))
         groups = initialize(options.tensor_model_parallel_size, device)
-        torch.manual_seed(options.seed)
-        model = _model(options, config, groups, device_of_rank(device))
-        report = Report(options, groups, found[1] if found else 0)
-        trainer = Trainer(model, groups, options, report.say)
-        report.say(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
-        report.say(f"pretrain: {options.describe()}")
-        report.say(_summary(model, groups, text, out, found))
-        if found:
-            report.say_decay(saved_decay_steps(found[0]))
-            load_training(*found, model, trainer.optimizer)
-            if has_pending(found[0]):
-                read_pending(found[0], trainer)
-        else:
-            set_aside(out / "checkpoints")
-        done = _train(trainer, batches, text, agreement, out, report, found[1] if found else 0)
-        if done == options.train_iters:
-            _finish(model, text, out, report)
-        model.close()
+        _run(options, inputs, groups, device_of_rank(device))
     finally:
         shut_down()
 
 
-def _train(trainer, batches, text, agreement, out, report, start) -> int:
-    """The steps from `start` on; returns how many have been done in all."""
-    options, step = trainer.options, start
-    for step in range(start + 1, options.train_iters + 1):
-        result = trainer.step(batches, step - 1)
-        last, leave = step == options.train_iters, _due(step, options.exit_interval)
-        evaluates = text.held_out is not None and (last or _due(step, options.eval_interval))
-        report.step(step, result, logged=evaluates)
-        if evaluates:
-            report.evaluated(step, evaluate(trainer.model, text.held_out, trainer.groups, options))
-        report.log()
-        if last or leave or _due(step, options.save_interval):
-            directory, decay = out / "checkpoints", options.decay_steps
-            more = functools.partial(write_pending, trainer=trainer)
-            save_training(directory, step, trainer.model, trainer.optimizer, agreement, decay, more)
-        if leave and not last:
-            report.say(f"leaving after step {step}, as --exit-interval says; --resume continues")
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before training begins.
+
+    requirements: what a run that resumes from this one's checkpoints must have in common with it (JSON values). checkpoint:
+    the one from which this run resumes, and its step; None for a new run. saved_decay_steps: `Options.decay_steps` of the
+    run that wrote the checkpoint (0: unknown).
+    """
+
+    out: Path
+    corpus: Corpus
+    config: Config
+    batches: Batches
+    requirements: dict
+    checkpoint: tuple[Path, int] | None
+    saved_decay_steps: int
+
+    @classmethod
+    def read(cls, options: Options) -> "Inputs":
+        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
+        out = _make_output_directory(options.out)
+        corpus = Corpus(options)
+        config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
+        corpus.check_vocabulary(config)
+        config.check_ranks(options.tensor_model_parallel_size)
+        batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
+        requirements = _resume_requirements(options, config, corpus)
+        checkpoint = newest_checkpoint(out / "checkpoints", requirements) if options.resume else None
+        if checkpoint and checkpoint[1] > options.train_iters:
+            path, step = checkpoint
+            raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
+        _check_log(options.log)
+        decay_steps = saved_decay_steps(checkpoint[0]) if checkpoint else 0
+        return cls(out, corpus, config, batches, requirements, checkpoint, decay_steps)
+
+    @property
+    def start(self) -> int:
+        """The number of steps that the checkpoint has done, 0 for a new run."""
+        return self.checkpoint[1] if self.checkpoint else 0
+
+    def fingerprint(self, options: Options) -> dict:
+        """What must be equal on all ranks; what is most likely to differ comes first."""
+        held_out = self.corpus.held_out
+        training_text = self.requirements["training_tokens"], self.requirements["training_text"]
+        return {
+            "training tokens, checksum": training_text,
+            "held-out tokens, checksum": held_out and (len(held_out.ids), _checksum(held_out)),
+            "resumed step": self.start,
+            "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
+            "requirements": self.requirements,
+            "saved decay steps": self.saved_decay_steps,
+        }
+
+
+def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
+    """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
+    inputs.
+
+    Gathers 16 bytes over the default group.
+    """
+    group, inputs = dist.group.WORLD if dist.is_initialized() else None, []
+
+    def fingerprint():
+        inputs.append(Inputs.read(options))
+        return inputs[0].fingerprint(options)
+
+    agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
+    return inputs[0]
+
+
+def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device) -> None:
+    """Build or load the model, train it, and write it."""
+    torch.manual_seed(options.seed)
+    model = _model(options, inputs.config, groups, device)
+    progress = Progress(options, inputs.start)
+    trainer = Trainer(model, groups, options, progress.print_line)
+    progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
+    progress.print_line(f"pretrain: {options.describe()}")
+    progress.print_line(_summary(model, groups, inputs))
+    _resume(trainer, inputs, progress)
+    if _train(trainer, inputs, progress) == options.train_iters:
+        _write_model(model, inputs, progress)
+    model.close()
+
+
+def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> None:
+    """Load the checkpoint, or rename the folder of an earlier run's checkpoints if this is a new run."""
+    if inputs.checkpoint is None:
+        set_aside(inputs.out / "checkpoints")
+        return
+    progress.print_decay(inputs.saved_decay_steps)
+    load_training(*inputs.checkpoint, trainer.model, trainer.optimizer)
+    if has_pending(inputs.checkpoint[0]):
+        read_pending(inputs.checkpoint[0], trainer)
+
+
+def _train(trainer: Trainer, inputs: Inputs, progress: Progress) -> int:
+    """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
+    options, step = trainer.options, inputs.start
+    for step in range(inputs.start + 1, options.train_iters + 1):
+        result = trainer.step(inputs.batches, step - 1)
+        is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
+        held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
+        progress.end_step(step, result, is_logged=held_out is not None)
+        if held_out is not None:
+            progress.add_evaluation(step, evaluate(trainer.model, held_out, trainer.groups, options))
+        progress.write_log()
+        if is_last or leaves or is_due(step, options.save_interval):
+            _save_checkpoint(trainer, inputs, step)
+        if leaves and not is_last:
+            progress.print_line(f"leaving after step {step}, as --exit-interval says; --resume continues")
             break
-    report.close()
+    progress.close()
     return step
 
 
-def _due(step, interval) -> bool:
-    return interval > 0 and step % interval == 0
+def _save_checkpoint(trainer: Trainer, inputs: Inputs, step: int) -> None:
+    """Write a training checkpoint, with gradients that sparse reduction has not sent yet."""
+    directory, decay_steps = inputs.out / "checkpoints", trainer.options.decay_steps
+    write_more = functools.partial(write_pending, trainer=trainer)
+    save_training(directory, step, trainer.model, trainer.optimizer, inputs.requirements, decay_steps, write_more)
 
 
-def _finish(model, text, out, report) -> None:
-    """Write the Hugging Face directory, with its tokenizer."""
-    save(model, out)
-    if report.speaks:
-        text.write_tokenizer(out)
-    report.say(f"saved {out}")
+def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
+    """Write the Hugging Face directory with its tokenizer; Failure on every rank if rank 0 cannot write the tokenizer."""
+    save(model, inputs.out)
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    on_every_rank(
+        lambda: inputs.corpus.write_tokenizer(inputs.out) if is_first_rank else None,
+        f"cannot write the tokenizer to {inputs.out}",
+    )
+    progress.print_line(f"saved {inputs.out}")
 
 
-def _model(options, config, groups, device):
+def _model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
+    """The model to train: that of --init-from, or a new one."""
     dtype = getattr(torch, options.params_dtype)
     if options.init_from:
         return load(options.init_from, groups.tensor, None, dtype, device, options.reduce, groups.data)
     return initialize_parameters(build(config, groups.tensor, groups.data, dtype, device, options.reduce), options.seed)
 
 
-def _writable(path) -> Path:
-    """The output directory and its checkpoints', made and tried; ValueError if one cannot be written."""
+def _make_output_directory(path: str) -> Path:
+    """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
     out = Path(path)
     for folder in (out, out / "checkpoints"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".writable-{os.getpid()}"
             probe.touch()
-            probe.unlink(missing_ok=True)  # another machine's rank may have the same number
+            probe.unlink(missing_ok=True)  # a rank on another machine may have the same process id
         except OSError as error:
             raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
     return out
 
 
-def _check_log(path) -> None:
+def _check_log(path: str) -> None:
     """ValueError if the log cannot be written."""
     if path:
         try:
@@ -142,164 +234,30 @@ def _check_log(path) -> None:
             raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
 
 
-def _agreement(options, config, text) -> dict:
-    """What a resumed run must have in common with the saved one, as JSON gives it back."""
+def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict:
+    """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
     shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
-    tokens = {"training_tokens": len(text.train.ids), "training_text": zlib.crc32(text.train.ids.numpy())}
-    return json.loads(json.dumps({**shape, **run, **tokens}))
+    text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
+    return json.loads(json.dumps({**shape, **run, **text}))
 
 
-def _summary(model, groups, text, out, found) -> str:
+def _checksum(tokens: Tokens) -> int:
+    return zlib.crc32(tokens.ids.numpy())
+
+
+def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
+    """One line about the model, the ranks, the text and the output directory."""
     size = sum(torch.Size(p.field.shape).numel() for p in model.parameters())
-    held_out = f"{text.held_out.text_bytes:,} held out" if text.held_out else "nothing held out: one document"
-    if found:
-        target = f"resuming {found[0]}"
+    corpus, out = inputs.corpus, inputs.out
+    held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
+    if inputs.checkpoint:
+        target = f"resuming {inputs.checkpoint[0]}"
     elif find_checkpoints(out / "checkpoints"):
         target = f"overwriting {out}; its checkpoints replace those in {out / 'checkpoints.old'}"
     else:
         target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (
         f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel "
-        f"ranks; {text.train.text_bytes:,} bytes of text, {held_out}; {target}"
+        f"ranks; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
     )
-
-
-class Text:
-    """The training and the held-out text as tokens, and the tokenizer they came from (`files`: None for bytes)."""
-
-    def __init__(self, options: Options):
-        separator = options.document_separator or None
-        documents = read_documents(options.data, separator)
-        held_out = read_documents(options.valid_data_path, separator) if options.valid_data_path else []
-        if not held_out and len(documents) > 1:
-            documents, held_out = split_documents(documents, options.held_out, options.seed)
-        source = options.tokenizer_model or options.init_from or "byte"
-        if source == "byte":
-            self.files, tokenizer = None, _ByteTokenizer()
-            self.vocab_size, self.end = BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID
-        else:
-            folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
-            tokenizer = load_tokenizer(folder)
-            self.files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
-            self.vocab_size = 1 + max(tokenizer.get_vocab().values())
-            self.end = _end_of_text(tokenizer, folder)
-        self.train = tokenize(documents, tokenizer, self.end)
-        self.held_out = tokenize(held_out, tokenizer, self.end) if held_out else None
-
-    def new_model(self, options: Options) -> Config:
-        """The configuration of a new model for this tokenizer."""
-        return Config.from_dict(options.model_config(self.vocab_size, self.end))
-
-    def check(self, config: Config) -> None:
-        """ValueError if the model does not know all of the tokenizer's ids."""
-        if self.vocab_size > config.vocab_size:
-            sizes = f"{self.vocab_size} ids, vocab_size {config.vocab_size}"
-            raise ValueError(f"the tokenizer is larger than the model: {sizes}")
-
-    def write_tokenizer(self, out: Path) -> None:
-        """The tokenizer's files beside the model, in place of any other tokenizer's."""
-        for name in COMPANIONS:
-            (out / name).unlink(missing_ok=True)
-        if self.files is None:
-            write_byte_tokenizer(out)
-            return
-        for name, content in self.files.items():
-            (out / name).write_bytes(content)
-
-
-class _ByteTokenizer:
-    """A text's UTF-8 bytes as ids: what `text.write_byte_tokenizer` encodes, without a file."""
-
-    def encode(self, text, add_special_tokens=False):
-        """Like tokenizers.Tokenizer.encode."""
-        self.ids = list(text.encode("utf-8"))
-        return self
-
-
-def _end_of_text(tokenizer, folder: Path) -> int:
-    """The id of the tokenizer's end-of-text token: its configuration's eos_token, else one of the usual names."""
-    names = [END_OF_TEXT, "</s>"]
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError):
-            raise ValueError(f"{path} is not a tokenizer's configuration") from None
-        names.insert(0, token.get("content") if isinstance(token, dict) else token)
-    for name in names:
-        if isinstance(name, str) and tokenizer.token_to_id(name) is not None:
-            return tokenizer.token_to_id(name)
-    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")
-
-
-class Report:
-    """Rank 0's progress: a line per logged step (a bar on a terminal), and the same as JSON lines."""
-
-    def __init__(self, options: Options, groups, start: int):
-        self.options, self.speaks, self.line = options, groups.rank == 0, None
-        self.clock = Clock(options.train_iters - start, options.global_batch_size * options.seq_length)
-        on_terminal = self.speaks and sys.stderr.isatty()
-        self.bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not on_terminal)
-        self.file = self._open(start) if self.speaks and options.log else None
-
-    def _open(self, start):
-        """The log; a resumed run keeps the lines up to where it starts."""
-        path, kept = Path(self.options.log), []
-        if start and path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= start]
-        file = path.open("w", encoding="utf-8")
-        file.writelines(line + "\n" for line in kept)
-        return file
-
-    def say(self, line: str) -> None:
-        """A line on stdout."""
-        with self.bar.external_write_mode():
-            Printer(self.speaks).print(line + "\n")
-
-    def say_decay(self, before: int) -> None:
-        """Tell when a resumed run's learning rate decays over other steps than it did (0: not known)."""
-        if before and before != self.options.decay_steps:
-            self.say(f"learning rate now decays over {self.options.decay_steps} steps, was {before}")
-
-    def step(self, step: int, result, logged: bool) -> None:
-        """One step is done; every --log-interval, at the first and the last, and if `logged`, it is told."""
-        self.clock.tick()
-        self.bar.update()
-        if not (logged or _due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
-            return
-        rate, left = self.clock.read()
-        self.say(
-            f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
-            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
-        )
-        tokens = step * self.options.global_batch_size * self.options.seq_length
-        self.line = dict(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens,
-                         tokens_per_s=rate)  # fmt: skip
-
-    def evaluated(self, step: int, nats: float) -> None:
-        """The held-out text was evaluated after this step."""
-        self.say(f"step {step:>5}/{self.options.train_iters}  held-out {nats:.4f} nats/byte")
-        self.line["held_out_nats_per_byte"] = nats
-        self.clock.read()
-
-    def log(self) -> None:
-        """Write the step's line, if it has one."""
-        if self.file and self.line:
-            self.file.write(json.dumps(self.line) + "\n")
-            self.file.flush()
-        self.line = None
-
-    def close(self) -> None:
-        """The run is over."""
-        self.bar.close()
-        if self.file:
-            self.file.close()
-
-
-def _step_of(line) -> float:
-    """The step of a line of the log; infinite if that is no such line, as when a run was killed while it wrote."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

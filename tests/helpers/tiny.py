@@ -1,4 +1,4 @@
-"""Tiny training runs in float64, on one rank or on any layout of ranks: what the tests of training share."""
+"""Tiny training runs in float64, on one rank or on any layout of ranks, for the tests of training."""
 
 import warnings
 
@@ -18,8 +18,8 @@ with warnings.catch_warnings():
 
 ZAMBA = dict(model_type="zamba", mamba_head_dim=16, hybrid_interval=1, num_layers=2)  # 2 mamba heads
 ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank=3)
-# The first and the third use share a block, or have adapters for one another that lie idle. At RUN's lr, rounding errors
-# would grow tenfold per step.
+# The first and the third invocation share a block; untied, each holds unused adapters for the other. At RUN's lr, rounding
+# errors would grow tenfold per step.
 ZAMBA2_UNTIED = dict(
     ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
 )
@@ -31,12 +31,12 @@ RUN = dict(
 
 
 def options(**changes) -> Options:
-    """A tiny Mamba-2 run of 20 steps whose gradients are clipped at every step, changed as asked."""
+    """The options of a tiny Mamba-2 run of 20 steps in which every gradient is clipped, with `changes`."""
     return Options(**{**RUN, **changes})
 
 
 def stream(vocab=VOCAB, tokens=400) -> Tokens:
-    """Tokens that can be learned: each is mostly a function of the one before."""
+    """Tokens that can be learned: most of them are a function of the previous one."""
     generator = torch.Generator().manual_seed(3)
     noise = torch.randint(vocab, (tokens,), generator=generator)
     ids = [0]
@@ -66,7 +66,7 @@ def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
 
 
 def trainer_on(tp, run: Options, vocab=VOCAB) -> Trainer:
-    """A trainer on the calling rank of a world of replicas of `tp` ranks."""
+    """A trainer on the calling rank; each replica is split over `tp` ranks."""
     return trainer(run, initialize(tp), vocab)
 
 

@@ -1,4 +1,4 @@
-"""Training data. Oracles: brute force over small texts and streams, counting by hand, the definition of a number."""
+"""Training data. Oracles: brute force over small texts and streams, counting by hand, definitions."""
 
 import importlib.util
 import math
@@ -25,13 +25,13 @@ from megatron_ssm.training.data import (
     windows,
 )
 
-settings.register_profile("patient", deadline=None)  # a loaded machine is no error
+settings.register_profile("patient", deadline=None)  # a slow machine is not an error
 settings.load_profile("patient")
 TEXTS = st.lists(st.text("ab€", max_size=12), max_size=4)
 
 
 def stream_of(tokens):
-    """A stream whose token at each place is that place."""
+    """A stream in which the token at index i is i."""
     return Tokens(torch.arange(tokens, dtype=torch.int32), tokens)
 
 
@@ -96,11 +96,11 @@ def test_split_takes_whole_documents(documents, share, seed):
     assert train == sorted(train, key=documents.index) and held_out == sorted(held_out, key=documents.index)
     assert split_documents(documents, share, seed) == (train, held_out)
     sizes = [len(document.encode()) for document in held_out]
-    room = share * sum(len(document.encode()) for document in documents) - sum(sizes)
-    if room < 0:
+    bytes_left = share * sum(len(document.encode()) for document in documents) - sum(sizes)
+    if bytes_left < 0:
         assert sizes == [min(len(document.encode()) for document in documents)]
     else:
-        assert all(len(document.encode()) > room for document in train)
+        assert all(len(document.encode()) > bytes_left for document in train)
 
 
 def test_split_depends_on_the_seed():
@@ -290,7 +290,7 @@ def test_corpus_holds_out_text_that_training_does_not_repeat(corpus, tmp_path):
     assert all(before[path] == path.read_bytes() for path in only_topics)
 
 
-def test_corpus_keeps_repetitions_of_held_out_topics_out_of_training(corpus, tmp_path, monkeypatch):
+def test_corpus_leaves_repetitions_of_held_out_topics_out_of_training(corpus, tmp_path, monkeypatch):
     topics = corpus._topics()
     altered = {name: text for name, text in topics.items() if name != "power"}
     altered["repeats import"] = "Changed. " + topics["import"]

@@ -44,13 +44,13 @@ def largest(a, b):
 
 @functools.cache
 def one_rank(model):
-    """The oracle of the layouts: (curve, parameters after it, fields) of the 1-rank run, the whole batch at once."""
+    """The oracle for all layouts: (curve, final parameters, fields) of the run on one rank with the whole batch at once."""
     trainer = tiny.trainer(tiny.options(**MODELS[model], micro_batch_size=4))
     return tiny.curve(trainer), tiny.pieces(trainer), layout(trainer.model.config)
 
 
 def check_curves(ranks, tp, dp, model, micro):
-    """20 steps in this layout: losses, gradient norms and parameters are those of one rank, on every rank."""
+    """Assert that 20 steps in this layout give the losses, gradient norms and parameters of one rank, on every rank."""
     run = tiny.options(**MODELS[model], micro_batch_size=micro)
 
     def train(rank):
@@ -92,7 +92,7 @@ def test_every_curve(ranks, tp, dp, model, micro):
 
 
 def plain_curve(model, module, run, rank=0, ranks=1, steps=20):
-    """A training loop of nothing but torch: (2, steps) loss and gradient norm."""
+    """A training loop in plain torch: (2, steps), the loss and the gradient norm of each step."""
     decays = [p for name, p in model.named_parameters() if not re.search(NO_DECAY, name)]
     others = [p for name, p in model.named_parameters() if re.search(NO_DECAY, name)]
     groups = [dict(params=decays, weight_decay=run.weight_decay), dict(params=others, weight_decay=0.0)]
@@ -116,7 +116,7 @@ def plain_curve(model, module, run, rank=0, ranks=1, steps=20):
 
 
 def check_against_torch(model):
-    """One rank is torch's own loop over its own logits."""
+    """Assert that a run on one rank equals torch's own loop over the model's logits."""
     run = tiny.options(**MODELS[model])
     plain = tiny.trainer(run).model
     trainer = tiny.trainer(run)
@@ -142,7 +142,7 @@ def test_data_parallel_against_torchs_ddp(ranks, dp):
 
     def train(rank):
         with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)  # DDP's, of arguments that will go
+            warnings.simplefilter("error", FutureWarning)  # DDP warns about deprecated arguments
             ours = tiny.curve(tiny.trainer_on(1, run), 5)[1]
         model = tiny.trainer(run).model
         plain = plain_curve(model, DistributedDataParallel(model), run, rank, dp, 5)[1]
@@ -153,7 +153,7 @@ def test_data_parallel_against_torchs_ddp(ranks, dp):
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 3), (4, 2)])
-def test_neighbours_share_a_replica(ranks, tp, dp):
+def test_consecutive_ranks_split_a_replica(ranks, tp, dp):
     def groups(rank):
         groups = initialize(tp)
         tensor = [rank] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
@@ -169,7 +169,7 @@ def test_neighbours_share_a_replica(ranks, tp, dp):
 
 
 def gradients(trainer):
-    """Leave the gradient of one batch on the model's parameters."""
+    """The model, with the gradient of one batch on its parameters."""
     trainer.model.loss(*tiny.batches(trainer.options, trainer.model.config.vocab_size).batch(0)).backward()
     return trainer.model
 
@@ -202,7 +202,7 @@ def test_clipping_counts_each_element_once(ranks, tp, model, vocab):
 
     norms, naive, clipped = zip(*ranks(clip, tp), strict=True)
     assert all(abs(ours / norm - 1) <= 1e-12 for ours in norms)
-    assert naive[0] / norm > 1 + 1e-6  # a sum over the ranks counts what they share several times
+    assert naive[0] / norm > 1 + 1e-6  # a sum over the ranks counts shared elements several times
     wholes = tiny.assembled(clipped, layout(oracle.config), tp)
     assert wholes.keys() == {name for name, parameter in oracle.named_parameters() if parameter.requires_grad}
     for name, whole in wholes.items():
@@ -210,7 +210,7 @@ def test_clipping_counts_each_element_once(ranks, tp, model, vocab):
 
 
 @pytest.mark.parametrize("limit", (0.0, 1e3))
-def test_small_gradients_and_limit_0_are_not_clipped(limit):
+def test_gradients_below_the_limit_are_not_clipped(limit):
     model = gradients(tiny.trainer(tiny.options()))
     before = [parameter.grad.clone() for parameter in model.parameters()]
     clip_gradients(model, grad_norm(model), limit)
@@ -223,12 +223,12 @@ NO_DECAY = r"A_log|\.D$|norm|bias"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_only_matrices_decay(model):
+def test_only_matrices_have_weight_decay(model):
     trainer = tiny.trainer(tiny.options(**MODELS[model]))
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    decaying, others = adamw(trainer.model, tiny.options(weight_decay=0.3)).param_groups
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
-    assert all(not re.search(NO_DECAY, names.pop(parameter)) for parameter in decaying["params"])
+    decayed, others = adamw(trainer.model, tiny.options(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert all(not re.search(NO_DECAY, names.pop(parameter)) for parameter in decayed["params"])
     assert all(re.search(NO_DECAY, names.pop(parameter)) for parameter in others["params"])
     assert not names
 
@@ -293,22 +293,23 @@ def test_bf16_autocast(ranks, tp, model):
 # What stops a run
 
 
-def bad_loss(trainer):
-    """A number that is none, in one parameter of this rank."""
+def make_loss_nan(trainer):
+    """Put NaN into one parameter of this rank."""
     with torch.no_grad():
         trainer.model.layers[0].mixer.D[0] = math.nan
 
 
-def bad_gradient(trainer):
-    """An infinite gradient of one parameter of this rank; the loss is fine."""
+def make_gradient_infinite(trainer):
+    """Make the gradient of one parameter of this rank infinite; the loss stays finite."""
     trainer.model.layers[0].mixer.D.register_hook(lambda gradient: gradient * math.inf)
 
 
 @pytest.mark.parametrize(
-    "tp, dp, spoil", [(2, 1, bad_gradient), (1, 2, bad_loss), (2, 2, bad_loss), (2, 2, bad_gradient)]
+    "tp, dp, spoil",
+    [(2, 1, make_gradient_infinite), (1, 2, make_loss_nan), (2, 2, make_loss_nan), (2, 2, make_gradient_infinite)],
 )
-def test_a_number_that_is_none_stops_every_rank(ranks, tp, dp, spoil):
-    """It appears on the last rank alone, in the third step."""
+def test_a_non_finite_step_stops_every_rank(ranks, tp, dp, spoil):
+    """NaN or Inf appears on the last rank alone, in the third step."""
     run = tiny.options()
 
     def train(rank):
@@ -323,14 +324,14 @@ def test_a_number_that_is_none_stops_every_rank(ranks, tp, dp, spoil):
     lines = ranks(train, tp * dp)
     assert len(set(lines)) == 1
     assert re.fullmatch(r"step 3: loss \S+, gradient norm (nan|inf): not finite, so training stops", lines[0])
-    assert ("loss nan" in lines[0]) == (spoil is bad_loss)
+    assert ("loss nan" in lines[0]) == (spoil is make_loss_nan)
 
 
 # Evaluation
 
 
 def held_out(tokens):
-    """A stream of so many tokens, from some number of bytes."""
+    """A stream of `tokens` tokens, as if from 1000 bytes of text."""
     return Tokens(tiny.stream().ids[:tokens], 1000)
 
 
@@ -345,7 +346,7 @@ def plain_nats(tokens):
 
 
 def nats(trainer):
-    """evaluate() in many cases: 9 windows of 12 tokens, the last of 3; one of 12 and one of 1; one of 1."""
+    """The results of `evaluate` for streams of 9 windows, of 2 windows and of 1 window, with the last one not full."""
     runs = [tiny.options(micro_batch_size=micro) for micro in (1, 2)]
     return {
         (tokens, run.micro_batch_size): evaluate(trainer.model, held_out(tokens), trainer.groups, run)

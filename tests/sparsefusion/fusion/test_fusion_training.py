@@ -143,16 +143,16 @@ def test_what_is_pending_waits_for_a_gradient():
     used, unused = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     used.grad = torch.ones(2, 3)
     made = SimpleNamespace(
-        unsent={"used": torch.full((6,), 2.0), "unused": torch.full((6,), 5.0)},
+        pending_gradients={"used": torch.full((6,), 2.0), "unused": torch.full((6,), 5.0)},
         named_parameters=lambda: [("used", used), ("unused", unused)],
     )
     for expected in (3, 1):
-        Trainer._add_unsent(made)
-        assert used.grad.eq(expected).all() and unused.grad is None and list(made.unsent) == ["unused"]
+        Trainer._add_pending_gradients(made)
+        assert used.grad.eq(expected).all() and unused.grad is None and list(made.pending_gradients) == ["unused"]
         used.grad = torch.ones(2, 3)
     unused.grad = torch.ones(2, 3)
-    Trainer._add_unsent(made)
-    assert unused.grad.eq(6).all() and not made.unsent
+    Trainer._add_pending_gradients(made)
+    assert unused.grad.eq(6).all() and not made.pending_gradients
 
 
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -169,7 +169,7 @@ def test_a_run_that_sends_all_applies_what_is_pending(ranks, tmp_path, dp):
             lambda *_: found.append({name: p.grad.flatten().clone() for name, p in parameters.items()})
         )
         tiny.curve(made, 1)
-        assert not made.unsent
+        assert not made.pending_gradients
         return found[0]
 
     def run(rank):

@@ -1,0 +1,94 @@
+"""The text of a training run as tokens, and the tokenizer that made them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ssm.checkpoints.hf import COMPANIONS
+from megatron_ssm.configs.config import Config
+from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
+
+from .data import Tokens, read_documents, split_documents, tokenize
+from .options import Options
+
+
+class Corpus:
+    """The training text and the held-out text as tokens, and the tokenizer that made them.
+
+    train, held_out: `data.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
+    end_of_text_id: follows every document. tokenizer_files: {name: content}, None for the byte tokenizer.
+
+    Every rank reads all of it. ValueError or FileNotFoundError if a file cannot be read or is not what it should be.
+    """
+
+    def __init__(self, options: Options):
+        documents, held_out = _documents(options)
+        source = options.tokenizer_model or options.init_from or "byte"
+        self.tokenizer_files: dict[str, bytes] | None = None
+        tokenizer: Any = _ByteTokenizer()
+        self.vocab_size, self.end_of_text_id = BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID
+        if source != "byte":
+            folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
+            tokenizer = load_tokenizer(folder)
+            self.tokenizer_files = {
+                name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()
+            }
+            self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+            self.end_of_text_id = _end_of_text_id(tokenizer, folder)
+        self.train: Tokens = tokenize(documents, tokenizer, self.end_of_text_id)
+        self.held_out: Tokens | None = tokenize(held_out, tokenizer, self.end_of_text_id) if held_out else None
+
+    def new_model_config(self, options: Options) -> Config:
+        """The configuration of a new model for this tokenizer."""
+        return Config.from_dict(options.model_config(self.vocab_size, self.end_of_text_id))
+
+    def check_vocabulary(self, config: Config) -> None:
+        """ValueError if the tokenizer has more ids than the model."""
+        if self.vocab_size > config.vocab_size:
+            sizes = f"{self.vocab_size} ids, vocab_size {config.vocab_size}"
+            raise ValueError(f"the tokenizer is larger than the model: {sizes}")
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer's files into a model's directory; files of any other tokenizer are removed."""
+        for name in COMPANIONS:
+            (directory / name).unlink(missing_ok=True)
+        if self.tokenizer_files is None:
+            write_byte_tokenizer(directory)
+            return
+        for name, content in self.tokenizer_files.items():
+            (directory / name).write_bytes(content)
+
+
+def _documents(options) -> tuple[list[str], list[str]]:
+    """(training documents, held-out documents)."""
+    separator = options.document_separator or None
+    documents = read_documents(options.data, separator)
+    held_out = read_documents(options.valid_data_path, separator) if options.valid_data_path else []
+    if not held_out and len(documents) > 1:
+        return split_documents(documents, options.held_out, options.seed)
+    return documents, held_out
+
+
+class _ByteTokenizer:
+    """Encodes a text as its UTF-8 bytes: the tokenizer of `write_byte_tokenizer` without its file."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> "_ByteTokenizer":
+        """Like tokenizers.Tokenizer.encode: the result's `ids` are the tokens."""
+        self.ids = list(text.encode("utf-8"))
+        return self
+
+
+def _end_of_text_id(tokenizer, folder: Path) -> int:
+    """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
+    names: list[Any] = [END_OF_TEXT, "</s>"]
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError, RecursionError):
+            raise ValueError(f"{path} is not a tokenizer's configuration") from None
+        names.insert(0, token.get("content") if isinstance(token, dict) else token)
+    for name in names:
+        if isinstance(name, str) and tokenizer.token_to_id(name) is not None:
+            return tokenizer.token_to_id(name)
+    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")

@@ -1,0 +1,136 @@
+"""The progress of a training run: lines on rank 0's terminal, and the JSON lines of --log."""
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron_ssm.checkpoints.training import on_every_rank
+from sparsefusion.foundation.command_line import Printer
+
+from .options import Options
+from .trainer import Step
+
+
+class Progress:
+    """Prints a line per logged step (and a progress bar on a terminal) on rank 0, and writes the same to --log.
+
+    start: the step from which the run continues, 0 for a new one. All ranks call every method together; Failure or
+    ValueError on every rank if rank 0 cannot write the log.
+    """
+
+    def __init__(self, options: Options, start: int):
+        self.options = options
+        self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        self._line: dict[str, Any] | None = None  # of the current step, if it is logged
+        self._throughput = Throughput(options.train_iters - start, options.global_batch_size * options.seq_length)
+        is_shown = self._is_first_rank and sys.stderr.isatty()
+        self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
+        self._file: TextIO | None = None
+        if options.log:
+            self._file = on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
+
+    @property
+    def _log_error(self) -> str:
+        return f"cannot write to --log {self.options.log}"
+
+    def _open_log(self, start: int) -> TextIO | None:
+        """The log, on rank 0. A resumed run keeps the lines of the steps before it."""
+        if not self._is_first_rank:
+            return None
+        path, kept = Path(self.options.log), []
+        if start and path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if _step_of(line) <= start]
+        file = path.open("w", encoding="utf-8")
+        file.writelines(line + "\n" for line in kept)
+        return file
+
+    def print_line(self, line: str) -> None:
+        """Print a line on rank 0's stdout."""
+        with self._bar.external_write_mode():
+            Printer(self._is_first_rank).print(line + "\n")
+
+    def print_decay(self, previous: int) -> None:
+        """Report that the learning rate decays over another number of steps than in the resumed run (0: unknown)."""
+        if previous and previous != self.options.decay_steps:
+            self.print_line(f"learning rate now decays over {self.options.decay_steps} steps, was {previous}")
+
+    def end_step(self, step: int, result: Step, is_logged: bool) -> None:
+        """A step has ended. Print and prepare its line if `is_logged`, at --log-interval, and at the first and last step."""
+        self._throughput.count_step()
+        self._bar.update()
+        if not (is_logged or is_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
+            return
+        rate, left = self._throughput.read()
+        self.print_line(
+            f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+        )
+        tokens = step * self.options.global_batch_size * self.options.seq_length
+        self._line = dict(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens,
+                          tokens_per_s=rate)  # fmt: skip
+
+    def add_evaluation(self, step: int, nats: float) -> None:
+        """Print the held-out loss after a logged step and add it to the line. Its time does not count as training."""
+        self.print_line(f"step {step:>5}/{self.options.train_iters}  held-out {nats:.4f} nats/byte")
+        assert self._line is not None
+        self._line["held_out_nats_per_byte"] = nats
+        self._throughput.read()
+
+    def write_log(self) -> None:
+        """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
+        if self._line and self.options.log:
+            on_every_rank(self._write_line, self._log_error)
+        self._line = None
+
+    def _write_line(self) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(self._line) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """End the progress bar and close the log."""
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class Throughput:
+    """Tokens per second since it was last read, and the time that is left."""
+
+    def __init__(self, steps: int, tokens_per_step: int):
+        self._steps_left, self._tokens_per_step = steps, tokens_per_step
+        self._start, self._steps = time.perf_counter(), 0
+
+    def count_step(self) -> None:
+        """A step has ended."""
+        self._steps += 1
+        self._steps_left -= 1
+
+    def read(self) -> tuple[float, float]:
+        """(tokens per second, seconds left); starts a new measurement."""
+        elapsed = max(time.perf_counter() - self._start, 1e-9)
+        rate = self._steps * self._tokens_per_step / elapsed
+        left = self._steps_left * elapsed / max(1, self._steps)
+        self._start, self._steps = time.perf_counter(), 0
+        return rate, left
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps (0: never) happens after this step."""
+    return interval > 0 and step % interval == 0
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of the log; infinity if it is not such a line, as when a run was killed while it wrote."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+    return step if isinstance(step, int | float) else float("inf")

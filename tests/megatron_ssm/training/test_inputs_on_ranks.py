@@ -1,0 +1,136 @@
+"""Inputs and outputs that fail, or differ, on one rank of a training run. Oracle: every rank raises the same error."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+from sparsefusion.foundation.command_line import Failure
+
+TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
+    --global-batch-size 6 --train-iters 2 --log-interval 1 --device cpu --out out""".split()
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """A working directory with two documents in text/."""
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(0)
+    Path("text").mkdir()
+    for name in "ab":
+        Path("text", name).write_text(" ".join(words.choice(("the", "state", "space")) for _ in range(60)))
+
+
+def errors(ranks, world_size, arguments_of_rank):
+    """Each rank's error message (None: no error) of a run with the arguments that `arguments_of_rank(rank)` adds."""
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        try:
+            pretrain(parse_options(["--data", "text", *TINY, *arguments_of_rank(rank)]))
+        except (ValueError, Failure) as error:
+            return str(error)
+        return None
+
+    return ranks(run, world_size)
+
+
+def latin():
+    Path("latin").write_bytes(b"caf\xe9")
+
+
+def empty_folder():
+    Path("empty").mkdir()
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(
+    "prepare, arguments, message",
+    [
+        (nothing, ["--data", "none"], "cannot read none: No such file or directory"),
+        (latin, ["--data", "latin"], "latin is not UTF-8: byte 0xe9 at byte offset 3"),
+        (empty_folder, ["--valid-data-path", "empty"], "no text in empty"),
+        (nothing, ["--tokenizer-model", "none"], "no tokenizer: none/tokenizer.json does not exist"),
+        (nothing, ["--log", "text"], "cannot write to --log text: Is a directory"),
+        (nothing, ["--out", "text/a"], "cannot write to --out text/a: File exists"),
+        (nothing, ["--resume"], "nothing to resume: out/checkpoints holds no checkpoint"),
+    ],
+)
+def test_what_one_rank_cannot_read_or_write(ranks, text, world_size, prepare, arguments, message):
+    prepare()
+    last = world_size - 1
+    found = errors(ranks, world_size, lambda rank: arguments if rank == last else [])
+    assert found == [f"{message} (rank {last})"] * world_size
+
+
+def other_text():
+    Path("other").mkdir()
+    for name in "ab":
+        Path("other", name).write_text(Path("text", name).read_text().replace("state", "spate"))
+
+
+def other_held_out_text():
+    """Texts of one and of nine windows."""
+    Path("short").write_text("a" * 17)
+    Path("long").write_text("a" * 150)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(
+    "prepare, first, last",
+    [
+        (other_text, [], ["--data", "other"]),
+        (other_held_out_text, ["--valid-data-path", "short"], ["--valid-data-path", "long"]),
+        (nothing, ["--eval-interval", "0"], ["--eval-interval", "1"]),
+        (nothing, ["--lr", "1e-3"], ["--lr", "1e-2"]),
+    ],
+)
+def test_inputs_that_differ_between_ranks(ranks, text, world_size, prepare, first, last):
+    prepare()
+    found = errors(ranks, world_size, lambda rank: last if rank == world_size - 1 else first)
+    assert len(set(found)) == 1 and f"ranks [{world_size - 1}] were asked something else than rank 0" in found[0]
+
+
+@pytest.mark.parametrize("tensor, world_size", [(3, 3), (2, 4)])
+def test_errors_of_all_ranks_are_raised_as_they_are(ranks, text, tensor, world_size):
+    flags = ["--tensor-model-parallel-size", str(tensor), "--mamba-head-dim", "32", "--global-batch-size", "4"]
+    message = f"1 heads do not divide over {tensor} tensor-parallel ranks (1 % {tensor} = 1)"
+    assert errors(ranks, world_size, lambda rank: flags) == [message] * world_size
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_log_that_rank_0_cannot_write(ranks, text, world_size):
+    """/dev/full can be opened, but not written to."""
+    found = errors(ranks, world_size, lambda rank: ["--log", "/dev/full"])
+    assert found == ["cannot write to --log /dev/full: No space left on device"] * world_size
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_tokenizer_that_rank_0_cannot_write(ranks, text, world_size):
+    Path("out/tokenizer_config.json").mkdir(parents=True)
+    found = errors(ranks, world_size, lambda rank: [])
+    assert len(set(found)) == 1 and found[0].startswith("cannot write the tokenizer to out: ")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": "x"}', '{"step": null}', '{"step": 1, "lo', "[" * 100_000, '{"step": "\xff']
+)
+def test_a_resumed_run_drops_damaged_lines_of_the_log(text, line):
+    def run(*more):
+        pretrain(parse_options(["--data", "text", *TINY, "--log", "log", *more]))
+
+    run("--exit-interval", "1")
+    with open("log", "a", encoding="latin-1") as log:
+        log.write(line + "\n")
+    run("--resume")
+    lines = Path("log").read_text().splitlines()
+    assert len(lines) == 2 and '"step": 1,' in lines[0] and '"step": 2,' in lines[1]
