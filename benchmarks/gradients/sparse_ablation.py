@@ -22,12 +22,12 @@ from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.measurement import repetitions
+from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.fusion.dry_run import dry_run
-from sparsefusion.fusion.profiling import Sampled
 from sparsefusion.planning.plan import Buffer, Plan
-from sparsefusion.planning.planner import Wish, corrected, plans_of, predict
+from sparsefusion.planning.planner import CompressionSettings, calibrated_costs, make_plans, predict
 from sparsefusion.planning.timeline import Costs, Tensor, Timeline
-from sparsefusion.selection.indices import PLACE_BYTES
+from sparsefusion.selection.indices import INDEX_BYTES
 
 REPETITIONS, DENSITY, LAYERS, HIDDEN, BUCKET_MB = 20, 0.01, 24, 192, 0.2
 PLANNED = ((100, 10), (500, 20), (500, 128), (500, 500))  # gradients and buckets
@@ -122,9 +122,9 @@ class Contestant(Dense):
         plan, ranks = self.fusion.plan, dist.get_world_size()
         if not plan.buffers:
             return super().sent()
-        dense, sparse, _ = plan.sent_numbers
+        dense, sparse, _ = plan.sent_elements
         messages = [any(unit.k == 0 for unit in b.units) + any(unit.k for unit in b.units) for b in plan.buffers]
-        return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + PLACE_BYTES) * sparse), "messages": sum(messages)}
+        return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + INDEX_BYTES) * sparse), "messages": sum(messages)}
 
 
 def measure(out) -> None:
@@ -150,17 +150,17 @@ def planning(count, buckets) -> float:
     names = [tensor.name for tensor in tensors]
     atoms = tuple(tuple(names[i : i + each]) for i in range(0, count, each))
     points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
-    fabric = Sampled({"all_reduce": points, "all_gather": points})
+    fabric = SampledFabric({"all_reduce": points, "all_gather": points})
     costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
-    watched, wish, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), Wish(DENSITY), []
+    watched, compression, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), CompressionSettings(DENSITY), []
     for _ in range(5):
         start = time.perf_counter()
-        right = corrected(costs, watched)
-        plans = plans_of(MODES[:-1], wish, watched, right, early=True)
-        seconds = {mode: predict(plan, wish, watched, right) for mode, plan in plans.items()}
-        dry_run(plans, seconds, wish, watched)
+        right = calibrated_costs(costs, watched)
+        plans = make_plans(MODES[:-1], compression, watched, right, can_send_early=True)
+        seconds = {mode: predict(plan, compression, watched, right) for mode, plan in plans.items()}
+        dry_run(plans, seconds, compression, watched)
         for plan in plans.values():
-            Plan.from_json(plan.predicting(seconds).to_json())
+            Plan.from_json(plan.with_predictions(seconds).to_json())
         found.append(time.perf_counter() - start)
     return median(found)
 

@@ -66,7 +66,7 @@ def measure(out, data, number) -> None:
         losses.append(trainer.step(batches, step).loss)
         seconds.append(time.perf_counter() - start)
         if name.endswith("no error feedback"):
-            trainer.fusion._session.reducer.residuals.clear()
+            trainer.fusion._session.reducer.feedback.residuals.clear()
     held_out = evaluate(model, corpus.held_out, groups, replace(options, micro_batch_size=16))
     if dist.get_rank() == 0:
         write_result(out, {"losses": losses, "seconds": seconds, "held_out": held_out})

@@ -29,7 +29,7 @@ from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
 from sparsefusion import SparseFusion
 from sparsefusion.fabric.measurement import repetitions, timed
-from sparsefusion.fusion.trial import longest
+from sparsefusion.fusion.trial import longest_trial_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
@@ -37,8 +37,8 @@ import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "sparse_gradients.png"
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 5, 10, 0.01, 4  # turns of each copy
 CLOSE = 1.5  # times the fastest one's seconds: whoever takes less has more turns
-WATCHED = 5  # dense steps
-SETTLED = WATCHED + 1  # steps until a plan is in force
+PROFILED = 5  # dense steps
+SETTLED = PROFILED + 1  # steps until a plan is in force
 THEIRS = ("dense", "dense again", "no messages", "torch fp16", "PowerSGD")
 OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
 SHOWN = (*THEIRS[3:], *OURS)
@@ -117,8 +117,8 @@ class Ours(Copy):
 
     def _found_out(self) -> float:
         """Seconds that auto took to decide: for its measurements, and for turns of plans that are slower than its choice."""
-        watched, turns = [self.steps(1) for _ in range(WATCHED)], {}
-        for _ in range(longest() + 2):
+        watched, turns = [self.steps(1) for _ in range(PROFILED)], {}
+        for _ in range(longest_trial_steps() + 2):
             turns.setdefault(self._fusion.plan.mode, []).append(self.steps(1))
         chosen = mean(turns[self._fusion.plan.mode])
         return watched[-1] - median(watched[:-1]) + sum(sum(each) - len(each) * chosen for each in turns.values())

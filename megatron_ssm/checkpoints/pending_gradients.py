@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives.agreement import from_first
-from sparsefusion.fusion.checkpoint_state import checked_states, mean_residuals, part_of
+from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .training import on_every_rank
 
@@ -70,7 +70,7 @@ def _found(directory, trainer) -> dict | list[dict]:
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
         parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}
-        checked_states(states, None, parameters, part_of(groups.tensor))
+        check_states(states, None, parameters, model_part(groups.tensor))
     return states
 
 

@@ -1,12 +1,12 @@
-"""What hangs on somebody else's object, of which there may be copies."""
+"""References from a framework's object to ours, of which copies of the framework's object must not have their own."""
 
 import weakref
 
 
 class NotCopied:
-    """Holds an object beside which a target is copied or pickled: the copy holds None in its place."""
+    """Holds an object for a target that may be copied or pickled; in the copy, None stands in its place."""
 
-    def __init__(self, object):
+    def __init__(self, object: object):
         self.object = object
 
     def __deepcopy__(self, memo):
@@ -16,21 +16,22 @@ class NotCopied:
         return type(None), ()
 
 
-class KeptHook(NotCopied):
-    """What torch's DDP keeps for ever as its hook's state, where Python sees no cycle: so the door is held weakly.
+class HookState(NotCopied):
+    """The state of the communication hook, which torch's DDP keeps for its lifetime.
 
-    whole: DDP's own reduction. object: a weak reference to the door, or None.
+    The garbage collector does not see that DDP holds it, so the adapter is referenced weakly. dense: DDP's own
+    reduction, which runs when there is no adapter.
     """
 
     def __init__(self):
-        self.door = self.whole = None
+        self.adapter = self.dense = None
 
     @property
-    def door(self):
-        """Through which gradients go, while somebody holds it; or None."""
+    def adapter(self):
+        """The adapter that takes the gradients, or None."""
         return self.object and self.object()
 
-    @door.setter
-    def door(self, door):
-        """Held weakly."""
-        self.object = door and weakref.ref(door)
+    @adapter.setter
+    def adapter(self, adapter):
+        """Reference an adapter weakly, or None."""
+        self.object = adapter and weakref.ref(adapter)

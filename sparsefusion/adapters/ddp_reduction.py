@@ -1,10 +1,12 @@
-"""What torch's DDP reduces, and how, without a hook."""
+"""What torch's DDP reduces without a communication hook, and how."""
 
 import torch
+from torch.distributed import GradBucket, Work
+from torch.nn.parallel import DistributedDataParallel
 
 
-def reduced_parameters(ddp) -> dict:
-    """{name: parameter} of what DDP reduces: what had gradients when it was built, and may be frozen since."""
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of what DDP reduces: what required gradients when DDP was built; it may be frozen since."""
     named, seen = {}, set()
     for path, part in ddp.module.named_modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -13,35 +15,37 @@ def reduced_parameters(ddp) -> dict:
                 named[f"{path}.{name}".lstrip(".")] = parameter
     if all(p.requires_grad for p in named.values()):
         return named
-    there = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
-    return {name: p for name, p in named.items() if id(p) in there}
+    in_buckets = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    return {name: p for name, p in named.items() if id(p) in in_buckets}
 
 
-class WholeBuckets:
-    """DDP's own reduction of a bucket: the same operations, so the same bits.
+class DenseBuckets:
+    """Reduces a bucket by the same operations as DDP, so that means have the same bits.
 
-    It multiplies gradients by 1/ranks when it copies them into a bucket, and divides by ranks those that were added up
-    there, and with batched_grad_copy all. That makes a difference unless ranks is a power of two.
+    DDP multiplies gradients by 1/ranks when it copies them into a bucket. Gradients that were accumulated in the bucket
+    are divided by the number of ranks instead, and with batched_grad_copy all are. The results differ unless the number
+    of ranks is a power of two.
     """
 
-    def __init__(self, ddp):
-        self._group, self._ranks, self._added_to = ddp.process_group, ddp.process_group.size(), {}
+    def __init__(self, ddp: DistributedDataParallel):
+        self._group, self._ranks = ddp.process_group, ddp.process_group.size()
+        self._accumulated_in: dict[int, int | None] = {}  # by the id of a parameter: the address of its gradient
         self._divides = getattr(ddp, "batched_grad_copy", False)
         if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1) and not self._divides:
             for parameter in (p for p in ddp.module.parameters() if p.requires_grad):
-                parameter.register_hook(lambda gradient, p=parameter: self._note(p))
+                parameter.register_hook(lambda gradient, p=parameter: self._note_address(p))
 
-    def _note(self, parameter):
-        """Where its gradient is going to be added to what is there."""
-        self._added_to[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
+    def _note_address(self, parameter):
+        """Remember where autograd is going to accumulate the gradient."""
+        self._accumulated_in[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
 
-    def start(self, bucket):
-        """Start it."""
+    def start(self, bucket: GradBucket) -> Work:
+        """Start the all-reduce of a bucket."""
         flat = bucket.buffer()
-        if self._added_to:
+        if self._accumulated_in:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                there = self._added_to.get(id(parameter)) == gradient.data_ptr()
-                gradient.div_(self._ranks) if there else gradient.mul_(1 / self._ranks)
+                is_accumulated = self._accumulated_in.get(id(parameter)) == gradient.data_ptr()
+                gradient.div_(self._ranks) if is_accumulated else gradient.mul_(1 / self._ranks)
         else:
             flat.div_(self._ranks) if self._divides else flat.mul_(1 / self._ranks)
         return torch.distributed.all_reduce(flat, group=self._group, async_op=True)

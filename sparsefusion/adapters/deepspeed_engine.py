@@ -1,17 +1,21 @@
-"""DeepSpeed's engine, ZeRO 0 and 1: buckets are reduced by a session, one after the other, as DeepSpeed waits for each.
+"""The adapter of DeepSpeed's engine, ZeRO 0 and 1: a session reduces one bucket after the other.
 
-Needs no import of DeepSpeed.
+DeepSpeed waits for the means of each bucket.
+
+It does not import DeepSpeed.
 """
 
 from types import MethodType
 
-from .deepspeed_settings import dtype_sent, model_group, refuse_deepspeed, skips_what_is_not_finite
+from sparsefusion.gradients.session import Session
+
+from .deepspeed_settings import model_group, refuse_deepspeed, sent_dtype, skips_nonfinite_steps
 
 
 class DeepSpeedEngine:
-    """The door of one engine."""
+    """The adapter of one engine."""
 
-    holds, reduce_scatters = False, False
+    can_wait_for_buffer, reduce_scatters = False, False
 
     def __init__(self, engine):
         self._engine, self.module, self._session = engine, engine.module, None
@@ -24,12 +28,12 @@ class DeepSpeedEngine:
         self._factor = engine.sequence_parallel_size if engine.gradient_average else self.group.size()
         optimizer = engine.optimizer
         self.loss_scale = (lambda: optimizer.loss_scale) if engine.fp16_enabled() else None
-        skips = skips_what_is_not_finite(optimizer, self._stage)
-        self.skipped_steps = (lambda: engine.skipped_steps) if skips else None
-        self.sent = dtype_sent(engine, self._stage, self.parameters.values()).itemsize
+        may_skip = skips_nonfinite_steps(optimizer, self._stage)
+        self.skipped_steps = (lambda: engine.skipped_steps) if may_skip else None
+        self.sent_itemsize = sent_dtype(engine, self._stage, self.parameters.values()).itemsize
 
-    def open(self, session) -> None:
-        """Gradients go to `session` from now on."""
+    def install(self, session: Session) -> None:
+        """Hand gradients to `session` from now on."""
         self._session = session
         if self._stage:
             self._engine.optimizer.average_tensor = MethodType(self._average_tensor, self._engine.optimizer)
@@ -38,8 +42,8 @@ class DeepSpeedEngine:
         self._engine.allreduce_gradients = MethodType(self._allreduce_gradients, self._engine)
         self._engine.coalesce_grad_reduction = _coalesce
 
-    def close(self) -> None:
-        """DeepSpeed's own methods again."""
+    def remove(self) -> None:
+        """Restore DeepSpeed's own methods."""
         if self._stage:
             del self._engine.optimizer.average_tensor
         else:
@@ -48,29 +52,29 @@ class DeepSpeedEngine:
         self._session = None
 
     def _average_tensor(self, optimizer, tensor, communication_data_type):
-        """In the place of ZeRO 1's: `tensor` holds the gradients of the bucket's parameters, one after the other."""
+        """Replaces the method of ZeRO 1. tensor: the gradients of the bucket's parameters, one after the other."""
         parameters = [
             optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
         ]
-        if not parameters:  # an empty bucket, before a parameter that is larger than one
+        if not parameters:  # an empty bucket comes before a parameter that is larger than a bucket
             return
         gradients = _parts(tensor, [self._names[id(parameter)] for parameter in parameters], parameters)
 
-        def whole():
+        def reduce_dense():
             type(optimizer).average_tensor(optimizer, tensor, communication_data_type)
 
-        self._session.reduce(gradients, [tensor], whole, self._factor).wait()
+        self._session.reduce(gradients, [tensor], reduce_dense, self._factor).wait()
 
     def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
-        """In the place of ZeRO 0's: returns the flat means of a list of gradients."""
+        """Replaces the method of ZeRO 0: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
         names = {p.grad.data_ptr(): name for name, p in self._all.items() if p.grad is not None}
         gradients = _parts(flat, [names[gradient.data_ptr()] for gradient in bucket], bucket)
 
-        def whole():
+        def reduce_dense():
             flat.copy_(type(engine).allreduce_bucket(engine, [flat], dp_group, dp_world_size))
 
-        self._session.reduce(gradients, [flat], whole, self._factor).wait()
+        self._session.reduce(gradients, [flat], reduce_dense, self._factor).wait()
         return flat
 
     def _allreduce_gradients(self, engine, *arguments, **named):
@@ -80,7 +84,7 @@ class DeepSpeedEngine:
 
 
 def _parts(flat, names, like) -> dict:
-    """{name: its part of `flat`}, as many numbers as the tensors `like` have, one after the other."""
+    """{name: its part of `flat`}; the parts are as long as the tensors `like`, one after the other."""
     return dict(zip(names, flat.split([tensor.numel() for tensor in like]), strict=True))
 
 

@@ -1,57 +1,57 @@
-"""What an engine of DeepSpeed's is set to: over which ranks, in which dtype, what it skips, what it does elsewhere."""
+"""Reads the settings of a DeepSpeed engine: process groups, dtypes, skipped steps, and features that are not supported."""
 
 import sys
 
 import torch
 from torch.torch_version import TorchVersion
 
-from sparsefusion.gradients.session import usual_dtype
+from sparsefusion.gradients.session import most_common_dtype
 
-OLDEST = "0.19.4"  # before it, ZeRO 1's methods take other arguments, or other steps are skipped
+OLDEST = "0.19.4"  # in older versions, ZeRO 1's methods have other arguments, or other steps are skipped
 
 
 def refuse_deepspeed(engine) -> int:
-    """An engine of stage 2 or 3, too old, or with what reduces gradients elsewhere; returns the stage of another one."""
+    """The ZeRO stage of the engine. ValueError: it is 2 or 3, the version is too old, or a feature is not supported."""
     stage = int(engine.zero_optimization_stage())
     if stage > 1:
         raise ValueError(f"ZeRO stage {stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1")
-    for wrong, what in _strange(engine, engine.optimizer, stage):
-        if wrong:
-            raise ValueError(f"SparseFusion does not work with DeepSpeed's {what}")
+    for is_used, feature in _unsupported_features(engine, engine.optimizer, stage):
+        if is_used:
+            raise ValueError(f"SparseFusion does not work with DeepSpeed's {feature}")
     return stage
 
 
-def skips_what_is_not_finite(optimizer, stage) -> bool:
-    """Whether a step of DeepSpeed's with a gradient that is not finite is skipped, whatever the dtype."""
+def skips_nonfinite_steps(optimizer, stage) -> bool:
+    """Whether DeepSpeed skips a step whose gradients are not finite."""
     if not stage:
         return hasattr(optimizer, "overflow")
-    judges = hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm")  # since 0.19.8
-    by_norm = judges and optimizer.compute_grad_norm and optimizer.dtype != torch.bfloat16
+    checks_norm = hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm")  # since 0.19.8
+    by_norm = checks_norm and optimizer.compute_grad_norm and optimizer.dtype != torch.bfloat16
     return optimizer.check_grad_overflow or by_norm
 
 
 def model_group(mpu):
-    """The ranks over which the model is divided, by the names that DeepSpeed knows, or None."""
+    """The ranks over which the model is divided, from the methods that DeepSpeed looks for, or None if there is one only."""
     names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
-    ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
-    group = ask() if ask else None
+    get_group = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    group = get_group() if get_group else None
     return group if group is not None and group.size() > 1 else None
 
 
-def dtype_sent(engine, stage, parameters):
-    """In which DeepSpeed sends most numbers of gradients; torch_autocast's, of ZeRO 1, are each parameter's own."""
+def sent_dtype(engine, stage, parameters):
+    """The dtype in which DeepSpeed sends most gradients. With ZeRO 1 and torch_autocast, each parameter has its own."""
     if not stage or engine.sequence_parallel_size > 1:
         return engine.communication_data_type
-    return usual_dtype(parameters, engine.optimizer.get_param_comm_dtype)
+    return most_common_dtype(parameters, engine.optimizer.get_param_comm_dtype)
 
 
-def _strange(engine, optimizer, stage):
-    """(whether it is there, what) of all that reduces gradients elsewhere; in this order."""
+def _unsupported_features(engine, optimizer, stage):
+    """(whether it is used, its name) of each feature that is not supported, in the order in which they are reported."""
     version = TorchVersion(sys.modules["deepspeed"].__version__)
     yield version < OLDEST, f"version {version}: {OLDEST} is the oldest"
-    given = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     sent = engine.communication_data_type
-    narrow = next((p.dtype for p in given.values() if torch.promote_types(p.dtype, sent) != p.dtype), None)
+    narrow = next((p.dtype for p in trained.values() if torch.promote_types(p.dtype, sent) != p.dtype), None)
     yield narrow and engine.sequence_parallel_size == 1, f"communication_data_type {sent} of {narrow} gradients"
     stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
     yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
@@ -61,9 +61,9 @@ def _strange(engine, optimizer, stage):
         getattr(optimizer, "torch_autocast_gradscaler", None),
     )
     yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
-    if not stage and skips_what_is_not_finite(optimizer, stage):
-        judged = {id(p) for group in optimizer.fp16_groups for p in group}
-        left_out = [name for name, p in given.items() if p.numel() and id(p) not in judged]
+    if not stage and skips_nonfinite_steps(optimizer, stage):
+        checked = {id(p) for group in optimizer.fp16_groups for p in group}
+        left_out = [name for name, p in trained.items() if p.numel() and id(p) not in checked]
         yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
     if stage:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)

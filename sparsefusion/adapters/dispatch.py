@@ -1,4 +1,4 @@
-"""Which framework reduces a target's gradients, and whether it can be taken over."""
+"""Finds the adapter for a framework's object."""
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -6,9 +6,11 @@ from .deepspeed_engine import DeepSpeedEngine
 from .megatron_ddp import MegatronDDP
 from .torch_ddp import TorchDDP
 
+Adapter = TorchDDP | MegatronDDP | DeepSpeedEngine
 
-def door_of(target):
-    """The adapter that fits, told by its methods. ValueError: none does."""
+
+def adapter_for(target: object) -> Adapter:
+    """The adapter of `target`, which is recognized by its methods. ValueError: there is none, or it refuses the settings."""
     if isinstance(target, DistributedDataParallel):
         return TorchDDP(target)
     if hasattr(target, "bucket_groups") and hasattr(target, "finish_grad_sync"):
@@ -16,8 +18,8 @@ def door_of(target):
     if hasattr(target, "zero_optimization_stage") and hasattr(target, "allreduce_gradients"):
         return DeepSpeedEngine(target)
     kinds = {kind.__name__ for kind in type(target).__mro__}
-    sharded = kinds & {"FullyShardedDataParallel", "FSDPModule"}
+    is_sharded = kinds & {"FullyShardedDataParallel", "FSDPModule"}
     raise ValueError(
         f"SparseFusion attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is "
-        f"{type(target).__name__}" + (", whose gradients are divided over the ranks" if sharded else "")
+        f"{type(target).__name__}" + (", whose gradients are divided over the ranks" if is_sharded else "")
     )

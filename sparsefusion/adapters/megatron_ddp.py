@@ -1,21 +1,21 @@
-"""Megatron-Core's DistributedDataParallel: its bucket groups start and finish their reduction through a session.
+"""The adapter of Megatron-Core's DistributedDataParallel: bucket groups reduce their gradients through a session.
 
-Needs no import of Megatron. Expert parameters, whose group is another, stay with Megatron.
+It does not import Megatron. Expert parameters are reduced over another group, by Megatron itself.
 """
 
 from types import MethodType
 
 from torch.distributed import get_world_size
 
-from sparsefusion.gradients.session import usual_dtype
+from sparsefusion.gradients.session import Session, most_common_dtype
 
-from .refusals import refuse_megatron, refuse_partly_skipped
+from .refusals import refuse_experts_with_skipped_steps, refuse_megatron
 
 
 class MegatronDDP:
-    """The door of one Megatron DDP module, with or without overlap and distributed optimizer."""
+    """The adapter of one Megatron DDP module, with or without overlap and distributed optimizer."""
 
-    holds = True
+    can_wait_for_buffer = True
 
     def __init__(self, ddp):
         self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
@@ -25,36 +25,35 @@ class MegatronDDP:
         groups = "intra_distributed_optimizer_instance_group", "data_parallel_group"
         self.group = getattr(first, groups[0] if self.reduce_scatters else groups[1])
         self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
-        names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
-        self.parameters = {names[id(p)]: p for bucket in buckets for p in bucket.params_list}
-        self._names = {id(p): name for name, p in self.parameters.items()}
-        self.dtype = usual_dtype([bucket.grad_data for bucket in buckets])  # which need not be the parameters'
-        self._factor = self._factor_of(buckets[0])
-        self.early = self._overlaps and self._factor == 1
+        self.parameters = {self._names[id(p)]: p for bucket in buckets for p in bucket.params_list}
+        self.dtype = most_common_dtype([bucket.grad_data for bucket in buckets])  # may differ from the parameters'
+        self._factor = self._mean_factor(buckets[0])
+        self.can_send_early = self._overlaps and self._factor == 1
 
-    def open(self, session) -> None:
-        """Gradients go to `session` from now on."""
-        refuse_partly_skipped(self._ddp, session)
+    def install(self, session: Session) -> None:
+        """Hand gradients to `session` from now on."""
+        refuse_experts_with_skipped_steps(self._ddp, session)
         self._session = session
         for group in self._ddp.bucket_groups:
             group.start_grad_sync = MethodType(self._start, group)
-            if self.early:
-                group.register_grad_ready = MethodType(self._ready, group)
+            if self.can_send_early:
+                group.register_grad_ready = MethodType(self._register_ready, group)
         self._ddp.finish_grad_sync = self._finish
 
-    def close(self) -> None:
-        """Megatron's own methods again."""
+    def remove(self) -> None:
+        """Restore Megatron's own methods."""
         for group in self._ddp.bucket_groups:
             del group.start_grad_sync
-            if self.early:
+            if self.can_send_early:
                 del group.register_grad_ready
             group.grad_reduce_handle = None  # of a step that an error ended
         del self._ddp.finish_grad_sync
         self._session = None
 
     def _start(self, group, force_all_reduce=False):
-        """In the place of a bucket group's start_grad_sync; a second time, which is without overlap the end as well."""
+        """Replaces a bucket group's start_grad_sync. Without overlap, a second call waits for the result."""
         if id(group) not in self._handles:
             self._handles[id(group)] = self._reduce(group, force_all_reduce)
             if self._overlaps:
@@ -62,33 +61,33 @@ class MegatronDDP:
         elif not self._overlaps:
             self._handles[id(group)].wait()
         elif not group.is_first_batch:
-            raise RuntimeError("Megatron starts a reduction that is under way")
+            raise RuntimeError("Megatron starts a reduction that is in progress")
 
     def _reduce(self, group, force_all_reduce):
         flats = [bucket.grad_data for bucket in group.buckets]
-        parameters = [p for bucket in group.buckets for p in bucket.params_list]
-        gradients = {self._names[id(p)]: p.main_grad.view(-1) for p in parameters}
+        parameters = (p for bucket in group.buckets for p in bucket.params_list)
 
-        def whole():
+        def reduce_dense():
             type(group).start_grad_sync(group, force_all_reduce)
             handle, group.grad_reduce_handle = group.grad_reduce_handle, None
             return handle
 
-        return self._session.reduce(gradients, flats, whole, self._factor)
+        gradients = {self._names[id(p)]: p.main_grad.view(-1) for p in parameters}
+        return self._session.reduce(gradients, flats, reduce_dense, self._factor)
 
-    def _ready(self, group, parameter, *arguments, **named):
-        """In the place of a bucket group's register_grad_ready: a gradient of the last micro-batch is there."""
+    def _register_ready(self, group, parameter, *arguments, **named):
+        """Replaces a bucket group's register_grad_ready: in the last micro-batch, the gradient is complete."""
         if group.is_last_microbatch and group.golden_per_param_grad_ready_counts.get(parameter) == 1:
-            self._session.ready(self._names[id(parameter)], parameter.main_grad.view(-1))
+            self._session.gradient_ready(self._names[id(parameter)], parameter.main_grad.view(-1))
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
-    def _factor_of(self, bucket) -> float:
-        """What a mean is to be multiplied by: Megatron may want a sum, scaled."""
+    def _mean_factor(self, bucket) -> float:
+        """By what a mean is to be multiplied: Megatron may expect a scaled sum."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 
     def _finish(self, *arguments, **named):
-        """In the place of the module's finish_grad_sync. All groups start before any is waited for, as buffers may need."""
+        """Replaces the module's finish_grad_sync. It starts all groups before it waits, because buffers may span groups."""
         try:
             for group in self._ddp.bucket_groups:
                 if id(group) not in self._handles and (group.is_first_batch or not self._overlaps):
@@ -97,4 +96,4 @@ class MegatronDDP:
             self._session.end_step()
         finally:
             self._handles = {}
-            self._session.abandon()  # if there was an error
+            self._session.abandon_step()  # it has an effect only after an error

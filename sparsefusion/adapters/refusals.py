@@ -1,4 +1,4 @@
-"""Options that are none, and targets whose gradients cannot be taken over, by name; all raise ValueError."""
+"""Raises ValueError for invalid options, and for targets whose settings are not supported; each error names the setting."""
 
 from numbers import Integral, Real
 
@@ -9,7 +9,7 @@ from sparsefusion import MODES, SPARSIFIERS
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.planning.plan import WIRES
 
-KNOWN = {
+CHOICES = {
     "sparsifier": SPARSIFIERS,
     "mode": MODES,
     "wire": WIRES,
@@ -19,7 +19,7 @@ KNOWN = {
 
 
 def refuse_options(density, density_warmup, fabric, model_group, functions, names) -> None:
-    """Of a `SparseFusion`. functions: {option: function or None}. names: {option: one of KNOWN's}."""
+    """Check the options of a `SparseFusion`. functions: {option: function or None}. names: {option: one of CHOICES}."""
     if not isinstance(density, Real) or not 0 < density <= 1:
         raise ValueError(f"density={density!r} must be above 0 and at most 1")
     if not isinstance(density_warmup, Integral) or density_warmup < 0:
@@ -32,22 +32,22 @@ def refuse_options(density, density_warmup, fabric, model_group, functions, name
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r} must be a function")
     for name, value in names.items():
-        if value not in KNOWN[name]:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(KNOWN[name])}")
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(CHOICES[name])}")
 
 
 def refuse_gradients(module, parameters) -> None:
-    """ValueError: gradients without a fixed size, or of complex numbers. parameters: {name: parameter}."""
+    """ValueError: some gradients are sparse tensors, or complex. parameters: {name: parameter}."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
-            raise ValueError(f"{name} has sparse=True: SparseFusion selects from whole gradients")
+            raise ValueError(f"{name} has sparse=True: SparseFusion needs dense gradients")
     for name, parameter in parameters.items():
         if parameter.is_complex():
             raise ValueError(f"{name} is of {parameter.dtype}: SparseFusion selects from real numbers")
 
 
 def refuse_ddp(ddp) -> None:
-    """One of torch's that has a communication hook, or no buckets, or may skip the end of a step."""
+    """ValueError: this DDP of torch has a communication hook or no buckets, or may skip the end of a step."""
     if ddp._comm_hooks:
         raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
     if getattr(ddp, "_use_python_reducer", False):
@@ -59,7 +59,7 @@ def refuse_ddp(ddp) -> None:
 
 
 def refuse_megatron(ddp) -> None:
-    """One of Megatron's that reduces over two groups, or nothing, or whose steps are skipped by ranks it does not know."""
+    """ValueError: this DDP of Megatron reduces over two groups, or nothing, or has stages that skip steps on their own."""
     if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
         raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
     for option in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation"):
@@ -74,9 +74,9 @@ def refuse_megatron(ddp) -> None:
         )
 
 
-def refuse_partly_skipped(ddp, session) -> None:
-    """One of Megatron's that skips steps for gradients that the session does not see."""
-    if (session.skips or session.loss_scale) and ddp.expert_parallel_bucket_groups:
+def refuse_experts_with_skipped_steps(ddp, session) -> None:
+    """ValueError: this DDP of Megatron may skip a step because of expert gradients, which the session does not see."""
+    if (session.skips_nonfinite_steps or session.loss_scale) and ddp.expert_parallel_bucket_groups:
         raise ValueError(
             "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
             "in theirs is skipped, and what was sent of the others in it would be lost"

@@ -1,77 +1,87 @@
-"""torch's DistributedDataParallel: a communication hook, in which everything is launched, and, in the last one, ended."""
+"""The adapter of torch's DistributedDataParallel: a communication hook. The hook of the last bucket ends the step."""
 
 import torch
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from .attachment import KeptHook
-from .ddp_reduction import WholeBuckets, reduced_parameters
+from sparsefusion.gradients.session import Session
+
+from .attachment import HookState
+from .ddp_reduction import DenseBuckets, reduced_parameters
 from .refusals import refuse_ddp
 
-HOOKED = "_sparsefusion_door"  # DDP takes one hook for ever: the door stays, with or without a session behind it
+HOOK_ATTRIBUTE = "_sparsefusion_hook"  # DDP takes one hook for its lifetime, so it stays when the adapter is removed
 
 
 class TorchDDP:
-    """The door of one DDP module."""
+    """The adapter of one DDP module."""
 
-    holds = True
+    can_wait_for_buffer = True
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
         self.parameters = reduced_parameters(ddp)
         self._names = {id(p): name for name, p in self.parameters.items()}
 
-    def open(self, session) -> None:
-        """Gradients go to `session` from now on."""
-        hooked = getattr(self._ddp, HOOKED, None)
-        if hooked is None:
+    def install(self, session: Session) -> None:
+        """Hand gradients to `session` from now on. ValueError: this DDP takes no communication hook."""
+        state = getattr(self._ddp, HOOK_ATTRIBUTE, None)
+        if state is None:
             refuse_ddp(self._ddp)
-            hooked = KeptHook()
+            state = HookState()
             try:
-                self._ddp.register_comm_hook(hooked, _hook)
-            except RuntimeError as error:  # one of torch's own is there
+                self._ddp.register_comm_hook(state, _hook)
+            except RuntimeError as error:  # it has one of torch's built-in hooks
                 raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
             finally:
                 self._ddp._comm_hooks.clear()  # a note for the python reducer, which a copy would take along
-            hooked.whole = WholeBuckets(self._ddp)
-            setattr(self._ddp, HOOKED, hooked)
-        hooked.door, self._session, self._futures = self, session, []
+            state.dense = DenseBuckets(self._ddp)
+            setattr(self._ddp, HOOK_ATTRIBUTE, state)
+        state.adapter, self._session, self._futures = self, session, []
 
-    def close(self) -> None:
-        """DDP reduces as it would without a hook."""
-        getattr(self._ddp, HOOKED).door = self._session = None
+    def remove(self) -> None:
+        """Let DDP reduce as it would without a hook."""
+        getattr(self._ddp, HOOK_ATTRIBUTE).adapter = self._session = None
 
-    def hook(self, bucket):
-        """What DDP calls with each bucket, in its order."""
-        flat, hooked = bucket.buffer(), getattr(self._ddp, HOOKED)
+    def hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Called by DDP with each bucket, in the same order on all ranks."""
+        flat, state = bucket.buffer(), getattr(self._ddp, HOOK_ATTRIBUTE)
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         names = (self._names[id(parameter)] for parameter in bucket.parameters())
         gradients = dict(zip(names, (gradient.view(-1) for gradient in bucket.gradients()), strict=True))
-        self._session.reduce(gradients, [flat], lambda: hooked.whole.start(bucket))
+        self._session.reduce(gradients, [flat], lambda: state.dense.start(bucket))
         self._futures.append((future, flat))
         if bucket.is_last():
-            ended, self._futures = self._futures, []
+            step_futures, self._futures = self._futures, []
             try:
                 self._session.end_step()
-            except Exception as error:  # of any kind: raised here, it would leave DDP in the middle of its backward
-                _raise_after(error)
-            for each, mean in ended:
+            except (
+                Exception
+            ) as error:  # of any kind: raised here, it would leave DDP in the middle of its backward pass
+                _raise_after_backward(error)
+            for each, mean in step_futures:
                 each.set_result(mean)
         return future
 
 
-def _raise_after(error):
-    """When DDP has ended its backward, so that another can follow; it queues its own end when the last hook is over."""
+def _raise_after_backward(error):
+    """Raise when DDP has finished its backward pass, so that another can follow.
 
-    def failed():
+    DDP queues its own end after the last hook; the error is queued behind it.
+    """
+
+    def fail():
         raise error
 
     engine = torch.autograd.Variable._execution_engine
     try:
-        engine.queue_callback(lambda: engine.queue_callback(failed))
-    except RuntimeError:  # no backward: this rank only follows the others', in join()
+        engine.queue_callback(lambda: engine.queue_callback(fail))
+    except RuntimeError:  # there is no backward pass: in join(), this rank only takes part in the others'
         raise error from None
 
 
-def _hook(hooked, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    door = hooked.door
-    return door.hook(bucket) if door else hooked.whole.start(bucket).get_future().then(lambda done: done.value()[0])
+def _hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    adapter = state.adapter
+    return (
+        adapter.hook(bucket) if adapter else state.dense.start(bucket).get_future().then(lambda done: done.value()[0])
+    )

@@ -1,23 +1,24 @@
-"""The density falls from a quarter to its own over some steps, as in Deep Gradient Compression."""
+"""Density warm-up: the density falls from a quarter to its final value, as in Deep Gradient Compression (2018)."""
 
 from collections.abc import Callable
 
-from sparsefusion.gradients.session import Watcher
+from sparsefusion.gradients.observer import StepObserver
+from sparsefusion.gradients.session import Session
 
 
-class DensityWarmup(Watcher):
-    """Watches a session: in step t of `steps` since `since` the density is max(density, 0.25^(1 + 4 t / steps)).
+class DensityWarmup(StepObserver):
+    """In step t of `steps`, counted from step `since`, the density is max(density, 0.25^(1 + 4 t / steps)).
 
-    helps(density): whether that sends clearly less than all; else all is sent.
+    sends_less(density): whether this density sends clearly less than a dense step; otherwise the step is dense.
     """
 
-    def __init__(self, density: float, steps: int, since: int, helps: Callable[[float], bool]):
-        self._density, self._steps, self._since, self._helps = density, steps, since, helps
+    def __init__(self, density: float, steps: int, since: int, sends_less: Callable[[float], bool]):
+        self._density, self._steps, self._since, self._sends_less = density, steps, since, sends_less
 
-    def step_began(self, session) -> None:
-        """This step's density."""
+    def step_began(self, session: Session) -> None:
+        """Set the density of this step."""
         t = session.step - self._since
         density = max(self._density, 0.25 ** (1 + 4 * t / self._steps)) if t < self._steps else self._density
-        session.density_ratio, session.sends_all = density / self._density, not self._helps(density)
+        session.density_ratio, session.is_dense_step = density / self._density, not self._sends_less(density)
         if t >= self._steps:
-            session.watchers.remove(self)
+            session.observers.remove(self)

@@ -1,48 +1,53 @@
-"""What would it bring? Said before anything is switched on."""
+"""Texts for the user: the predicted time and traffic of each mode, and the result of a trial."""
 
 import sys
+from collections.abc import Mapping
 
-from sparsefusion.planning.plan import AS_THEY_COME
+from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
+from sparsefusion.planning.planner import CompressionSettings
+from sparsefusion.planning.timeline import Timeline
 
 
-def dry_run(plans, seconds, wish, timeline) -> str:
-    """A table of the plans {mode: plan}: predicted seconds, what a rank gives to collectives, in how many buffers.
+def dry_run(
+    plans: Mapping[str, Plan], seconds: Mapping[str, float], compression: CompressionSettings, timeline: Timeline
+) -> str:
+    """A table of plans ({mode: plan}): predicted seconds, bytes that a rank sends, and the number of buffers.
 
-    Bytes of places leave out 4 for each 65,536 numbers that are selected from.
+    The bytes leave out the 4 bytes that indices take for each 65,536 elements from which they are selected.
     """
     ranks = next(iter(plans.values())).ranks
     lines = [
-        f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} numbers in "
-        f"{_several(len(timeline.atoms), 'bucket')}; a step that sends all takes {1e3 * timeline.step:.0f} ms. Predicted:"
+        f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} elements in "
+        f"{_plural(len(timeline.atoms), 'bucket')}; a dense step takes {1e3 * timeline.step:.0f} ms. Predicted:"
     ]
     for mode, plan in plans.items():
-        nbytes = _bytes(plan, wish, timeline)
-        whole, selected, numel = plan.sent_numbers if plan.buffers else (1, 0, 1)
+        nbytes = _bytes(plan, compression, timeline)
+        dense, selected, numel = plan.sent_elements if plan.buffers else (1, 0, 1)
         lines.append(
-            f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB, {(whole + selected) / numel:6.1%} of "
-            f"all numbers, in {_several(len(plan.buffers) or len(timeline.atoms), 'buffer')}"
+            f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB, {(dense + selected) / numel:6.1%} of "
+            f"all elements, in {_plural(len(plan.buffers) or len(timeline.atoms), 'buffer')}"
         )
     return "\n".join(lines)
 
 
-def verdict(mode, measured) -> str:
-    """What a trial found: the mode that stays, and {mode: seconds} of a step of those that had turns, and of dense."""
+def describe_trial(mode: str, measured: Mapping[str, float]) -> str:
+    """The result of a trial. mode: the chosen one. measured: {mode: seconds of a step} of all that took part."""
     tried = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
-    return f"sparsefusion: {mode}, for steps took: {tried}"
+    return f"sparsefusion: chose {mode}; measured steps: {tried}"
 
 
-def to_stderr(text: str) -> None:
-    """Where it is said if nobody else takes it."""
+def print_to_stderr(text: str) -> None:
+    """Print to stderr: the default of `SparseFusion(report=...)`."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _bytes(plan, wish, timeline) -> int:
-    if plan.mode in AS_THEY_COME:
-        return timeline.numel * (2 if plan.mode == "fp16" else timeline.sent)
-    dense, sparse, _ = plan.sent_numbers
-    filled = sum(wish.filled(unit.k) for buffer in plan.buffers for unit in buffer.units)
-    return dense * timeline.itemsize + wish.sent_bytes(sparse, timeline.itemsize, filled)
+def _bytes(plan, compression, timeline) -> int:
+    if plan.mode in FRAMEWORK_BUCKET_MODES:
+        return timeline.numel * (2 if plan.mode == "fp16" else timeline.sent_itemsize)
+    dense, sparse, _ = plan.sent_elements
+    filled = sum(compression.filled(unit.k) for buffer in plan.buffers for unit in buffer.units)
+    return dense * timeline.itemsize + compression.sent_bytes(sparse, timeline.itemsize, filled)
 
 
-def _several(count, what) -> str:
+def _plural(count, what) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"

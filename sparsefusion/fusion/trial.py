@@ -1,58 +1,74 @@
-"""Plans that are predicted to be about equally fast take turns for some steps; the fastest one stays."""
+"""A trial: plans that are predicted to be about equally fast take turns for some steps, and the fastest one stays."""
 
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.gradients.session import Watcher
+from sparsefusion.gradients.observer import StepObserver
+from sparsefusion.gradients.session import Session
+from sparsefusion.planning.plan import Plan
 
-MOST, CLOSE = 4, 1.3  # plans that take turns, predicted to take at most this many times the best one's seconds
-ROUNDS, STEPS = 8, 4  # of each plan in each round; the first step after a change does not count
-BEHIND, WANING = 0.2, 0.7  # a plan that takes BEHIND / rounds**WANING more than the best one has no further turns
-WORTH = 0.95  # of a dense step's time, in the middle one of the rounds: else a plan is not worth its losses
-MOSTLY = 0.75  # of the rounds are like that: then dense needs no further turns
-LEAST = 3  # rounds, unless dense takes CLOSE times as long
+MOST, CLOSE = 4, 1.3  # at most MOST plans take turns, whose predicted time is at most CLOSE times the best one's
+ROUNDS, STEPS = 8, 4  # a round has STEPS steps of each plan; the first step after a change does not count
+BEHIND, WANING = 0.2, 0.7  # a plan that is slower than the best one by a share of BEHIND / rounds**WANING is dropped
+WORTH = 0.95  # a plan must take at most this share of a dense step, in the median of the rounds
+MOSTLY = 0.75  # if this share of the rounds reaches WORTH, dense needs no further turns
+LEAST = 3  # rounds before that, unless dense takes CLOSE times as long
 
 
-def longest() -> int:
-    """Steps of the longest trial."""
+def longest_trial_steps() -> int:
+    """The number of steps of the longest trial."""
     return MOST * ROUNDS * STEPS
 
 
-def contestants(seconds) -> list[str]:
-    """The modes whose plans take turns, by the predictions {mode: seconds}, the best one first.
+def close_modes(seconds: Mapping[str, float]) -> list[str]:
+    """The modes whose plans take turns, best first, from the predictions {mode: seconds}.
 
-    dense takes part if it is close: by its seconds of another time the others could not be judged.
+    If dense is close, it takes part, because its time from the profile may differ from its time during the trial.
     """
     order = sorted(seconds, key=seconds.get)
     if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
-        order.remove("offload")  # which is the same, by a thread that is waited for
+        order.remove("offload")  # the same plan, with a thread that is waited for
     close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]]
     return [*close[: MOST - 1], "dense"] if "dense" in close[MOST:] else close[:MOST]
 
 
-class Trial(Watcher):
-    """plans: {mode: plan}, dense's too. turns: the modes that begin, in this order; all ranks' are the same.
+class Trial(StepObserver):
+    """Lets plans take turns, round by round, and drops those that are clearly slower.
 
-    dense: the seconds of a dense step that was watched; if the best is not surely faster, or not by far and known for a
-    round or two only, either may have met a slow minute, and dense takes turns as well. after: steps to wait before. done:
-    called with the mode that is best, and {mode: seconds}. progress: of one that goes on here, from its last complete round.
+    plans: {mode: plan}, with dense. turns: the modes of the first round, in order, the same on all ranks. dense:
+    seconds of a profiled dense step. If the best plan is not certainly faster than dense, or has been measured in few
+    rounds, dense takes turns as well, because the machine may have been slow while either was measured. after: steps to
+    wait before the trial. done: called with the best mode and {mode: seconds}. progress: of a trial from a checkpoint,
+    to be continued after its last complete round.
     """
 
-    def __init__(self, session, plans, turns, dense: float, after: int, done, progress=None):
+    def __init__(
+        self,
+        session: Session,
+        plans: Mapping[str, Plan],
+        turns: Sequence[str],
+        dense: float,
+        after: int,
+        done: Callable[[str, Mapping[str, float]], None],
+        progress: Mapping | None = None,
+    ):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
         progress = progress or {"samples": {}, "rounds": [], "turns": turns}
-        self._samples = {mode: [*seconds] for mode, seconds in progress["samples"].items()}  # of all steps that count
+        self._samples = {
+            mode: [*seconds] for mode, seconds in progress["samples"].items()
+        }  # of all steps that count, by mode
         self._rounds, self._ended = [*progress["rounds"]], None  # {mode: median} of each
         self._begin_round(session, progress["turns"])
 
     @property
     def progress(self) -> dict:
-        """For `torch.save`: the rounds that are complete, and who has turns now."""
+        """For checkpoints: the measured times, the complete rounds, and the modes of the present round."""
         samples = {mode: [*seconds] for mode, seconds in self._samples.items()}
         return {"samples": samples, "rounds": [*self._rounds], "turns": list(self._seconds)}
 
@@ -61,8 +77,8 @@ class Trial(Watcher):
         self._seconds = {mode: [] for mode in modes}
         session.plan = self._plans[modes[0]]  # the best, as far as is known
 
-    def step_ended(self, session) -> None:
-        """The next plan's turn, the next round, or the end."""
+    def step_ended(self, session: Session) -> None:
+        """Put the next plan in force, begin the next round, or end the trial."""
         self._after -= 1
         if self._after >= 0:
             return
@@ -79,7 +95,7 @@ class Trial(Watcher):
             self._end_round(session)
 
     def _end_round(self, session):
-        """By the slowest rank's medians, the same numbers everywhere."""
+        """Compare the medians of the slowest rank, which are the same numbers on all ranks."""
         for mode, seconds in self._seconds.items():
             self._samples.setdefault(mode, []).extend(seconds)
         medians = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
@@ -90,21 +106,24 @@ class Trial(Watcher):
         self._rounds.append({mode: next(medians) for mode in self._seconds})
         seconds = {mode: next(medians) for mode in self._samples}
         best, *others = sorted(self._seconds, key=seconds.get)
-        most = (1 + BEHIND / len(self._rounds) ** WANING) * seconds[best]
-        of_dense = self._of_dense(best)
-        sure = sum(each <= WORTH for each in of_dense) >= MOSTLY * len(of_dense)
-        known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
-        left = [best, *(mode for mode in others if seconds[mode] <= most)]
-        if not (sure and known) and "dense" not in left:
-            left = [*left[: MOST - 1], "dense"]
-        if len(left) > 1 and len(self._rounds) < ROUNDS:
-            self._begin_round(session, left)
+        slowest = (1 + BEHIND / len(self._rounds) ** WANING) * seconds[best]
+        relative = self._relative_to_dense(best)
+        is_certain = sum(each <= WORTH for each in relative) >= MOSTLY * len(relative)
+        is_known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
+        remaining = [best, *(mode for mode in others if seconds[mode] <= slowest)]
+        if not (is_certain and is_known) and "dense" not in remaining:
+            remaining = [*remaining[: MOST - 1], "dense"]
+        if len(remaining) > 1 and len(self._rounds) < ROUNDS:
+            self._begin_round(session, remaining)
             return
-        session.watchers.remove(self)
-        self._done(best if median(of_dense) <= WORTH else "dense", {"dense": self._dense, **seconds})
+        session.observers.remove(self)
+        self._done(best if median(relative) <= WORTH else "dense", {"dense": self._dense, **seconds})
 
-    def _of_dense(self, mode) -> list[float]:
-        """Its seconds, of dense's, in the rounds in which both had their turns; if dense had none, of those that it took."""
+    def _relative_to_dense(self, mode) -> list[float]:
+        """The time of a mode relative to dense in each round in which both took part.
+
+        If dense took part in none, it is relative to the profiled dense step, in all rounds of the mode.
+        """
         rounds = [each for each in self._rounds if mode in each]
-        beside = [each for each in rounds if "dense" in each] or rounds
-        return [each[mode] / each.get("dense", self._dense) for each in beside]
+        with_dense = [each for each in rounds if "dense" in each] or rounds
+        return [each[mode] / each.get("dense", self._dense) for each in with_dense]

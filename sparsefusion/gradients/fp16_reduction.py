@@ -1,91 +1,106 @@
-"""Whole gradients in float16, times a power of two that follows the largest of their means, so that small ones stay.
+"""Averages gradients in float16, scaled by a power of two that follows their largest mean, so that small values survive.
 
-Those that are float16 themselves go as they are.
+Gradients that are float16 already are sent without a scale.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import begin_all_reduce
+from sparsefusion.collectives.counted import Counter, begin_all_reduce
 
-from .half_precision import largest_half, restore, to_half
+from .half_precision import from_fp16, largest_fp16, to_fp16
 from .nonfinite import largest
 
-# Powers of two.
-EXPONENT = 5  # of the largest mean times the scale, 16 to 32: 2000 times that is in range
-HIGHEST = 12  # of the largest mean times a scale below 1, 2048 to 4096: 16 times that is in range
-MOST = 64  # of the scale, or of its inverse
-RISE = 24  # of the scale, if all means are 0: what was nothing before is less than a half then
+# Exponents of powers of two.
+TARGET_EXPONENT = 5  # the largest mean times the scale is 16 to 32: means 2000 times as large are still in range
+HIGHEST_EXPONENT = 12  # with a scale below 1, it is 2048 to 4096: means 16 times as large are still in range
+LARGEST_SCALE_EXPONENT = 64  # of the scale, and of its inverse
+RISE_EXPONENT = 24  # by which the scale rises if all means are 0, so that values that underflowed are represented
 
 
-class HalfScale:
-    """The same on all ranks. value: times which gradients are sent.
+class Fp16Scale:
+    """The factor by which gradients are multiplied before they are rounded to float16; the same on all ranks.
 
-    At least 1: a few large numbers, which are sent again, take nothing from others. But with a loss scale, which makes all
-    numbers large, at least its inverse, and no smaller than the largest mean needs.
+    It is at least 1: if a few large values overflow, they are sent again, while small values would be lost. With a loss
+    scale, which makes all gradients large, it may be as small as the inverse of the loss scale, but not smaller than
+    the largest mean requires.
     """
 
     value = 1.0
 
-    def follow(self, most: float, loss_scale: float = 1.0) -> None:
-        """A step in float16 ended; most: the largest magnitude of all its means, of all parts of the model."""
-        if math.isfinite(most):
-            magnitude = math.frexp(most)[1]
-            exponent = EXPONENT - magnitude if most else math.log2(self.value) + RISE
+    def follow(self, largest_mean: float, loss_scale: float = 1.0) -> None:
+        """Adapt to a step in float16. largest_mean: the largest magnitude of all means, over all parts of the model."""
+        if math.isfinite(largest_mean):
+            magnitude = math.frexp(largest_mean)[1]
+            exponent = TARGET_EXPONENT - magnitude if largest_mean else math.log2(self.value) + RISE_EXPONENT
             if exponent < 0:
                 least = -math.floor(math.log2(loss_scale)) if 1 < loss_scale < math.inf else 0
-                exponent = max(min(HIGHEST - magnitude, 0), least, -MOST)
-            self.value = 2.0 ** min(exponent, MOST)
+                exponent = max(min(HIGHEST_EXPONENT - magnitude, 0), least, -LARGEST_SCALE_EXPONENT)
+            self.value = 2.0 ** min(exponent, LARGEST_SCALE_EXPONENT)
 
 
-class HalfReduction:
-    """Tensors of which gradients are parts, under way in float16, each written when its mean is there.
+class Fp16Reduction:
+    """An average of gradients in float16 in progress; each tensor is written as soon as its mean arrives.
 
-    One whose mean is not finite, which all ranks see, is sent again as it is: it may only be out of float16's range.
+    A tensor whose mean is not finite, which all ranks see alike, is sent again in its own dtype: its values may only be
+    outside of float16's range.
+
+    gradients: {name: gradient}. flats: the tensors of which the gradients are parts.
     """
 
-    def __init__(self, group, counter, gradients, flats, scale: HalfScale):
-        self._group, self._counter, self.gradients, self._scale, self.marks = group, counter, gradients, scale.value, []
-        halves = [to_half(flat, self._times(flat) / group.size()) for flat in flats]
-        under_way = [begin_all_reduce(each, group, counter) for each in halves]
-        self._written = [(flat, self._write(flat, each)) for flat, each in zip(flats, under_way, strict=True)]
+    def __init__(
+        self,
+        group: ProcessGroup,
+        counter: Counter,
+        gradients: Mapping[str, torch.Tensor],
+        flats: Sequence[torch.Tensor],
+        scale: Fp16Scale,
+    ):
+        self._group, self._counter, self.gradients, self._scale = group, counter, gradients, scale.value
+        self.maxima: list[torch.Tensor] = []  # once waited for: the largest magnitude of each mean
+        encoded = [to_fp16(flat, self._factor(flat) / group.size()) for flat in flats]
+        messages = [begin_all_reduce(each, group, counter) for each in encoded]
+        self._written = [(flat, self._write_on_arrival(flat, each)) for flat, each in zip(flats, messages, strict=True)]
 
-    def _times(self, flat) -> float:
+    def _factor(self, flat) -> float:
         return 1.0 if flat.dtype == torch.float16 else self._scale
 
-    def _write(self, flat, under_way):
-        """A future of the largest mean, and of what came if it may be needed; sends nothing that could be misplaced."""
-        (received,), (work,), times = under_way.received, under_way.work, self._times(flat)
+    def _write_on_arrival(self, flat, message):
+        """A future of (largest mean, what was received or None). The callback sends nothing: order would be undefined."""
+        (received,), (work,), factor = message.received, message.work, self._factor(flat)
 
         def write(done):
-            done.value()  # raises what went wrong
-            mark = largest_half(received) / times
-            if flat.dtype == torch.float16:  # sent as it is: what is not finite, too, is the mean
+            done.value()  # raises the error of the all-reduce, if there was one
+            largest_value = largest_fp16(received) / factor
+            if flat.dtype == torch.float16:  # sent as it is, so NaN and Inf are the mean, too
                 flat.copy_(received)
-            elif received.is_cuda:  # where a stream is not waited for
-                flat.copy_(_restored(received, times, flat).where(mark.isfinite(), flat))
-            elif mark.isfinite():
-                restore(received, 1 / times, flat)
-            return mark, received if received.is_cuda or not mark.isfinite() else None
+            elif received.is_cuda:  # without waiting for the stream
+                flat.copy_(_decoded(received, factor, flat).where(largest_value.isfinite(), flat))
+            elif largest_value.isfinite():
+                from_fp16(received, 1 / factor, flat)
+            return largest_value, received if received.is_cuda or not largest_value.isfinite() else None
 
         return work.get_future().then(write)
 
     def wait(self) -> None:
-        """Block until the means are there."""
+        """Block until the means are in the tensors."""
         written, self._written = self._written, []
         for flat, future in written:
-            mark, received = future.wait()
-            if flat.dtype != torch.float16 and not mark.isfinite():
+            largest_value, received = future.wait()
+            if flat.dtype != torch.float16 and not largest_value.isfinite():
                 begin_all_reduce(flat, self._group, self._counter).wait()
-                # The others as they came: a copy on another part of the model, whose bucket may be in range, has them so.
-                came = _restored(received, self._times(flat), flat)
-                flat.copy_(came.where(received.isfinite(), flat.div_(self._group.size())))
-                mark = largest(flat)
-            self.marks.append(mark)
+                # Finite values stay as they arrived: another part of the model may hold a copy of this parameter in a
+                # bucket that is in range, and the copies must stay equal.
+                first = _decoded(received, self._factor(flat), flat)
+                flat.copy_(first.where(received.isfinite(), flat.div_(self._group.size())))
+                largest_value = largest(flat)
+            self.maxima.append(largest_value)
 
 
-def _restored(received, times, like) -> torch.Tensor:
+def _decoded(received, factor, like) -> torch.Tensor:
     out = torch.empty_like(like)
-    restore(received, 1 / times, out)
+    from_fp16(received, 1 / factor, out)
     return out

@@ -1,4 +1,4 @@
-"""Numbers to float16 and back, times a factor, and the largest of them: C in a pass each, or torch.
+"""Conversion of gradients to float16 and back, times a factor, by a C kernel in one pass, or by torch.
 
 All tensors are flat and contiguous.
 """
@@ -12,48 +12,48 @@ from sparsefusion.native.library import FLOAT, POINTER, SIZE, Library
 from .nonfinite import largest
 
 SIGNATURES = {
-    "halves_of": [POINTER, SIZE, FLOAT, POINTER],
-    "halves_restored": [POINTER, SIZE, FLOAT, POINTER],
-    "halves_largest": [POINTER, SIZE],
+    "fp16_encode": [POINTER, SIZE, FLOAT, POINTER],
+    "fp16_decode": [POINTER, SIZE, FLOAT, POINTER],
+    "fp16_largest": [POINTER, SIZE],
 }
 
 
 @cache
 def kernels() -> Library:
-    """The package's C library, or why there is none."""
+    """The C library of the package, or the reason why it cannot be used."""
     return Library("sparsefusion", SIGNATURES)
 
 
-def to_half(x, times: float) -> torch.Tensor:
-    """x * times, float16."""
+def to_fp16(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor, rounded to float16."""
     if not (x.is_cpu and x.dtype == torch.float32 and kernels()):
-        return to_half_ref(x, times)
+        return to_fp16_ref(x, factor)
     out = torch.empty_like(x, dtype=torch.float16)
-    kernels().functions.halves_of(x.data_ptr(), x.numel(), times, out.data_ptr())
+    kernels().functions.fp16_encode(x.data_ptr(), x.numel(), factor, out.data_ptr())
     return out
 
 
-def to_half_ref(x, times) -> torch.Tensor:
-    """`to_half` in torch; rounded once, also from bfloat16, but from float64 by way of float32."""
-    return (x.to(torch.promote_types(x.dtype, torch.float32)) * times).to(torch.float16)
+def to_fp16_ref(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`to_fp16` in torch. It rounds once, also from bfloat16; float64 is rounded to float32 first."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(torch.float16)
 
 
-def restore(halves, times: float, out) -> None:
-    """Write halves, float16, * times into `out`."""
+def from_fp16(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """Write `values` (float16) * factor into `out`."""
     if out.is_cpu and out.dtype == torch.float32 and kernels():
-        kernels().functions.halves_restored(halves.data_ptr(), halves.numel(), times, out.data_ptr())
+        kernels().functions.fp16_decode(values.data_ptr(), values.numel(), factor, out.data_ptr())
     else:
-        restore_ref(halves, times, out)
+        from_fp16_ref(values, factor, out)
 
 
-def restore_ref(halves, times, out) -> None:
-    """`restore` in torch."""
-    out.copy_(halves.to(torch.promote_types(out.dtype, torch.float32)).mul_(times))
+def from_fp16_ref(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """`from_fp16` in torch."""
+    out.copy_(values.to(torch.promote_types(out.dtype, torch.float32)).mul_(factor))
 
 
-def largest_half(halves) -> torch.Tensor:
-    """The largest magnitude, float64: finite if all are."""
-    if not (halves.is_cpu and kernels()):
-        return largest(halves)
-    bits = kernels().functions.halves_largest(halves.data_ptr(), halves.numel())
+def largest_fp16(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of float16 values, a float64 scalar: it is finite if and only if all values are."""
+    if not (values.is_cpu and kernels()):
+        return largest(values)
+    bits = kernels().functions.fp16_largest(values.data_ptr(), values.numel())
     return torch.tensor(bits, dtype=torch.int16).view(torch.float16).double()

@@ -1,316 +1,301 @@
-"""One target's steps: what arrives from its framework, which plan is in force, what becomes of a step that must be skipped.
+"""The training steps of one model: reduces its gradients by the active plan, and handles steps that are skipped.
 
-An adapter hands over gradients in atoms (`reduce`), as its framework has them ready, waits for the handles, and says when a
-step is over (`end_step`). Atoms come in the same order on all ranks.
+An adapter calls `reduce` for each atom (the gradients that its framework hands over together), waits for the returned
+handles, and calls `end_step` when the step is over. Atoms arrive in the same order on all ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.planning.plan import Buffer, Plan
+from sparsefusion.planning.plan import Plan
 
-from .nonfinite import first_not_finite, largest, largest_mean
+from .buffer_queue import BufferQueue
+from .nonfinite import first_nonfinite, largest, largest_mean
+from .observer import StepObserver
 from .reducer import Reducer
+from .skipped_steps import SkippedSteps
+
+
+class Waitable(Protocol):
+    """A reduction in progress."""
+
+    def wait(self) -> None:
+        """Block until the means are in the gradients."""
 
 
 class Session:
-    """reducer: what reduces, and holds residuals. sizes: {name: numel} of all gradients. plan: in force.
+    """Reduces the gradients of one model, step by step. Every rank of `reducer.group` has one.
 
-    holds: atoms may wait for others of their buffer; else each is sent when it comes. loss_scale: a function that returns
-    the scale of the gradients, or None. skips: a step that is not finite is skipped by the training; else it is an error.
-    model_group: the ranks over which the model is divided, which skip a step together; or None. skipped_steps: a function
-    that counts those that the training has skipped, for whatever reason, alike on all ranks; or None.
+    reducer: reduces gradients and holds residuals.
+    sizes: {name: number of elements} of all gradients.
+    can_wait_for_buffer: an atom may wait for the other atoms of its buffer; otherwise each is sent when it arrives.
+    loss_scale: returns the scale of the gradients, or None if they are not scaled.
+    skips_nonfinite_steps: the training skips a step whose gradients are not finite; otherwise that is an error.
+    model_group: the ranks over which the model is divided, which skip steps together, or None.
+    skipped_steps: returns how many steps the training has skipped, for any reason, the same on all ranks, or None.
+
+    Attributes: plan, the active plan. pending_comparison, a function that compares the ranks when the next step ends,
+    or None; while there is one, gradients are sent dense. is_dense_step, density_ratio: set by observers for the
+    current step; all gradients are sent dense, or every k of the plan is multiplied. step, the number of the current
+    step.
     """
 
     plan: Plan
 
     def __init__(
-        self, reducer: Reducer, sizes: Mapping[str, int], device, holds, loss_scale=None, skips=False, model_group=None,
-        skipped_steps=None,
-    ):  # fmt: skip
+        self,
+        reducer: Reducer,
+        sizes: Mapping[str, int],
+        device: torch.device | str,
+        can_wait_for_buffer: bool,
+        loss_scale: Callable[[], float] | None = None,
+        skips_nonfinite_steps: bool = False,
+        model_group: ProcessGroup | None = None,
+        skipped_steps: Callable[[], int] | None = None,
+    ):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
-        self.holds, self.loss_scale, self.skips, self.model_group = holds, loss_scale, skips, model_group
-        self.skipped_steps = skipped_steps or int  # int() is 0
-        self._counted = self.skipped_steps()  # when the last step ended
-        reducer.keeps = skips or skipped_steps is not None
-        self.unproved = None  # called when the next step ends, to compare ranks; until then all is sent whole
-        self._owes = False  # whether residuals may be left on some rank
-        self.density_ratio, self.sends_all = 1.0, False  # of this step: of its k; whether all is sent whole
-        self.step, self._begun, self._skipped, self._scale = 0, False, False, 1.0
-        self._pending = False  # whether this rank had residuals when the step began
-        self.watchers = []  # told of steps that begin and end, and of atoms that arrive
-        self._clear()
+        self.can_wait_for_buffer, self.loss_scale, self.model_group = can_wait_for_buffer, loss_scale, model_group
+        self.skips_nonfinite_steps = skips_nonfinite_steps
+        reducer.feedback.can_roll_back = skips_nonfinite_steps or skipped_steps is not None
+        self.pending_comparison: Callable[[], None] | None = None
+        self.density_ratio, self.is_dense_step = 1.0, False
+        self.observers: list[StepObserver] = []
+        self.step, self._has_begun, self._scale = 0, False, 1.0
+        self._queue, self._skipped = (
+            BufferQueue(reducer, self.sizes),
+            SkippedSteps(reducer.feedback, skipped_steps or int),
+        )
+        self._reductions: list = []  # of this step, beside those of the queue
+        self._may_have_residuals = False  # some rank may have residuals
+        self._had_residuals = False  # this rank had residuals when the step began
 
-    def _clear(self):
-        self._handed, self._arrived, self._early, self._launched, self._next = set(), {}, {}, {}, 0
-        self._reductions = []
+    def reduce(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        flats: Sequence[torch.Tensor],
+        reduce_dense: Callable[[], Waitable | None],
+        factor: float = 1.0,
+    ) -> Waitable:
+        """Start averaging the gradients of an atom over the ranks, in place.
 
-    def reduce(self, gradients: Mapping[str, torch.Tensor], flats, whole: Callable, factor: float = 1.0) -> "Handle":
-        """Start reducing an atom's gradients, flat and contiguous, to their means over all ranks, in place.
-
-        flats: the tensors they are parts of, of which they are all. whole: starts the framework's own reduction of it and
-        returns what to wait for, or None. factor: what the framework wants a mean to be multiplied by. ValueError: one of
-        a parameter that had no gradients when this began.
+        gradients: {name: gradient}, flat and contiguous. flats: the tensors of which the gradients are parts; together
+        the gradients are all of them. reduce_dense: starts the framework's own reduction, and returns what to wait for,
+        or None. factor: the framework expects the mean times this. ValueError: a gradient of a parameter that had none
+        when the session was made.
         """
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(
                 f"a gradient of {unknown[0]!r}, which had none when SparseFusion was attached: detach() and attach another"
             )
         self._begin()
-        for watcher in self.watchers:
-            watcher.arrived(tuple(gradients))
-        if factor != 1 and (self._sparse or self._half):
+        for observer in self.observers:
+            observer.atom_arrived(tuple(gradients))
+        if factor != 1 and (self._uses_buffers or self._uses_fp16):
             for flat in flats:
                 flat.mul_(factor)
-        if self._sparse:
-            if twice := next((name for name in gradients if name in self._handed), None):
-                self._begin_again(twice)
-            self._handed.update(gradients)
-            self._arrived.update((name, g) for name, g in gradients.items() if name not in self._launched)
-            self._launch(complete=self.holds)
-            self._launch_early()
-            return Handle(self, tuple(gradients))
-        self.reducer.flush(gradients, self._scale if self._half else self._scale / factor)
-        if self._half:
-            reduction = self.reducer.start_fp16(gradients, flats)
-        else:
-            reduction = WholeReduction(whole(), gradients, checks=self._flushes)
-            for watcher in self.watchers:
-                watcher.left()
+        if self._uses_buffers:
+            if (repeated := self._queue.first_repeated(gradients)) is not None:
+                self._restart_step(repeated)
+            self._queue.add(gradients, wait_for_buffer=self.can_wait_for_buffer)
+            return QueuedAtom(self._queue, tuple(gradients))
+        reduction = self._reduce_dense(gradients, flats, reduce_dense, factor)
         self._reductions.append(reduction)
         return reduction
 
-    def _begin_again(self, name) -> None:
-        """A backward ended in the middle, and this gradient is another one's. RuntimeError: some of it was sent."""
-        if self._launched:
+    def _reduce_dense(self, gradients, flats, reduce_dense, factor) -> Waitable:
+        """Start averaging all elements of an atom, with its residuals added, in float16 or by the framework."""
+        self.reducer.feedback.flush(gradients, self._scale if self._uses_fp16 else self._scale / factor)
+        if self._uses_fp16:
+            return self.reducer.start_fp16(gradients, flats)
+        reduction = FrameworkReduction(reduce_dense(), gradients, is_checked=self._flushes_residuals)
+        for observer in self.observers:
+            observer.dense_reduction_started()
+        return reduction
+
+    def _restart_step(self, name: str) -> None:
+        """An error ended a backward pass, and this gradient is from another. RuntimeError: some gradients were sent."""
+        if self._queue.has_sent:
             raise RuntimeError(
-                f"the gradient of {name} comes again in step {self.step}: a backward ended in the middle, and what it had "
-                "sent is lost. detach() and attach() begin anew"
+                f"the gradient of {name} comes again in step {self.step}: a backward pass ended in the middle, and what it "
+                "had sent is lost. detach() and attach() begin anew"
             )
-        self._clear()
+        self._queue.clear()
 
     @property
-    def _sparse(self) -> bool:
-        """Whether this step has buffers of the plan."""
-        return bool(self.plan.buffers) and self._by_plan
+    def _uses_buffers(self) -> bool:
+        """Whether this step sends the buffers of the plan."""
+        return bool(self.plan.buffers) and self._follows_plan
 
     @property
-    def _half(self) -> bool:
-        """Whether this step's atoms are sent whole, in float16."""
-        return self.plan.mode == "fp16" and self._by_plan
+    def _uses_fp16(self) -> bool:
+        """Whether this step sends all elements in float16."""
+        return self.plan.mode == "fp16" and self._follows_plan
 
     @property
-    def _by_plan(self) -> bool:
-        """Whether this step is the plan's; else all is sent as the framework does."""
-        return not (self.sends_all or self.unproved)
+    def _follows_plan(self) -> bool:
+        """Whether this step follows the plan; otherwise the framework reduces everything itself."""
+        return not (self.is_dense_step or self.pending_comparison)
 
     @property
-    def _flushes(self) -> bool:
-        """Whether residuals may go in this step, which must not be lost unnoticed."""
-        return self._owes and not self._sparse
+    def _flushes_residuals(self) -> bool:
+        """Whether residuals may be sent in this step with dense gradients, so that the result must be checked."""
+        return self._may_have_residuals and not self._uses_buffers
 
-    def ready(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient is there whose atom is not: what the plan sends early may leave."""
+    def gradient_ready(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient is ready, and its atom is not: it is sent now if the plan sends it early."""
         self._begin()
-        if self.plan.mode == "interleaved" and self._sparse:
-            if name in self._early:
-                self._begin_again(name)
-            self._early[name] = gradient
-            self._launch_early()
+        if self.plan.mode == "interleaved" and self._uses_buffers:
+            if self._queue.first_repeated([name], early=True) is not None:
+                self._restart_step(name)
+            self._queue.add_early(name, gradient)
 
-    def _begin(self):
-        if self._begun:
+    def _begin(self) -> None:
+        if self._has_begun:
             return
-        self.settle()
-        self.reducer.begin_step(self.step)
-        self._begun, self._pending = True, bool(self.reducer.residuals)
+        self.finish_skipped_step()
+        self.reducer.feedback.begin_step(self.step)
+        self._has_begun, self._had_residuals = True, bool(self.reducer.feedback.residuals)
         self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
-        for watcher in [*self.watchers]:
-            watcher.step_began(self)
+        for observer in [*self.observers]:
+            observer.step_began(self)
+        self._queue.begin(self.plan, self._scale, self.density_ratio)
 
-    def prove(self) -> None:
-        """ValueError on every rank: they differ. Only where all parts of a divided model are at the same place."""
-        if self.unproved:
-            self.unproved()
-            self.unproved = None
+    def compare_ranks(self) -> None:
+        """Run the pending comparison. ValueError on every rank: the ranks differ.
 
-    def _launch(self, complete: bool) -> None:
-        """Send what has arrived, in the order of the plan; complete: until the first buffer that lacks something."""
-        while self._next < len(self.plan.buffers):
-            buffer = self.plan.buffers[self._next]
-            missing = any(name not in self._arrived and name not in self._launched for name in buffer.names)
-            if missing and complete:
-                return
-            self._start(unit for unit in buffer.units if unit.early)  # unless it has left: always a message of its own
-            self._start(unit for unit in buffer.units if not unit.early)
-            if missing and not self._arrived:
-                return
-            self._next += 1
-
-    def _launch_early(self) -> None:
-        """What the buffer that is next sends early, if all of it is there."""
-        if self._next == len(self.plan.buffers):
-            return
-        units = [unit for unit in self.plan.buffers[self._next].units if unit.early]
-        names = [name for unit in units for name in unit.names]
-        if names and all(name in self._early and name not in self._launched for name in names):
-            self._arrived |= {name: self._early[name] for name in names}
-            self._start(units)
-
-    def _start(self, units) -> None:
-        """Send what has arrived of these."""
-        units = tuple(units)
-        sizes = {name: self.sizes[name] for unit in units for name in unit.names if name in self._arrived}
-        if not sizes:
-            return
-        units = [unit.at(self.density_ratio) for unit in Buffer(units).of(sizes).units]
-        gradients = {name: self._arrived.pop(name) for name in sizes}
-        reduction = self.reducer.start(units, gradients, self._scale, self.plan.mode == "interleaved")
-        self._launched |= dict.fromkeys(sizes, reduction)
-        self._reductions.append(reduction)
-
-    def settle(self) -> None:
-        """Between steps: if the last one is known to be skipped, residuals go back now. RuntimeError: a step has begun."""
-        if self._begun:
-            raise RuntimeError(f"step {self.step} has begun: what is pending is known only when it has ended")
-        before, self._counted = self._counted, self.skipped_steps()
-        if self._skipped or self._counted > before:
-            self.reducer.roll_back()
-        self._skipped, self._owes = False, self._owes or self._counted > before
-
-    def restore(self, step: int, residuals: Mapping[str, torch.Tensor], half_scale=1.0) -> None:
-        """Go on with the step of that number."""
-        self.abandon()
-        self.step, self._skipped, self._owes = step, False, True
-        self.reducer.begin_step(step)
-        self.reducer.residuals, self.reducer.half_scale.value = dict(residuals), half_scale
-
-    def abandon(self) -> None:
-        """An error ended the step that has begun, on all ranks; the next gradients are of another one.
-
-        Residuals that had gone with it come back.
+        All parts of a divided model must call this at the same point.
         """
+        if self.pending_comparison:
+            self.pending_comparison()
+            self.pending_comparison = None
+
+    def finish_skipped_step(self) -> None:
+        """If the last step was skipped, restore its residuals now. RuntimeError: a step has begun."""
+        if self._has_begun:
+            raise RuntimeError(f"step {self.step} has begun: residuals are known only when it has ended")
+        if self._skipped.roll_back():
+            self._may_have_residuals = True
+
+    def restore(self, step: int, residuals: Mapping[str, torch.Tensor], fp16_scale: float = 1.0) -> None:
+        """Continue with step number `step` and these residuals, from a checkpoint."""
+        self.abandon_step()
+        self._skipped.forget()
+        self.step, self._may_have_residuals = step, True
+        self.reducer.feedback.begin_step(step)
+        self.reducer.feedback.residuals, self.reducer.fp16_scale.value = dict(residuals), fp16_scale
+
+    def abandon_step(self) -> None:
+        """An error ended the step on all ranks: restore its residuals, and let the next gradients start a new step."""
         self._clear()
-        self._begun, self._skipped = False, self._skipped or self._begun
+        if self._has_begun:
+            self._skipped.step_failed()
+        self._has_begun = False
 
-    def wait(self, names) -> None:
-        """Block until the means of these are in their gradients."""
-        if any(name in self._arrived for name in names):
-            self._launch_rest()
-        for reduction in dict.fromkeys(self._launched[name] for name in names):
-            reduction.wait()
-
-    def _launch_rest(self):
-        """What has arrived of buffers that lack something."""
-        self._next = 0
-        self._launch(complete=False)
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._reductions = []
 
     def end_step(self) -> None:
-        """All gradients are reduced. FloatingPointError on every rank: a mean is not finite, and such steps are not skipped.
+        """All gradients of the step have been handed over: wait for their means.
 
-        RuntimeError: there were no gradients.
+        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. RuntimeError:
+        the step had no gradients.
         """
-        if not self._begun:
+        if not self._has_begun:
             raise RuntimeError(
                 "a step ended without a gradient for SparseFusion: this framework reduces them elsewhere"
             )
-        if self._arrived:
-            self._launch_rest()
-        if self._arrived:
-            raise RuntimeError(f"the plan has no {next(iter(self._arrived))!r}: replan() makes one that does")
-        for reduction in self._reductions:
+        if self._queue.unsent is not None:
+            self._queue.send_incomplete()
+        if self._queue.unsent is not None:
+            raise RuntimeError(f"the plan has no {self._queue.unsent!r}: replan() makes one that does")
+        for reduction in self._all_reductions:
             reduction.wait()
-        wrong = self._verdict()
+        nonfinite = self._nonfinite_gradient()
         self._clear()
-        self._begun, self._skipped, self._counted = False, wrong is not None, self.skipped_steps()
+        self._has_begun = False
+        self._skipped.step_ended(was_skipped=nonfinite is not None)
         self.step += 1
-        self.prove()
-        for watcher in [*self.watchers]:
-            watcher.step_ended(self)
-        if wrong and not self.skips:
+        self.compare_ranks()
+        for observer in [*self.observers]:
+            observer.step_ended(self)
+        if nonfinite and not self.skips_nonfinite_steps:
             raise FloatingPointError(
-                f"step {self.step - 1}: the gradient of {wrong} is not finite on some rank. With a loss scale, give "
+                f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. With a loss scale, give "
                 "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
                 "skipped without one"
             )
 
-    def _verdict(self) -> str | None:
-        """The name of a gradient whose mean is not finite, or that there is one; the same verdict on all ranks.
+    @property
+    def _all_reductions(self) -> list:
+        return [*self._queue.reductions, *self._reductions]
 
-        What a framework has reduced counts if residuals may have gone with it, of any rank; of some frameworks a rank has
-        only a part of that.
+    def _nonfinite_gradient(self) -> str | None:
+        """The name of a gradient whose mean is not finite, or "a parameter of another rank"; None: all are finite.
+
+        All ranks come to the same verdict. Means that the framework computed count only if residuals may have been
+        added to them on any rank; some frameworks leave only a part of these means on each rank.
         """
-        wrong, left, pending = first_not_finite(self._reductions), bool(self.reducer.residuals), self._pending
-        ours = self._sparse or self._half
-        if not (ours or self._flushes):
+        nonfinite, has_residuals = first_nonfinite(self._all_reductions), bool(self.reducer.feedback.residuals)
+        had_residuals, is_ours = self._had_residuals, self._uses_buffers or self._uses_fp16
+        if not (is_ours or self._flushes_residuals):
             return None
-        most = largest_mean(self._reductions) if self._half else 0.0
-        groups = (self.reducer.group if self._flushes else None, self.model_group)
-        for group in (group for group in groups if group is not None):
-            seen = torch.tensor([wrong is not None, left, pending, most], dtype=torch.float32, device=self.device)
-            bad, left, pending, most = all_reduce(seen, group, op=dist.ReduceOp.MAX).tolist()
-            wrong = wrong or ("a parameter of another rank" if bad else None)
-        if self._half:
-            self.reducer.half_scale.follow(most, self._scale)
-        if not (ours or pending):
-            wrong = None
-        if self._sparse:
-            self._owes = True
-        elif self._flushes and not wrong:  # else all is as it was before
-            self._owes = left
-        return wrong
+        largest_seen = largest_mean(self._all_reductions) if self._uses_fp16 else 0.0
+        for group in (self.reducer.group if self._flushes_residuals else None, self.model_group):
+            if group is None:
+                continue
+            local = [nonfinite is not None, has_residuals, had_residuals, largest_seen]
+            local = torch.tensor(local, dtype=torch.float32, device=self.device)
+            is_bad, has_residuals, had_residuals, largest_seen = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
+            nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
+        if self._uses_fp16:
+            self.reducer.fp16_scale.follow(largest_seen, self._scale)
+        if not (is_ours or had_residuals):
+            nonfinite = None
+        if self._uses_buffers:
+            self._may_have_residuals = True
+        elif self._flushes_residuals and not nonfinite:  # otherwise residuals are as they were before the step
+            self._may_have_residuals = bool(has_residuals)
+        return nonfinite
 
 
-class Watcher:
-    """What is told of a session's steps; here, of nothing that it would do anything about."""
+class FrameworkReduction:
+    """A reduction by the framework in progress. is_checked: whether its means are examined for NaN and Inf."""
 
-    def step_began(self, session) -> None:
-        """Before the first atom."""
-
-    def arrived(self, names) -> None:
-        """An atom came, of these gradients."""
-
-    def left(self) -> None:
-        """The atom that came last was given to its framework's own reduction; if that waits, its means are there."""
-
-    def step_ended(self, session) -> None:
-        """All means are there."""
-
-
-class WholeReduction:
-    """A framework's own reduction under way. work: what to wait for, or None. checks: whether it is looked at."""
-
-    def __init__(self, work, gradients, checks=False):
-        self._work, self.gradients, self._checks, self.marks = work, gradients, checks, []
+    def __init__(self, work: Waitable | None, gradients: Mapping[str, torch.Tensor], is_checked: bool = False):
+        self._work, self.gradients, self._is_checked = work, gradients, is_checked
+        self.maxima: list[torch.Tensor] = []  # once waited for: the largest magnitude of each mean
 
     def wait(self) -> None:
-        """Block until the means are there."""
+        """Block until the means are in the gradients."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._checks:
-            self._checks, self.marks = False, [largest(gradient) for gradient in self.gradients.values()]
+        if self._is_checked:
+            self._is_checked, self.maxima = False, [largest(gradient) for gradient in self.gradients.values()]
 
 
-class Handle:
-    """An atom under way, sent with its buffers."""
+class QueuedAtom:
+    """An atom whose gradients are sent with the buffers of the plan."""
 
-    def __init__(self, session: Session, names):
-        self._session, self._names = session, names
+    def __init__(self, queue: BufferQueue, names: Sequence[str]):
+        self._queue, self._names = queue, names
 
     def wait(self) -> None:
-        """Block until its means are in its gradients."""
-        self._session.wait(self._names)
+        """Block until the means of the atom are in its gradients."""
+        self._queue.wait(self._names)
 
 
-def usual_dtype(tensors, dtype_of=attrgetter("dtype")) -> torch.dtype:
-    """That of most numbers of these."""
-    numbers = {}
+def most_common_dtype(tensors, dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")) -> torch.dtype:
+    """The dtype of most elements of these tensors."""
+    counts: dict[torch.dtype, int] = {}
     for tensor in tensors:
         dtype = dtype_of(tensor)
-        numbers[dtype] = numbers.get(dtype, 0) + tensor.numel()
-    return max(numbers, key=numbers.get)
+        counts[dtype] = counts.get(dtype, 0) + tensor.numel()
+    return max(counts, key=counts.__getitem__)

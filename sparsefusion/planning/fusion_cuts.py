@@ -1,32 +1,33 @@
-"""Which neighbouring gradients to send together: FindOptFusion, exactly (the problem of Cupcake, Wang et al., MLSys 2023).
+"""FindOptFusion: which neighbouring gradients to send together, so that the last message arrives as early as possible.
 
-Gradients become ready one after the other; a group of them is first computed and selected from, then sent, while the next
-group is computed. Of all ways to cut them into groups the one is found whose last message arrives first.
+The problem is that of Cupcake (Wang et al., MLSys 2023), solved exactly. Gradients become ready one after the other. A
+group of them is computed and selected from, and then sent while the next group is computed.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-MOST_CUTS = 128  # places to cut at; of more, COARSE are tried first, then moved
+MOST_CUTS = 128  # positions for a cut that are all tried; of more, COARSE are tried first, and then shifted
 COARSE = 40
 
 
 def find_opt_fusion(count: int, compute: Callable, send: Callable, weights=None) -> tuple[int, ...]:
-    """Ends of the groups, ascending, the last one `count`.
+    """The ends of the groups, ascending; the last one is `count`.
 
-    compute(i, j), send(i, j): seconds of the group of gradients i to j - 1, non-negative. weights (count,): of more than
-    MOST_CUTS gradients, cuts are first made between equal shares of these, then each moved by one if that helps.
+    compute(i, j), send(i, j): seconds of the group of gradients i to j - 1, not negative. weights (count,): with more
+    than MOST_CUTS gradients, cuts are first made between equal shares of these weights, and then each is shifted by one
+    position if that helps.
     """
     if count <= MOST_CUTS:
-        return _best(list(range(count + 1)), compute, send)
+        return _best_cuts(list(range(count + 1)), compute, send)
     shares = np.cumsum(np.ones(count) if weights is None else np.asarray(weights, float))
-    places = np.searchsorted(shares, shares[-1] * np.arange(1, COARSE) / COARSE) + 1
-    places = sorted({0, *places.tolist(), count})
-    return _moved(list(_best(places, compute, send)), compute, send)
+    positions = np.searchsorted(shares, shares[-1] * np.arange(1, COARSE) / COARSE) + 1
+    positions = sorted({0, *positions.tolist(), count})
+    return _shift_cuts(list(_best_cuts(positions, compute, send)), compute, send)
 
 
-def finish(ends, compute: Callable, send: Callable) -> float:
+def finish_time(ends, compute: Callable, send: Callable) -> float:
     """Seconds until the last message of these groups has arrived."""
     computed = sent = 0.0
     for i, j in zip((0, *ends), ends, strict=False):
@@ -35,40 +36,40 @@ def finish(ends, compute: Callable, send: Callable) -> float:
     return sent
 
 
-def _best(places, compute, send) -> tuple[int, ...]:
-    """Ends out of `places`. A state is (computed, sent) at a place; only those that no other one there beats go on."""
+def _best_cuts(positions, compute, send) -> tuple[int, ...]:
+    """The best ends among `positions`, by dynamic programming over (computed, sent) times that no other one dominates."""
     computed, sent, place, origin = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int)
-    for at, end in enumerate(places[1:], 1):
-        there = computed + np.array([compute(start, end) for start in places[:at]])[place]
-        done = np.maximum(sent, there) + np.array([send(start, end) for start in places[:at]])[place]
-        keep = _unbeaten(there, done)
-        computed, sent = np.append(computed, there[keep]), np.append(sent, done[keep])
-        place, origin = np.append(place, np.full(len(keep), at)), np.append(origin, keep)
-    last = np.flatnonzero(place == len(places) - 1)
+    for index, end in enumerate(positions[1:], 1):
+        there = computed + np.array([compute(start, end) for start in positions[:index]])[place]
+        done = np.maximum(sent, there) + np.array([send(start, end) for start in positions[:index]])[place]
+        kept = _pareto_front(there, done)
+        computed, sent = np.append(computed, there[kept]), np.append(sent, done[kept])
+        place, origin = np.append(place, np.full(len(kept), index)), np.append(origin, kept)
+    last = np.flatnonzero(place == len(positions) - 1)
     state, ends = last[np.argmin(sent[last])], []
     while place[state]:
-        ends.append(places[place[state]])
+        ends.append(positions[place[state]])
         state = origin[state]
     return tuple(reversed(ends))
 
 
-def _unbeaten(computed, sent):
-    """Which states, ordered by computed, then sent, have a sent that is below all before."""
+def _pareto_front(computed, sent):
+    """The indices of states that are not dominated: none is earlier in both `computed` and `sent`."""
     order = np.lexsort((sent, computed))
     least = np.minimum.accumulate(sent[order])
     return order[np.concatenate([[True], sent[order][1:] < least[:-1]])]
 
 
-def _moved(ends, compute, send) -> tuple[int, ...]:
-    """Each cut one place further or back, if the last message arrives earlier for it; one cut after the other, once."""
-    best = finish(ends, compute, send)
+def _shift_cuts(ends, compute, send) -> tuple[int, ...]:
+    """Shift each cut once by one position, forward or back, if then the last message arrives earlier."""
+    best = finish_time(ends, compute, send)
     for number in range(len(ends) - 1):
         for step in (-1, 1):
             tried = [*ends]
             tried[number] += step
             if tried[number] in (tried[number + 1], tried[number - 1] if number else 0):
                 continue
-            seconds = finish(tried, compute, send)
+            seconds = finish_time(tried, compute, send)
             if seconds < best:
                 best, ends = seconds, tried
     return tuple(ends)

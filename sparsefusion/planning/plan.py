@@ -1,4 +1,4 @@
-"""What to send of every gradient, how, and in which order: decided once, the same on all ranks, kept in checkpoints."""
+"""A plan: what to send of every gradient, how, and in which order. It is the same on all ranks, and kept in checkpoints."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ import torch
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.collectives.wire_formats import padded, wire_format
 
-AS_THEY_COME = ("dense", "fp16")  # modes that reduce the framework's own buckets
+FRAMEWORK_BUCKET_MODES = ("dense", "fp16")  # modes that reduce the framework's own buckets
 WIRES = tuple(format for format in FORMATS if format != "auto")
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters of which k numbers are selected together and sent; k = 0: all of them are, by all-reduce.
+    """Parameters from whose gradients k elements are selected together; k = 0: they are dense, and sent by all-reduce.
 
-    numel: their numbers, all together. offload: they are selected from on the CPU, by another thread. early: they are sent
-    whole as soon as all such units of their buffer are there, before the rest of it.
+    numel: the number of their elements. offload: another thread selects (on the CPU). early: a dense unit is sent as
+    soon as all early units of its buffer are ready, before the rest of the buffer.
     """
 
     names: tuple[str, ...]
@@ -33,10 +33,10 @@ class Unit:
 
     def __post_init__(self):
         if not 0 <= self.k <= self.numel:
-            raise ValueError(f"k={self.k} of {self.names} must be from 0 to its {self.numel} numbers")
+            raise ValueError(f"k={self.k} of {self.names} must be from 0 to its {self.numel} elements")
 
-    def at(self, density_ratio: float) -> "Unit":
-        """The same with as many times the k."""
+    def with_density_ratio(self, density_ratio: float) -> "Unit":
+        """The unit with k multiplied by a ratio."""
         if not self.k or density_ratio == 1:
             return self
         return replace(self, k=min(self.numel, math.ceil(self.k * density_ratio)))
@@ -44,17 +44,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Units whose messages are sent together, in the order in which their gradients are ready."""
+    """Units that are sent together, in the order in which their gradients are ready."""
 
     units: tuple[Unit, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all units."""
+        """The names of all its parameters."""
         return tuple(name for unit in self.units for name in unit.names)
 
-    def of(self, sizes: Mapping[str, int]) -> "Buffer":
-        """What is left of it when there are only the parameters in `sizes` ({name: numel}): k in proportion."""
+    def restricted_to(self, sizes: Mapping[str, int]) -> "Buffer":
+        """The buffer with only the parameters in `sizes` ({name: numel}); each k is reduced in proportion."""
         units = []
         for unit in self.units:
             names = tuple(name for name in unit.names if name in sizes)
@@ -66,10 +66,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Plan:
-    """mode: one of MODES but auto. Dense and fp16 plans have no buffers: they reduce the framework's.
+    """What every rank sends in a step.
 
-    sparsifier, density (the share of numbers that is to be sent), wire (the format of sent values): what was asked for.
-    ranks: among which gradients are averaged. predicted: seconds of a step in each mode that was considered.
+    mode: one of MODES, but auto. Plans of the modes dense and fp16 have no buffers: they reduce the framework's
+    buckets. sparsifier, density (the share of elements to send), wire (the format of sent values): what was asked for.
+    ranks: the number of ranks over which gradients are averaged. predicted: seconds of a step in each mode that was
+    considered.
     """
 
     mode: str
@@ -87,8 +89,8 @@ class Plan:
                 raise ValueError(f"{what}={getattr(self, what)!r} is none of a plan's: {', '.join(known)}")
 
     @property
-    def sent_numbers(self) -> tuple[int, int, int]:
-        """(sent densely, selected, all) of a step's numbers on each rank; (0, 0, 0) without buffers."""
+    def sent_elements(self) -> tuple[int, int, int]:
+        """How many elements each rank sends (dense, sparse), and has; (0, 0, 0) without buffers."""
         units = [unit for buffer in self.buffers for unit in buffer.units]
         return (
             sum(unit.numel for unit in units if not unit.k),
@@ -96,44 +98,44 @@ class Plan:
             sum(unit.numel for unit in units),
         )
 
-    def predicting(self, seconds: Mapping[str, float]) -> "Plan":
-        """The same, with what each mode was predicted to take."""
+    def with_predictions(self, seconds: Mapping[str, float]) -> "Plan":
+        """The plan with these predicted seconds of each mode."""
         return replace(self, predicted=dict(seconds))
 
-    def among(self, ranks: int) -> "Plan":
-        """The same for another number of ranks."""
+    def for_ranks(self, ranks: int) -> "Plan":
+        """The plan for another number of ranks."""
         return replace(self, ranks=ranks)
 
-    def sized(self, sizes: Mapping[str, int]) -> "Plan":
-        """The same for parameters of these sizes ({name: numel}), k in proportion. ValueError: not of the same names."""
+    def for_sizes(self, sizes: Mapping[str, int]) -> "Plan":
+        """The plan for parameters of these sizes ({name: numel}), with k in proportion. ValueError: the names differ."""
         if different := {name for buffer in self.buffers for name in buffer.names} ^ set(sizes) if self.buffers else ():
             raise ValueError(f"{sorted(different)[0]!r} is not in both the plan and this rank's part of the model")
-        return replace(self, buffers=tuple(buffer.of(sizes) for buffer in self.buffers))
+        return replace(self, buffers=tuple(buffer.restricted_to(sizes) for buffer in self.buffers))
 
-    def fits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is one for parameters of these sizes."""
+    def fits_sizes(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the plan is for parameters of these sizes."""
         names = {name for buffer in self.buffers for name in buffer.names}
-        return not names or (names == set(sizes) and self == self.sized(sizes))
+        return not names or (names == set(sizes) and self == self.for_sizes(sizes))
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of what is sent: equal plans on all ranks have the same."""
+        """SHA-256 of what is sent, without predictions; equal plans have equal hashes."""
         made = self._plain()
         del made["predicted"]
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
     def _plain(self) -> dict:
-        """In dicts and lists; `asdict`, which copies all of it, takes ten times as long."""
+        """The plan as dictionaries and lists. (`dataclasses.asdict` copies everything, and takes ten times as long.)"""
         made = {each.name: getattr(self, each.name) for each in fields(self)}
         return made | {"buffers": [{"units": [vars(unit) for unit in buffer.units]} for buffer in self.buffers]}
 
     def to_json(self) -> str:
-        """What `from_json` reads back exactly."""
+        """JSON from which `from_json` makes an equal plan."""
         return json.dumps({"version": VERSION, "hash": self.hash, **self._plain()})
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """ValueError: no plan, one of another version, or a changed one."""
+        """Read `to_json`. ValueError: it is not a plan, has another version, or was changed."""
         try:
             made = json.loads(text)
             version, known = made.pop("version"), made.pop("hash")
@@ -152,12 +154,12 @@ class Plan:
 
 
 def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
-    """Bytes of `count` selected values of gradients of that itemsize in a format; its blocks are filled up."""
+    """Bytes of `count` selected values in a format, filled up to whole blocks. itemsize: of the gradients."""
     return _format(wire, itemsize == 8).nbytes(filled_values(wire, count))
 
 
 def filled_values(wire: str, count: int) -> int:
-    """How many values `count` of one unit take up in a message: int8 has blocks, which it fills."""
+    """How many values `count` values of one unit occupy in a message: int8 fills up its blocks."""
     return padded(count, _format(wire, False).block)
 
 

@@ -1,23 +1,23 @@
-"""When gradients are ready in a step, what sending and selecting them costs, and when the step would end.
+"""When the gradients of a step are ready, what it costs to select and send them, and the predicted time of the step.
 
-Seconds of a step count from the end of the last one; so they include what an optimizer and a forward pass take.
+Times of a step count from the end of the previous one, so they include the optimizer and the forward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sparsefusion.fabric.cost_model import Fabric
 
-MOST_CORRECTED = 3.0  # times, either way
-HALVINGS = 12  # of what the factor may be
+LARGEST_CORRECTION = 3.0  # of the costs of messages; its inverse is the smallest
+BISECTIONS = 12  # of the interval of the correction
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter's gradient: dims are its dimensions, ready the second at which it is there.
+    """The gradient of a parameter. dims: the number of its dimensions. ready: when it is complete, in seconds.
 
-    copied: several ranks over which the model is divided hold it, and must go on holding the same.
+    copied: several ranks of a divided model hold a copy of the parameter, and the copies must stay equal.
     """
 
     name: str
@@ -29,37 +29,39 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Timeline:
-    """tensors: in the order in which they are ready. atoms: of which the framework hands over several at once, in its order.
+    """A profiled dense step.
 
-    itemsize: bytes of a number; sent: in the framework's own messages. step: measured seconds of a step with these. waits:
-    the framework waits for each atom before it goes on.
+    tensors: in the order in which they are ready. atoms: the names of the gradients that the framework hands over
+    together, in its order. itemsize: bytes of an element. sent_itemsize: the same in the framework's own messages.
+    step: measured seconds of the step. waits_for_atoms: the framework waits for the means of each atom before it
+    continues.
     """
 
     tensors: tuple[Tensor, ...]
     atoms: tuple[tuple[str, ...], ...]
     itemsize: int
-    sent: int
+    sent_itemsize: int
     step: float
-    waits: bool = False
+    waits_for_atoms: bool = False
 
     @property
     def numel(self) -> int:
-        """Of all gradients."""
+        """The number of elements of all gradients."""
         return sum(tensor.numel for tensor in self.tensors)
 
     def by_name(self) -> dict[str, Tensor]:
-        """{name: tensor}."""
+        """{name: tensor} of all gradients."""
         return {tensor.name: tensor for tensor in self.tensors}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, among `ranks` ranks.
+    """What the parts of a step cost, in seconds, on `ranks` ranks.
 
-    fabric: what messages cost alone; factor: how many times as long they take beside everything else. select(numel): of
-    selecting from so many; add(numbers): of adding so many received ones; copy(bytes): of copying. whole: the operation
-    with which the framework sends gradients. handle: of the thread that computes, for each sparse message, however small,
-    beside selecting for it and sending it.
+    fabric: the times of messages alone. factor: how many times as long they take beside everything else. select(numel):
+    the selection from so many elements. add(k): adding so many received values. copy(nbytes): copying. dense_operation:
+    the collective with which the framework sends gradients. per_message: what every sparse message costs the computing
+    thread, beside its selection and its transfer.
     """
 
     fabric: Fabric
@@ -68,30 +70,30 @@ class Costs:
     add: Callable[[int], float]
     copy: Callable[[int], float]
     factor: float = 1.0
-    whole: str = "all_reduce"
-    handle: float = 0.0
+    dense_operation: str = "all_reduce"
+    per_message: float = 0.0
 
     def all_reduce(self, nbytes: int) -> float:
-        """Of a sum of so many bytes."""
+        """Seconds of an all-reduce of so many bytes."""
         return self.message("all_reduce", nbytes)
 
     def message(self, operation: str, nbytes: int) -> float:
-        """Of any operation, in its own meaning of bytes (`Fabric.time`); none, nothing."""
+        """Seconds of a collective; nbytes as in `Fabric.time`. 0 bytes take no time."""
         return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
 
-    def corrected(self, loads, timeline: Timeline) -> "Costs":
-        """With the factor with which a step of these loads is predicted to take what it took, by bisection.
+    def calibrated(self, loads: Sequence["Load"], timeline: Timeline) -> "Costs":
+        """The costs with the factor for which the predicted time of the profiled step is the measured one, by bisection.
 
-        loads: of the framework's own messages, with these costs. The factor is at most MOST_CORRECTED, either way; where
-        computing is nearly all of the step, nothing can be said.
+        loads: of the framework's own messages, with these costs. The factor is at most LARGEST_CORRECTION and at least
+        its inverse. Where computation is nearly all of the step, the costs are returned unchanged.
         """
         if timeline.step - timeline.tensors[-1].ready < 0.1 * timeline.step:
             return self
-        low, high = 1 / MOST_CORRECTED, MOST_CORRECTED
-        for _ in range(HALVINGS):
+        low, high = 1 / LARGEST_CORRECTION, LARGEST_CORRECTION
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             slower = [load._replace(reduce=middle * load.reduce) for load in loads]
-            if seconds(slower, False, timeline.waits) < timeline.step:
+            if step_seconds(slower, False, timeline.waits_for_atoms) < timeline.step:
                 low = middle
             else:
                 high = middle
@@ -99,10 +101,10 @@ class Costs:
 
 
 class Load(NamedTuple):
-    """What is done for a buffer. ready: the second at which its gradients are there; select: seconds of it.
+    """The work for one buffer. ready: when its gradients are complete. All others are seconds.
 
-    reduce, gather: of its two messages; write: seconds of writing what they brought into gradients. early: when what leaves
-    before the rest is there; early_reduce: seconds of its message.
+    select: the selection. reduce, gather: its dense and its sparse message. write: writing the means into the
+    gradients. early: when the gradients are ready that are sent early. early_reduce: their message.
     """
 
     ready: float
@@ -114,13 +116,14 @@ class Load(NamedTuple):
     early_reduce: float = 0.0
 
 
-def seconds(loads, interleaved: bool, waits: bool = False) -> float:
-    """Of a step with these buffers: one thread computes, selects and writes, one link sends, in this order.
+def step_seconds(loads: Sequence[Load], interleaved: bool, waits_for_atoms: bool = False) -> float:
+    """The time of a step with these buffers, in order: one thread computes, selects and writes, and one link sends.
 
-    interleaved: a buffer's all-reduce leaves before anything is selected. waits: the thread goes on when all is written.
+    interleaved: the dense message of a buffer is sent before its selection. waits_for_atoms: the thread continues when
+    the means of a buffer are written.
     """
     delay, link, arrived = 0.0, 0.0, []
-    for backward, select, reduce, gather, write, early, early_reduce in loads:  # faster than their names
+    for backward, select, reduce, gather, write, early, early_reduce in loads:  # faster than access by name
         ready = backward + delay
         if early_reduce:
             link = max(link, early + delay) + early_reduce
@@ -129,7 +132,7 @@ def seconds(loads, interleaved: bool, waits: bool = False) -> float:
         link = (link if link > leaves else leaves) + reduce  # faster than max, and planning is mostly this
         link = (link if link > selected else selected) + gather
         delay += select
-        if waits:
+        if waits_for_atoms:
             delay = link + write - backward
         else:
             arrived.append((link, write))

@@ -1,6 +1,7 @@
-"""Taking k numbers out of gradient + residual, and adding numbers back in their places: C in one pass, or torch.
+"""Takes k elements out of gradient + residual, and adds values at given indices: a C kernel in one pass, or torch.
 
-Both work on flat parts: several tensors that one k is taken from, whose places count through all of them.
+Both work on several flat tensors as if they were concatenated: one k is taken from all of them, and indices count
+through all of them.
 """
 
 import ctypes
@@ -28,18 +29,21 @@ class _Segment(ctypes.Structure):
 
 @cache
 def kernels() -> Library:
-    """The package's C library, or why there is none."""
+    """The C library of the package, or the reason why it cannot be used."""
     return Library("sparsefusion", SIGNATURES)
 
 
-def take(sparsifier: str, gradients: Sequence, residuals: Sequence, k: int, scale: float = 1.0):
-    """(values (k,), places (k,) int32 ascending) taken from gradient * scale + residual, of which the rest is the residual.
+def take(
+    sparsifier: str, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values (k,), indices (k,) int32, ascending) of elements of gradient * scale + residual; the rest is the new residual.
 
-    gradients: flat tensors of one dtype; residuals: as long, at least fp32, are overwritten: 0 where a number was taken.
-    Padding has value 0. What is not finite is taken first, and none of it stays.
+    gradients: flat tensors of one dtype. residuals: of the same lengths, at least fp32; they are overwritten, with 0
+    where an element was taken. If fewer than k elements are selected, the others have value 0. Elements that are not
+    finite are taken first, and none of them stays in a residual.
     """
     native = kernels()
-    if sparsifier == "dgc" and native and _fits(gradients, residuals):
+    if sparsifier == "dgc" and native and _fits_kernel(gradients, residuals):
         return _take_native(native.functions, gradients, residuals, k, scale)
     return take_ref(sparsifier, gradients, residuals, k, scale)
 
@@ -49,44 +53,49 @@ def take_ref(sparsifier, gradients, residuals, k, scale=1.0):
     for gradient, residual in zip(gradients, residuals, strict=True):
         residual.add_(gradient.to(residual.dtype), alpha=scale)
     x = residuals[0] if len(residuals) == 1 else torch.cat(list(residuals))
-    places = select(sparsifier, x, k)
-    values = x[places]
-    values[1:][places[1:] == places[:-1]] = 0  # padding
-    x[places] = 0
+    indices = select(sparsifier, x, k)
+    values = x[indices]
+    values[1:][indices[1:] == indices[:-1]] = 0  # padding
+    x[indices] = 0
     if not values.isfinite().all():
         x.masked_fill_(~x.isfinite(), 0)
     if len(residuals) > 1:
         for residual, part in zip(residuals, x.split([r.numel() for r in residuals]), strict=True):
             residual.copy_(part)
-    return values, places.int()
+    return values, indices.int()
 
 
-def add_at(targets: Sequence, values, places, scale: float = 1.0) -> None:
-    """targets += values * scale at `places`, which ascend; targets: flat parts as in `take`. ValueError: a place outside."""
+def add_at(targets: Sequence[torch.Tensor], values: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) -> None:
+    """targets += values * scale at `indices`, which ascend. targets: flat tensors, as in `take`.
+
+    ValueError: indices that do not ascend, or lie outside of the targets.
+    """
     native = kernels()
     if native and all(t.is_cpu and t.dtype == torch.float32 for t in (*targets, values)):
         segments = _segments([None] * len(targets), targets)
-        values, places = values.contiguous(), places.contiguous()
+        values, indices = values.contiguous(), indices.contiguous()
         wrong = native.functions.selection_add(
-            segments, len(segments), values.data_ptr(), places.data_ptr(), len(places), scale
+            segments, len(segments), values.data_ptr(), indices.data_ptr(), len(indices), scale
         )
         if wrong:
-            raise ValueError(f"places {places.tolist()[:3]}... do not ascend within {sum(map(len, targets))} numbers")
+            raise ValueError(
+                f"indices {indices.tolist()[:3]}... do not ascend within {sum(map(len, targets))} elements"
+            )
         return
-    add_at_ref(targets, values, places, scale)
+    add_at_ref(targets, values, indices, scale)
 
 
-def add_at_ref(targets, values, places, scale=1.0) -> None:
+def add_at_ref(targets, values, indices, scale=1.0) -> None:
     """`add_at` in torch."""
-    places, first = places.long(), 0
+    indices, first = indices.long(), 0
     for target in targets:
-        inside = (places >= first) & (places < first + len(target)) if len(targets) > 1 else slice(None)
-        target.index_add_(0, places[inside] - first, values[inside].to(target.dtype), alpha=scale)
+        is_inside = (indices >= first) & (indices < first + len(target)) if len(targets) > 1 else slice(None)
+        target.index_add_(0, indices[is_inside] - first, values[is_inside].to(target.dtype), alpha=scale)
         first += len(target)
 
 
-def _fits(gradients, residuals) -> bool:
-    """Whether the C kernel takes them."""
+def _fits_kernel(gradients, residuals) -> bool:
+    """Whether the C kernel supports these tensors."""
     dtype = gradients[0].dtype
     return dtype in TYPES and all(
         r.is_cpu and r.dtype == torch.float32 and r.is_contiguous() and g.dtype == dtype and g.is_contiguous()
@@ -105,17 +114,17 @@ def _segments(gradients, residuals):
 def _take_native(functions, gradients, residuals, k, scale):
     numel = sum(r.numel() for r in residuals)
     capacity = 2 * k + SLICE + min(numel // SAMPLED, MOST_SAMPLED)
-    room, values = torch.empty(2, capacity, dtype=torch.int32), torch.empty(k, dtype=torch.float32)
-    places = torch.empty(k, dtype=torch.int32)
+    workspace, values = torch.empty(2, capacity, dtype=torch.int32), torch.empty(k, dtype=torch.float32)
+    indices = torch.empty(k, dtype=torch.int32)
     segments = _segments(gradients, residuals)
-    keys, candidates = room
+    keys, candidates = workspace
     functions.selection_take(
         segments, len(segments), TYPES[gradients[0].dtype], scale, k, keys.data_ptr(), candidates.data_ptr(),
-        capacity, values.data_ptr(), places.data_ptr(),
+        capacity, values.data_ptr(), indices.data_ptr(),
     )  # fmt: skip
-    return values, places
+    return values, indices
 
 
-def residual_like(gradient) -> torch.Tensor:
-    """Nothing left over yet of a flat gradient: zeros of at least fp32."""
+def residual_like(gradient: torch.Tensor) -> torch.Tensor:
+    """An empty residual for a flat gradient: zeros, at least fp32."""
     return torch.zeros(gradient.numel(), dtype=at_least_fp32(gradient.dtype), device=gradient.device)

@@ -7,6 +7,7 @@ import torch._dynamo  # DDP would import it in each forked rank, for seconds
 import torch.distributed as dist
 
 from sparsefusion import SparseFusion
+from sparsefusion.fusion.plan_selection import PlanSelection
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 
 MICRO = 2  # batches that are added up in a step of Megatron's and DeepSpeed's
@@ -65,21 +66,21 @@ def quiet(**options):
 def in_halves(target, **options):
     """A SparseFusion whose ranks have compared, so that its first step is in float16, too."""
     fusion = quiet(mode="fp16", **options).attach(target)
-    fusion._session.prove()
+    fusion._session.compare_ranks()
     return fusion
 
 
 def force(fusion, **options):
     """Put such a plan in force, at once."""
     session = fusion._session
-    fusion._stop_watching()
-    session.plan, fusion._decided, fusion._sparse_since = (
+    fusion._selection.stop()
+    session.plan, fusion._selection.is_final, fusion._selection.sparse_since = (
         plan(session.sizes, session.reducer.group.size(), **options),
         True,
         0,
     )
-    session.unproved = None
-    session.reducer.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
+    session.pending_comparison = None
+    session.reducer.feedback.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
     return fusion
 
 
@@ -114,11 +115,11 @@ def flush(fusion):
 
 def timelines(monkeypatch) -> list:
     """Those that this rank plans from, from now on."""
-    seen, planned = [], SparseFusion._planned
+    seen, planned = [], PlanSelection.make_candidates
 
     def noting(self, timeline, costs):
         seen.append(timeline)
         return planned(self, timeline, costs)
 
-    monkeypatch.setattr(SparseFusion, "_planned", noting)
+    monkeypatch.setattr(PlanSelection, "make_candidates", noting)
     return seen

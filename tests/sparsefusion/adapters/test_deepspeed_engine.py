@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fused import MICRO, Net, batch, flush, force, in_halves, pending, quiet, same_on_all_ranks, summed, timelines
 from sparsefusion.fusion import profiling
-from sparsefusion.planning.timeline import Load, seconds
+from sparsefusion.planning.timeline import Load, step_seconds
 
 ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
 NO_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}, "gradient_clipping": 0.0}
@@ -98,7 +98,7 @@ def test_deepspeed_plans_from_what_it_hands_over(ranks, world, deepspeed, stage,
             engine_step(made, step, rank, spare=False)
             dist.all_gather_object(plans, fusion.plan.hash)
             assert len(set(plans)) == 1
-        assert fusion._candidates or fusion._decided
+        assert fusion._selection.candidates or fusion._selection.is_final
         assert same_on_all_ranks(made.module.parameters())
         if mode == "layerwise":
             names = [name for buffer in fusion.plan.buffers for name in buffer.names]
@@ -145,7 +145,7 @@ def test_waiting_for_deepspeeds_buckets_is_no_computing(ranks, world, deepspeed,
             ready, count = timeline.by_name(), len(timeline.atoms)
             assert count > 2 and abs(timeline.step - count) < 0.01 and timeline.tensors[-1].ready < 0.01
             loads = [Load(max(ready[name].ready for name in atom), 0, 1.0, 0, 0) for atom in timeline.atoms]
-            assert abs(seconds(loads, False, timeline.waits) - timeline.step) < 0.01
+            assert abs(step_seconds(loads, False, timeline.waits_for_atoms) - timeline.step) < 0.01
 
     ranks(run, world)
 
@@ -272,7 +272,7 @@ def test_deepspeeds_torch_autocast(ranks, world, deepspeed, stage, nbytes, monke
             assert step > 5 or all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
             engine_step(plain, step, rank), engine_step(ours, step, rank)
         assert same_on_all_ranks(ours.module.parameters())
-        assert rank or (seen[0].sent, seen[0].itemsize) == (nbytes, 4)
+        assert rank or (seen[0].sent_itemsize, seen[0].itemsize) == (nbytes, 4)
 
     ranks(run, world)
 

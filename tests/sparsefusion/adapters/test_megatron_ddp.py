@@ -310,7 +310,7 @@ def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, where, for
             ddp.zero_grad_buffer()
             ddp(batch(4, rank), True).square().mean().backward()
         wrong.remove()
-        with pytest.raises(RuntimeError, match="comes again in step 2: a backward ended in the middle"):
+        with pytest.raises(RuntimeError, match="comes again in step 2: a backward pass ended in the middle"):
             megatron_step(ddp, 3, rank)
         fusion.detach()
         if forced:
@@ -365,7 +365,7 @@ def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world,
         for step in range(5):
             megatron_step(ddp, step, rank)
         if rank == 0:
-            assert not seen[0].waits and (len({tensor.ready for tensor in seen[0].tensors}) == 1) != overlap
+            assert not seen[0].waits_for_atoms and (len({tensor.ready for tensor in seen[0].tensors}) == 1) != overlap
 
     ranks(run, world)
 

@@ -21,8 +21,9 @@ from fused import Net, backward, force, quiet, same_on_all_ranks
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fusion import profiling, trial
-from sparsefusion.planning.planner import Wish
+from sparsefusion.fusion import cost_measurement, profiling, trial
+from sparsefusion.fusion.plan_selection import PlanSelection
+from sparsefusion.planning.planner import CompressionSettings
 
 POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
 
@@ -178,7 +179,10 @@ def test_wrong_options(options, why):
 
 
 def test_any_kind_of_number_is_a_density():
-    assert SparseFusion(Fraction(1, 100), density_warmup=np.int64(3)).wish == SparseFusion(0.01).wish
+    assert (
+        SparseFusion(Fraction(1, 100), density_warmup=np.int64(3))._options.compression
+        == SparseFusion(0.01)._options.compression
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -334,7 +338,7 @@ def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
         model = DDP(Net())
         fusion = SparseFusion(0.02, report=report).attach(model)
         with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
-            for step in range(6 + trial.longest()):
+            for step in range(6 + trial.longest_trial_steps()):
                 backward(model, step, rank)
         state = fusion.state_dict()
         assert state["plan"] and state["candidates"] is None and state["step"] == step + 1
@@ -348,7 +352,7 @@ def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, world):
     """Where already the smallest message is slow; and the training's random numbers stay its own."""
-    monkeypatch.setattr(profiling, "SLOW_S", 0.0)
+    monkeypatch.setattr(cost_measurement, "SLOW_S", 0.0)
 
     def run(rank):
         said = []
@@ -358,14 +362,14 @@ def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, worl
             for step in range(5):
                 assert fusion.plan.mode == "dense"
                 backward(model, step, rank)
-            assert fusion.plan.mode == mode and fusion.plan.sent_numbers[2] == sum(
+            assert fusion.plan.mode == mode and fusion.plan.sent_elements[2] == sum(
                 p.numel() for p in model.parameters()
             )
             assert len(set(ranks_hashes(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
             counter = fusion._session.reducer.counter
             counter.reset()
             backward(model, 5, rank)
-            dense, sparse, _ = fusion.plan.sent_numbers
+            dense, sparse, _ = fusion.plan.sent_elements
             messages = sum(any(unit.k for unit in buffer.units) for buffer in fusion.plan.buffers)
             assert counter.nbytes == 4 * dense + (4 + 2) * sparse + 4 * messages  # of less than 65,536 numbers each
         return said
@@ -381,15 +385,17 @@ def test_costs_are_measured_as_it_sends(ranks, world, sparsifier, wire):
     """And alike on all ranks; the training's random numbers stay its own."""
 
     def run(rank):
-        wish, random = Wish(0.02, sparsifier, wire), torch.get_rng_state()
-        costs = profiling.measured_costs(dist.group.WORLD, torch.device("cpu"), torch.bfloat16, 50_000, wish)
+        compression, random = CompressionSettings(0.02, sparsifier, wire), torch.get_rng_state()
+        costs = cost_measurement.measure_costs(
+            dist.group.WORLD, torch.device("cpu"), torch.bfloat16, 50_000, compression
+        )
         assert torch.equal(random, torch.get_rng_state())
         model = DDP(Net())
         fusion = quiet(mode="layerwise", density=0.02, sparsifier=sparsifier, wire=wire).attach(model)
         for step in range(6):
             backward(model, step, rank)
         assert fusion.plan.mode == "layerwise" and set(fusion.state_dict()["residuals"]) == set(fusion._session.sizes)
-        return costs.handle, costs.select(4096), costs.select(50_000), costs.add(1), costs.copy(1)
+        return costs.per_message, costs.select(4096), costs.select(50_000), costs.add(1), costs.copy(1)
 
     found = ranks(run, world)
     assert len(set(found)) == 1 and min(found[0][1:]) > 0 <= found[0][0] < 10
@@ -401,13 +407,13 @@ def test_planning_counts_what_is_sent(ranks, world, wire):
     """Also the blocks of int8, which each gradient fills, however few numbers it sends."""
 
     def run(rank):
-        model, wish = DDP(Net()), Wish(0.01, wire=wire)
+        model, compression = DDP(Net()), CompressionSettings(0.01, wire=wire)
         fusion = quiet(mode="layerwise", wire=wire).attach(model)
         for step in range(6):
             fusion.counter.reset()
             backward(model, step, rank)
         counts = [unit.k for buffer in fusion.plan.buffers for unit in buffer.units]
-        planned = wish.sent_bytes(sum(counts), 4, sum(map(wish.filled, counts)))
+        planned = compression.sent_bytes(sum(counts), 4, sum(map(compression.filled, counts)))
         assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(fusion.plan.buffers)  # for many places
 
     ranks(run, world)
@@ -418,15 +424,15 @@ def test_a_plan_that_is_not_everyones_is_noticed(ranks, monkeypatch, world):
     """Before anything is sent with it."""
 
     def run(rank):
-        model, take = DDP(Net()), SparseFusion._take
+        model, take = DDP(Net()), PlanSelection.adopt
         quiet(mode="layerwise", density=0.05).attach(model)
 
         def changed(self, candidates):
             take(self, candidates)
             if rank == 1:
-                self._session.plan = replace(self.plan, density=0.04)
+                self.session.plan = replace(self.session.plan, density=0.04)
 
-        monkeypatch.setattr(SparseFusion, "_take", changed)
+        monkeypatch.setattr(PlanSelection, "adopt", changed)
         for step in range(4):
             backward(model, step, rank)
         with pytest.raises(ValueError, match="ranks of SparseFusion .* were asked something else than rank 0"):
@@ -449,9 +455,9 @@ def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
     def run(rank):
         model, said = DDP(Net()), []
         fusion = SparseFusion(0.02, report=said.append).attach(model)
-        for step in range(5 + trial.longest()):
+        for step in range(5 + trial.longest_trial_steps()):
             backward(model, step, rank)
-        assert fusion._decided and len(set(ranks_hashes(fusion.plan.hash))) == 1
+        assert fusion._selection.is_final and len(set(ranks_hashes(fusion.plan.hash))) == 1
         assert same_on_all_ranks([p.grad for p in model.parameters()])
         if rank == 0:  # on a CPU another thread is predicted to bring nothing, and has no turn
             assert "offload" in said[0] and not any("offload" in text for text in said[1:])
@@ -470,7 +476,7 @@ def test_a_density_that_cannot_help_stays_dense(ranks, world):
         fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(model)
         for step in range(2):
             backward(model, step, rank)
-        return fusion.plan.mode, fusion._decided, said
+        return fusion.plan.mode, fusion._selection.is_final, said
 
     found = ranks(run, world)
     assert all(mode == "dense" and decided for mode, decided, _ in found)

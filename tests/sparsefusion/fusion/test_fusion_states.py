@@ -214,7 +214,7 @@ def test_a_plan_of_another_budget_is_not_kept(ranks, world):
         for budget, kept in (("paper", True), ("bytes", False)):
             resumed = quiet(mode="selective", density=0.05, budget=budget).attach(model)
             resumed.load_state_dict(state)
-            assert (resumed.plan == Plan.from_json(state["plan"])) == kept and resumed._decided == kept
+            assert (resumed.plan == Plan.from_json(state["plan"])) == kept and resumed._selection.is_final == kept
             resumed.detach()
 
     ranks(run, world)
@@ -275,13 +275,13 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, wor
             if steps == 34:
                 assert state["candidates"]["trial"]["rounds"]
                 assert resumed.state_dict()["candidates"] == state["candidates"]
-            for step in range(steps, 17 + 32 + trial.longest()):
+            for step in range(steps, 17 + 32 + trial.longest_trial_steps()):
                 backward(fresh, step, rank)
-            assert resumed._decided and resumed.state_dict()["sparse_since"] == 5
+            assert resumed._selection.is_final and resumed.state_dict()["sparse_since"] == 5
         return said
 
     said = ranks(run, world)[0]
-    assert sum("Predicted:" in text for text in said) == 3 == sum("for steps took" in text for text in said)
+    assert sum("Predicted:" in text for text in said) == 3 == sum("measured steps" in text for text in said)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -295,7 +295,7 @@ def test_planning_anew_interrupts_a_warm_up(ranks, world):
         fusion.replan()
         for step in (8, 9):
             backward(model, step, rank), backward(plain, step, rank)
-        assert fusion._session.density_ratio == 1 and not fusion._session.sends_all
+        assert fusion._session.density_ratio == 1 and not fusion._session.is_dense_step
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
         for step in range(10, 14):
             backward(model, step, rank)
@@ -320,7 +320,9 @@ def test_another_parts_state_is_refused(ranks, tp, dp):
         dist.all_gather_object(states, state)
         other = (rank + 1) % tp + rank // tp * tp
         for given in (states[other], states[other] if rank == 0 else state):
-            with pytest.raises(ValueError, match=r"the state of part \[1, .\] of a model, and this rank's is \[0, "):
+            with pytest.raises(
+                ValueError, match=r"the state of part \[1, .\] of a model, and this rank has part \[0, "
+            ):
                 fusion.load_state_dict(given)
         older = {what: value for what, value in state.items() if what != "part"}
         fusion.load_state_dict(older)
@@ -363,8 +365,8 @@ def test_states_of_something_else_are_refused(ranks, world):
         candidates = {"dense": 1.0, "plans": {"dense": dense}, "trial": progress}
         for bad, why in (
             ({}, "not a state of SparseFusion"),
-            (None, "NoneType is no state of SparseFusion, nor a list of them"),
-            ([], "no states at all"),
+            (None, "NoneType is neither a state of SparseFusion nor a list of states"),
+            ([], "the list of states is empty"),
             ({"version": state["version"], "residuals": {}}, "a state of SparseFusion without budget, candidates"),
             ({**state, "residuals": None}, "whose residuals are a NoneType"),
             ({**state, "residuals": {"first.weight": [0.0]}}, "whose residual of 'first.weight' is a list"),

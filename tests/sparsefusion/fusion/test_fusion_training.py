@@ -51,7 +51,7 @@ def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp, name):
         made = trainer(tp, **MODELS[name])
         losses = tiny.curve(made, 14)[0]
         assert made.fusion.plan.mode == "layerwise" and alike(made.model, made.groups.data)
-        dense, sparse, total = made.fusion.plan.sent_numbers
+        dense, sparse, total = made.fusion.plan.sent_elements
         assert dense == 0 and sparse < 0.2 * total
         return losses
 
@@ -187,10 +187,12 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
         with pytest.raises(ValueError, match="has no pending gradients"):
             read_pending(tmp_path, made)
         dist.barrier()
-        made.fusion._session.reducer.residuals = {"none": torch.zeros(3)}
+        made.fusion._session.reducer.feedback.residuals = {"none": torch.zeros(3)}
         write_pending(tmp_path, made)
         dist.barrier()
-        with pytest.raises(ValueError, match="cannot resume from .*a state with 3 numbers of 'none'; here it has none"):
+        with pytest.raises(
+            ValueError, match="cannot resume from .*a state with 3 elements of 'none'; here it has none"
+        ):
             read_pending(tmp_path, trainer(1, gradient_mode="dense", global_batch_size=8))
         if world == 4:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()

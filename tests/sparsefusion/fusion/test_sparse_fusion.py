@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from fused import Net, backward, batch, force, pending, plan, quiet, same_on_all_ranks, summed
 from sparsefusion import SPARSIFIERS
 from sparsefusion.collectives.counted import begin_all_gather
-from sparsefusion.gradients.reducer import Reducer, Reduction, Selected
+from sparsefusion.gradients.reducer import Reducer, Selection
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES, Plan, Unit
 
@@ -204,15 +204,15 @@ def test_unused_parameters_take_nobodys_place(ranks, world, k):
         given = torch.cat([*gradients.values()])
         for sparsifier in ("dgc", "topk"):
             reducer = Reducer(dist.group.WORLD, sparsifier)
-            reducer.residuals[dormant] = torch.full((sizes[dormant],), 1e6)
+            reducer.feedback.residuals[dormant] = torch.full((sizes[dormant],), 1e6)
             means = {name: gradient.clone() for name, gradient in gradients.items()}
             reducer.start([Unit(tuple(sizes), sum(sizes.values()), k)], means).wait()
             sent = torch.zeros_like(given)
-            places = given.abs().topk(k).indices
-            sent[places] = given[places]
+            indices = given.abs().topk(k).indices
+            sent[indices] = given[indices]
             assert torch.cat([*means.values()]).double().allclose(summed(sent) / world, atol=1e-6)
-            assert reducer.residuals[dormant].eq(1e6).all()
-            left = torch.cat([reducer.residuals[name] for name in sizes if name != dormant])
+            assert reducer.feedback.residuals[dormant].eq(1e6).all()
+            left = torch.cat([reducer.feedback.residuals[name] for name in sizes if name != dormant])
             assert left.eq(0).sum() == min(k, len(left))
 
     ranks(run, world)
@@ -543,7 +543,12 @@ def test_what_a_framework_overwrites_was_looked_at(ranks, world):
 
     def run(rank):
         session = Session(
-            Reducer(dist.group.WORLD), {"a": 9, "b": 9}, "cpu", holds=False, loss_scale=lambda: 1.0, skips=True
+            Reducer(dist.group.WORLD),
+            {"a": 9, "b": 9},
+            "cpu",
+            can_wait_for_buffer=False,
+            loss_scale=lambda: 1.0,
+            skips_nonfinite_steps=True,
         )
         session.plan = Plan("dense", "dgc", 0.01, "fp32", world)
         session.restore(0, {name: torch.full((9,), 1.0 + rank) for name in "ab"})
@@ -553,10 +558,10 @@ def test_what_a_framework_overwrites_was_looked_at(ranks, world):
             session.reduce({name: memory}, [memory], lambda: dist.all_reduce(memory)).wait()
             assert memory[0] == (math.inf if name == "a" else world + sum(range(1, world + 1)))
         with pytest.raises(RuntimeError, match="step 0 has begun"):
-            session.settle()
+            session.finish_skipped_step()
         session.end_step()
-        session.settle()
-        assert all(torch.equal(r, torch.full((9,), 1.0 + rank)) for r in session.reducer.residuals.values())
+        session.finish_skipped_step()
+        assert all(torch.equal(r, torch.full((9,), 1.0 + rank)) for r in session.reducer.feedback.residuals.values())
         with pytest.raises(RuntimeError, match="a step ended without a gradient"):
             session.end_step()
 
@@ -578,7 +583,7 @@ def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
             reducer.start([unit], gradients).wait()
             applied = {name: applied[name] + world * g.double() for name, g in gradients.items()}
         for name in dtypes:
-            error = applied[name] + summed(reducer.residuals[name]) - summed(given[name])
+            error = applied[name] + summed(reducer.feedback.residuals[name]) - summed(given[name])
             assert error.norm() <= 1e-6 * summed(given[name]).norm(), name
 
     ranks(run, world)
@@ -613,16 +618,17 @@ def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world)
     most = 2**31 - 1
 
     def run(rank):
-        reducer, places = Reducer(dist.group.WORLD), [[0, 1, most - 1], [most - 2, most - 1], [1]]
+        reducer, indices = Reducer(dist.group.WORLD), [[0, 1, most - 1], [most - 2, most - 1], [1]]
         selected = [
-            Selected(Unit((str(n),), numel, len(at)), torch.ones(len(at)), torch.tensor(at, dtype=torch.int32) - rank)
-            for n, (at, numel) in enumerate(zip(places, (most, most, 2), strict=True))
+            Selection(Unit((str(n),), numel, len(at)), torch.ones(len(at)), torch.tensor(at, dtype=torch.int32) - rank)
+            for n, (at, numel) in enumerate(zip(indices, (most, most, 2), strict=True))
         ]
-        selected[0].places.clamp_(0)
-        sent = begin_all_gather(reducer._message(selected), reducer.group)
-        parts = Reduction(reducer, [], None, selected, sent, {}, 1.0)._of_all_ranks(sent.wait()[0])
+        selected[0].indices.clamp_(0)
+        message = reducer.sparse_message(selected)
+        (received,) = begin_all_gather(message.encode()[0], reducer.group).wait()
+        _, parts = message.decode(received)
         assert [[p.tolist() for _, p in of_ranks] for of_ranks in parts] == [
-            [[max(0, place - each) for place in at] for each in range(world)] for at in places
+            [[max(0, place - each) for place in at] for each in range(world)] for at in indices
         ]
 
     ranks(run, world)
@@ -631,6 +637,6 @@ def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world)
 def test_what_is_pending_survives_a_narrow_format():
     """Residuals far below float16's smallest number, flushed into gradients that a loss scale has made larger."""
     reducer, gradient = Reducer(None), torch.ones(10, dtype=torch.float16)
-    reducer.residuals["a"] = torch.full((10,), 1e-8)
-    reducer.flush({"a": gradient}, scale=2.0**20)
-    assert gradient.allclose(torch.tensor(1 + 1e-8 * 2**20).half()) and not reducer.residuals
+    reducer.feedback.residuals["a"] = torch.full((10,), 1e-8)
+    reducer.feedback.flush({"a": gradient}, scale=2.0**20)
+    assert gradient.allclose(torch.tensor(1 + 1e-8 * 2**20).half()) and not reducer.feedback.residuals

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.fusion import trial
-from sparsefusion.fusion.trial import LEAST, ROUNDS, STEPS, Trial, contestants
+from sparsefusion.fusion.trial import LEAST, ROUNDS, STEPS, Trial, close_modes
 
 
 def test_contestants():
     """The four best of those that are close, and dense if it is."""
     order = dict(bucket=1.0, interleaved=1.01, layerwise=1.1, offload=1.12, selective=1.2, dense=1.25, fp16=1.31)
-    assert contestants(order) == ["bucket", "interleaved", "layerwise", "dense"]
-    assert contestants(order | {"dense": 1.05}) == ["bucket", "interleaved", "dense", "layerwise"]
-    assert contestants(order | {"dense": 1.4}) == ["bucket", "interleaved", "layerwise", "offload"]
-    assert contestants(order | {"dense": 1.4, "offload": 1.2}) == ["bucket", "interleaved", "layerwise", "selective"]
-    assert contestants({"dense": 1.0, "fp16": 1.31}) == ["dense"]
-    assert contestants({"layerwise": 2.0}) == ["layerwise"]
+    assert close_modes(order) == ["bucket", "interleaved", "layerwise", "dense"]
+    assert close_modes(order | {"dense": 1.05}) == ["bucket", "interleaved", "dense", "layerwise"]
+    assert close_modes(order | {"dense": 1.4}) == ["bucket", "interleaved", "layerwise", "offload"]
+    assert close_modes(order | {"dense": 1.4, "offload": 1.2}) == ["bucket", "interleaved", "layerwise", "selective"]
+    assert close_modes({"dense": 1.0, "fp16": 1.31}) == ["dense"]
+    assert close_modes({"layerwise": 2.0}) == ["layerwise"]
 
 
 def tried(monkeypatch, tale, dense=1.0, after=0, turns=None, resumed=None):
@@ -32,7 +32,7 @@ def tried(monkeypatch, tale, dense=1.0, after=0, turns=None, resumed=None):
     modes, clock, taken, decided = list(tale), [0.0], [], []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
     session = SimpleNamespace(
-        watchers=[],
+        observers=[],
         plan=None,
         device=torch.device("cpu"),
         model_group=None,
@@ -40,14 +40,14 @@ def tried(monkeypatch, tale, dense=1.0, after=0, turns=None, resumed=None):
     )
     plans = {mode: mode for mode in [*modes, "dense"]}
     begin = partial(Trial, session, plans, turns or modes, dense, after, lambda *found: decided.append(found))
-    session.watchers.append(begin())
-    while session.watchers and len(taken) < 1000:
+    session.observers.append(begin())
+    while session.observers and len(taken) < 1000:
         if len(taken) == resumed:
-            session.watchers = [begin(progress=json.loads(json.dumps(session.watchers[0].progress)))]
+            session.observers = [begin(progress=json.loads(json.dumps(session.observers[0].progress)))]
         taken.append(session.plan)
         seconds = tale[session.plan]
         clock[0] += seconds[min(len(taken) // (STEPS * len(modes)), len(seconds) - 1)]
-        session.watchers[0].step_ended(session)
+        session.observers[0].step_ended(session)
     (found,) = decided
     return *found, taken
 

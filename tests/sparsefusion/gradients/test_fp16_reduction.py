@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, backward, batch, in_halves, quiet, same_on_all_ranks
-from sparsefusion.gradients.fp16_reduction import HalfScale
+from sparsefusion.gradients.fp16_reduction import Fp16Scale
 
 NUMEL = sum(p.numel() for p in Net().parameters())
 
@@ -44,7 +44,7 @@ def test_fp16_keeps_what_is_small(ranks, world):
             ours.zero_grad()
             (times * ours(batch(step, rank), True).square().mean()).backward()
             assert same_on_all_ranks([p.grad for p in ours.parameters()])
-            assert math.log2(fusion._session.reducer.half_scale.value).is_integer()
+            assert math.log2(fusion._session.reducer.fp16_scale.value).is_integer()
             for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
                 error = (q.grad.double() / times - p.grad).norm() / p.grad.double().norm()
                 assert error <= 1e-3 if step in (1, 2, 3, 5) else error > 0.01, (step, error)
@@ -144,7 +144,7 @@ def test_steady_gradients_are_sent_once(ranks, world):
         fusion = in_halves(model, loss_scale=lambda: now["loss_scale"])
         for each in (plain, model):
             each.module.first.bias.register_hook(lambda g: g * now["times"])
-        scale = fusion._session.reducer.half_scale
+        scale = fusion._session.reducer.fp16_scale
         for loss_scale, times, again in (
             (1.0, 1.0, False),
             (1.0, 1.0, False),
@@ -170,7 +170,7 @@ def test_steady_gradients_are_sent_once(ranks, world):
 
 def test_the_scale_is_no_smaller_than_it_must_be():
     """With a loss scale: what is in range goes as torch's hook has it; and no loss scale is a number without a logarithm."""
-    scale = HalfScale()
+    scale = Fp16Scale()
     for most, loss_scale, expected in (
         (1.0, 2.0**20, 16.0),
         (31.0, 2.0**20, 1.0),

@@ -53,14 +53,14 @@ def numbers(numel):
 @pytest.mark.parametrize("times", TIMES)
 def test_c_has_the_bits_of_torch(variant, numel, times):
     x = numbers(numel)
-    half = half_precision.to_half(x, times)
-    assert same_bits(half, half_precision.to_half_ref(x, times)) and same_bits(half, (x * times).half())
+    half = half_precision.to_fp16(x, times)
+    assert same_bits(half, half_precision.to_fp16_ref(x, times)) and same_bits(half, (x * times).half())
     out, expected = torch.empty(numel), torch.empty(numel)
-    half_precision.restore(half, times, out)
-    half_precision.restore_ref(half, times, expected)
+    half_precision.from_fp16(half, times, out)
+    half_precision.from_fp16_ref(half, times, expected)
     assert same_bits(out, expected) and same_bits(out, half.float() * times)
     most = half.double().abs().max().item() if numel else 0.0
-    assert half_precision.largest_half(half).item() == most == largest(half).item()
+    assert half_precision.largest_fp16(half).item() == most == largest(half).item()
 
 
 @needs_library
@@ -69,11 +69,11 @@ def test_c_has_the_bits_of_torch(variant, numel, times):
 def test_what_is_not_finite_stays_so(variant, bad, place):
     x = numbers(101)
     x[place] = bad
-    half = half_precision.to_half(x, 1e-30)
+    half = half_precision.to_fp16(x, 1e-30)
     assert torch.equal(half.isnan(), x.isnan()) and torch.equal(half.isinf(), x.isinf())
-    assert not half_precision.largest_half(half).isfinite() and not largest(half).isfinite()
+    assert not half_precision.largest_fp16(half).isfinite() and not largest(half).isfinite()
     out = torch.empty(101)
-    half_precision.restore(half, 2.0, out)
+    half_precision.from_fp16(half, 2.0, out)
     assert torch.equal(out.isfinite(), x.isfinite())
 
 
@@ -82,8 +82,8 @@ def test_other_types_are_rounded_once(dtype):
     x = numbers(1000).to(dtype)
     with numpy.errstate(over="ignore"):
         expected = (x.float() * (1 / 3)).numpy().astype(numpy.float16)
-    assert same_bits(half_precision.to_half(x, 1 / 3), torch.from_numpy(expected))
+    assert same_bits(half_precision.to_fp16(x, 1 / 3), torch.from_numpy(expected))
     out = torch.empty_like(x)
-    half_precision.restore(half_precision.to_half(x, 2.0**-9), 2.0**9, out)
+    half_precision.from_fp16(half_precision.to_fp16(x, 2.0**-9), 2.0**9, out)
     middle = (x.double().abs() > 1) & (x.double().abs() < 1000)
     assert middle.sum() > 100 and out[middle].double().allclose(x[middle].double(), rtol=1e-3)

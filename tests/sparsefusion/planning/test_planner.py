@@ -11,11 +11,21 @@ from hypothesis import strategies as st
 
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fusion.profiling import Sampled
-from sparsefusion.planning.fusion_cuts import find_opt_fusion, finish
+from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.planning.fusion_cuts import find_opt_fusion, finish_time
 from sparsefusion.planning.plan import Buffer, Plan, Unit
-from sparsefusion.planning.planner import Wish, compensated, corrected, excluded, helps, plans_of, predict
-from sparsefusion.planning.timeline import MOST_CORRECTED, Costs, Load, Tensor, Timeline, seconds
+from sparsefusion.planning.planner import (
+    CompressionSettings as Settings,
+)
+from sparsefusion.planning.planner import (
+    calibrated_costs,
+    compensated_density,
+    count_excluded,
+    make_plans,
+    predict,
+    sends_less,
+)
+from sparsefusion.planning.timeline import LARGEST_CORRECTION, Costs, Load, Tensor, Timeline, step_seconds
 
 MODES = ("layerwise", "bucket", "selective", "interleaved", "offload")
 
@@ -40,7 +50,7 @@ def timeline(sizes, atoms, backward=1e-3):
 
 def plan_of(mode, *given, early=False):
     """One mode's plan."""
-    return plans_of((mode,), *given, early)[mode]
+    return make_plans((mode,), *given, early)[mode]
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,8 +67,8 @@ def test_no_way_to_cut_is_better(data, count, fixed):
         return latency + sum(sending[i:j])
 
     ways = [(*cut, count) for size in range(count) for cut in combinations(range(1, count), size)]
-    best = min(finish(ends, compute, send) for ends in ways)
-    assert finish(find_opt_fusion(count, compute, send), compute, send) == best
+    best = min(finish_time(ends, compute, send) for ends in ways)
+    assert finish_time(find_opt_fusion(count, compute, send), compute, send) == best
 
 
 def test_many_gradients_are_cut_in_good_places():
@@ -71,45 +81,53 @@ def test_many_gradients_are_cut_in_good_places():
         return 20 + 0.9 * sum(times[i:j])
 
     ends = find_opt_fusion(500, compute, send)
-    found = finish(ends, compute, send)
+    found = finish_time(ends, compute, send)
     assert ends[-1] == 500 and list(ends) == sorted(set(ends))
-    assert found <= finish((500,), compute, send) / 1.5 and found <= finish(range(1, 501), compute, send) / 1.5
+    assert (
+        found <= finish_time((500,), compute, send) / 1.5 and found <= finish_time(range(1, 501), compute, send) / 1.5
+    )
 
 
 def test_equation_2():
     """gradcomm.md A.3: 3 ms + 3 x 0.85 ms against 4.5 ms of the buffer before."""
     sizes = [10_000, 20_000, 1_000_000]
-    assert excluded(sizes, 3e-3, [0.85e-3] * 3, 4.5e-3) == 2
-    assert excluded(sizes[::-1], 3e-3, [0.85e-3] * 3, 4.5e-3) == 2  # whatever the order
-    assert excluded(sizes, 3e-3, [0.85e-3] * 3, 6e-3) == 0
-    assert excluded(sizes, 3e-3, [0.85e-3] * 3, 1e-3) == 3  # which the planner's guards then refuse
+    assert count_excluded(sizes, 3e-3, [0.85e-3] * 3, 4.5e-3) == 2
+    assert count_excluded(sizes[::-1], 3e-3, [0.85e-3] * 3, 4.5e-3) == 2  # whatever the order
+    assert count_excluded(sizes, 3e-3, [0.85e-3] * 3, 6e-3) == 0
+    assert count_excluded(sizes, 3e-3, [0.85e-3] * 3, 1e-3) == 3  # which the planner's guards then refuse
 
 
 def test_density_is_compensated_by_bytes():
     """(P-1) 8 rho' n_s = (P-1) 8 rho N - 2 (P-1)/P 4 n_d."""
     for ranks in (2, 4):
-        density = compensated(0.01, 4000, 996_000, 1 / ranks)
+        density = compensated_density(0.01, 4000, 996_000, 1 / ranks)
         assert (ranks - 1) * 8 * density * 996_000 == pytest.approx(
             (ranks - 1) * 8 * 0.01 * 1e6 - 2 * (ranks - 1) / ranks * 4 * 4000
         )
-    assert compensated(0.01, 50_000, 950_000, 1 / 2) == 0.005  # not below half
-    assert compensated(0.01, 4000, 996_000, 1 / 2, "paper") == pytest.approx(6000 / 996_000)
-    assert compensated(0.01, 50_000, 950_000, 1 / 2, "paper") == 0.001
+    assert compensated_density(0.01, 50_000, 950_000, 1 / 2) == 0.005  # not below half
+    assert compensated_density(0.01, 4000, 996_000, 1 / 2, "paper") == pytest.approx(6000 / 996_000)
+    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "paper") == 0.001
 
 
 def test_guard():
     """Sparse only if density (value + index bytes) ranks < 2 dense bytes: 1/P, 1/(2P) against 16 bits, 1 for 2 with ZeRO."""
     for ranks in (2, 3, 4, 8):
         for share, itemsize, scattered in ((1, 4, False), (1 / 2, 2, False), (1 / 2, 4, True), (4 / 3, 8, False)):
-            assert helps(Wish(0.99 * share / ranks), ranks, itemsize, itemsize, scattered)
-            assert not helps(Wish(1.01 * share / ranks), ranks, itemsize, itemsize, scattered)
+            assert sends_less(Settings(0.99 * share / ranks), ranks, itemsize, itemsize, scattered)
+            assert not sends_less(Settings(1.01 * share / ranks), ranks, itemsize, itemsize, scattered)
     for scattered in (False, True):  # against fp16, which is all-reduced
-        assert helps(Wish(0.49 / 4), 4, 4, 4, scattered, halves=True)
-        assert not helps(Wish(0.51 / 4), 4, 4, 4, scattered, halves=True)
-    assert helps(Wish(0.24 / 4), 4, 2, 2, True, halves=True) and not helps(Wish(0.26 / 4), 4, 2, 2, True, halves=True)
-    assert helps(Wish(0.66 / 2, wire="bf16"), 2, 2, 2) and not helps(Wish(0.67 / 2, wire="bf16"), 2, 2, 2)
-    assert helps(Wish(0.49 / 4), 4, 4, 2) and not helps(Wish(0.51 / 4), 4, 4, 2)  # fp32, of which 16 bits are sent
-    assert not helps(Wish(0.01), 1, 4, 4)
+        assert sends_less(Settings(0.49 / 4), 4, 4, 4, scattered, than_fp16=True)
+        assert not sends_less(Settings(0.51 / 4), 4, 4, 4, scattered, than_fp16=True)
+    assert sends_less(Settings(0.24 / 4), 4, 2, 2, True, than_fp16=True) and not sends_less(
+        Settings(0.26 / 4), 4, 2, 2, True, than_fp16=True
+    )
+    assert sends_less(Settings(0.66 / 2, wire="bf16"), 2, 2, 2) and not sends_less(
+        Settings(0.67 / 2, wire="bf16"), 2, 2, 2
+    )
+    assert sends_less(Settings(0.49 / 4), 4, 4, 2) and not sends_less(
+        Settings(0.51 / 4), 4, 4, 2
+    )  # fp32, of which 16 bits are sent
+    assert not sends_less(Settings(0.01), 1, 4, 4)
 
 
 @settings(max_examples=50, deadline=None)
@@ -120,24 +138,24 @@ def test_guard():
 def test_every_gradient_is_in_a_plan_once(sizes, atoms):
     given, price = timeline(sizes, atoms), costs()
     for mode in MODES:
-        plan = plan_of(mode, Wish(0.01), given, price)
+        plan = plan_of(mode, Settings(0.01), given, price)
         names = [name for buffer in plan.buffers for name in buffer.names]
         assert names == [tensor.name for tensor in given.tensors]
         units = [unit for buffer in plan.buffers for unit in buffer.units]
         assert all(0 <= unit.k <= unit.numel for unit in units)
-        dense, sparse, total = plan.sent_numbers
+        dense, sparse, total = plan.sent_elements
         assert total == sum(sizes) and dense <= total
         if mode in ("layerwise", "bucket"):
             assert dense == 0 and sparse <= max(0.01 * total, len(units)) + len(units)
         assert Plan.from_json(plan.to_json()) == plan
-        assert predict(plan, Wish(0.01), given, price) >= given.tensors[-1].ready
+        assert predict(plan, Settings(0.01), given, price) >= given.tensors[-1].ready
 
 
 def test_small_gradients_go_whole_where_selecting_is_dear():
     given = timeline([2_000_000, 5000, 1_000_000, 5000, 300], 2)
 
     def whole(select):
-        plan = plan_of("selective", Wish(0.01), given, costs(select=select))
+        plan = plan_of("selective", Settings(0.01), given, costs(select=select))
         return {name for buffer in plan.buffers for unit in buffer.units if not unit.k for name in unit.names}
 
     assert whole(1e-12) == {"w4"}  # one dimension
@@ -148,42 +166,43 @@ def test_a_step_played_out():
     """Two buffers: 10 and 20 s of backward, 1 and 2 s selecting, 5 s sums, 3 s gathers, 1 s writing each."""
     loads = [Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)]
     # selected at 11, sent until 19; selected at 23, sent until 31; written at 32 (the first at 24, while that was sent)
-    assert seconds(loads, interleaved=False) == 32
+    assert step_seconds(loads, interleaved=False) == 32
     # the sum leaves at 10, ends at 15, the gather at 18; at 21, ends at 26, the gather at 29
-    assert seconds(loads, interleaved=True) == 30
+    assert step_seconds(loads, interleaved=True) == 30
 
 
 def test_a_framework_that_waits_played_out():
     """The second buffer's 20 s of backward begin when the first is written, at 20: ready at 30, sent from 32 until 40."""
     loads = [Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)]
-    assert seconds(loads, interleaved=False, waits=True) == 41
+    assert step_seconds(loads, interleaved=False, waits_for_atoms=True) == 41
     # the first is sent from 10 until 18, and written at 19; the second is ready at 29, sent until 37, written at 38
-    assert seconds(loads, interleaved=True, waits=True) == 38
+    assert step_seconds(loads, interleaved=True, waits_for_atoms=True) == 38
 
 
 def test_what_each_sparse_message_takes_of_the_thread():
     """Messages take as much longer as there are sparse ones; where they take much, fewer are sent."""
     given, cheap = timeline([100_000, 10] * 8, 8), costs(alpha=1e-6)
-    dear = replace(cheap, handle=0.003)
+    dear = replace(cheap, per_message=0.003)
     for mode in MODES:
-        plan = plan_of(mode, Wish(0.01), given, cheap)
-        took = predict(plan, Wish(0.01), given, dear) - predict(plan, Wish(0.01), given, cheap)
+        plan = plan_of(mode, Settings(0.01), given, cheap)
+        took = predict(plan, Settings(0.01), given, dear) - predict(plan, Settings(0.01), given, cheap)
         sparse = sum(any(unit.k for unit in buffer.units) for buffer in plan.buffers)
         assert sparse > 1 and took == pytest.approx(0.003 * sparse, rel=0.2)
-        assert len(plan_of(mode, Wish(0.01), given, dear).buffers) < len(plan.buffers)
+        assert len(plan_of(mode, Settings(0.01), given, dear).buffers) < len(plan.buffers)
     for mode in ("dense", "fp16"):
-        plan = plan_of(mode, Wish(0.01), given, dear)
-        assert predict(plan, Wish(0.01), given, dear) == predict(plan, Wish(0.01), given, cheap)
+        plan = plan_of(mode, Settings(0.01), given, dear)
+        assert predict(plan, Settings(0.01), given, dear) == predict(plan, Settings(0.01), given, cheap)
 
 
 def test_a_framework_that_waits_sends_each_atom():
     given, price = timeline([100_000] * 6, 3), costs(alpha=1.0)
-    assert len(plan_of("layerwise", Wish(0.01), given, price).buffers) == 1
-    waiting = replace(given, waits=True)
-    assert len(plan_of("layerwise", Wish(0.01), waiting, price).buffers) == 3
+    assert len(plan_of("layerwise", Settings(0.01), given, price).buffers) == 1
+    waiting = replace(given, waits_for_atoms=True)
+    assert len(plan_of("layerwise", Settings(0.01), waiting, price).buffers) == 3
     for mode in ("layerwise", "dense"):
         late, soon = (
-            predict(plan_of(mode, Wish(0.01), each, price), Wish(0.01), each, price) for each in (waiting, given)
+            predict(plan_of(mode, Settings(0.01), each, price), Settings(0.01), each, price)
+            for each in (waiting, given)
         )
         assert late > soon
 
@@ -195,7 +214,7 @@ def test_what_has_no_places_is_an_all_reduce():
     curves = (Curve.fit("all_reduce", 4, points), Curve.fit("all_gather", 4, dear))
     price = replace(costs(ranks=4), fabric=Fabric(curves, {}))
     given = timeline([100_000] * 4, 4, backward=10.0)
-    plans = [plan_of("layerwise", Wish(0.01, sparsifier=name), given, price) for name in ("randomk", "dgc")]
+    plans = [plan_of("layerwise", Settings(0.01, sparsifier=name), given, price) for name in ("randomk", "dgc")]
     assert [len(plan.buffers) for plan in plans] == [4, 1]
 
 
@@ -206,7 +225,12 @@ def test_a_framework_that_scatters_sums_is_predicted_so():
     price = replace(costs(), fabric=Fabric((*curves, Curve.fit("reduce_scatter", 2, halves)), {}))
     given = timeline([100_000], 1)
     took = [
-        predict(Plan("dense", "dgc", 0.01, "fp32", 2), Wish(0.01), given, replace(price, whole=whole))
+        predict(
+            Plan("dense", "dgc", 0.01, "fp32", 2),
+            Settings(0.01),
+            given,
+            replace(price, dense_operation=whole),
+        )
         for whole in ("all_reduce", "reduce_scatter")
     ]
     assert took[0] - took[1] == pytest.approx(1.0)
@@ -214,27 +238,29 @@ def test_a_framework_that_scatters_sums_is_predicted_so():
 
 def test_what_leaves_early():
     """A sum of 4 s that leaves at 6 is done before the rest is there at 10."""
-    assert seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
-    assert seconds([Load(10, 1, 1, 3, 1, early=6, early_reduce=4), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
-    assert seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 1, 3, 1, early=15, early_reduce=4)], interleaved=True) == 27
+    assert step_seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
+    assert step_seconds([Load(10, 1, 1, 3, 1, early=6, early_reduce=4), Load(20, 2, 5, 3, 1)], interleaved=True) == 30
+    assert step_seconds([Load(10, 1, 5, 3, 1), Load(20, 2, 1, 3, 1, early=15, early_reduce=4)], interleaved=True) == 27
     given = timeline([2000, 300, 40_000_000, 300], 1, backward=0.5)
-    plan = plan_of("interleaved", Wish(0.01), given, costs(bytes_per_s=1e6, select=1e-12), early=True)
+    plan = plan_of("interleaved", Settings(0.01), given, costs(bytes_per_s=1e6, select=1e-12), early=True)
     assert [unit.early for unit in plan.buffers[0].units] == [True, True, False, False]
-    assert not any(unit.early for unit in plan_of("interleaved", Wish(0.01), given, costs()).buffers[0].units)
+    assert not any(unit.early for unit in plan_of("interleaved", Settings(0.01), given, costs()).buffers[0].units)
 
 
 @pytest.mark.parametrize("sizes", [[2000] * 9, [300, 40_000, 300, 500_000, 300, 300, 7000, 300], [1500] * 200])
 @pytest.mark.parametrize("atoms", [1, 3])
 def test_leaving_early_is_predicted_to_take_no_longer(sizes, atoms):
     given, price = timeline(sizes, atoms), costs(bytes_per_s=1e6)
-    late, early = (plan_of("interleaved", Wish(0.01), given, price, early=early) for early in (False, True))
-    assert predict(early, Wish(0.01), given, price) <= predict(late, Wish(0.01), given, price)
+    late, early = (plan_of("interleaved", Settings(0.01), given, price, early=early) for early in (False, True))
+    assert predict(early, Settings(0.01), given, price) <= predict(late, Settings(0.01), given, price)
     assert any(unit.early for buffer in early.buffers for unit in buffer.units)
-    assert late.sent_numbers == early.sent_numbers
+    assert late.sent_elements == early.sent_elements
 
 
 def test_sampled_messages_lie_on_lines_between_what_was_measured():
-    sampled = Sampled({"all_reduce": [(100, 5.0), (200, 6.0), (400, 9.0)], "all_gather": [(100, 5.0), (200, 4.0)]})
+    sampled = SampledFabric(
+        {"all_reduce": [(100, 5.0), (200, 6.0), (400, 9.0)], "all_gather": [(100, 5.0), (200, 4.0)]}
+    )
     sizes = [0, 50, 100, 150, 200, 300, 400]
     assert [sampled.time("all_reduce", n, 2) for n in sizes] == [*np.interp(sizes, [100, 200, 400], [5, 6, 9])]
     assert sampled.time("all_reduce", 800, 2) == 15 and sampled.time("all_gather", 300, 2) == 4
@@ -242,21 +268,25 @@ def test_sampled_messages_lie_on_lines_between_what_was_measured():
 
 def test_parts_of_buffers_and_empty_parameters():
     buffer = Buffer((Unit(("empty",), 0), Unit(("a", "b"), 30, 4), Unit(("c",), 7)))
-    assert buffer.of({"empty": 0, "b": 10, "c": 7}).units == (Unit(("empty",), 0), Unit(("b",), 10, 2), Unit(("c",), 7))
+    assert buffer.restricted_to({"empty": 0, "b": 10, "c": 7}).units == (
+        Unit(("empty",), 0),
+        Unit(("b",), 10, 2),
+        Unit(("c",), 7),
+    )
     plan = Plan("bucket", "dgc", 0.1, "fp32", 2, (buffer,))
-    assert plan.fits({"empty": 0, "a": 20, "b": 10, "c": 7}) and not plan.fits({"a": 20, "b": 10, "c": 7})
-    assert plan.sized({"empty": 0, "a": 20, "b": 25, "c": 7}).buffers[0].units[1] == Unit(("a", "b"), 45, 6)
+    assert plan.fits_sizes({"empty": 0, "a": 20, "b": 10, "c": 7}) and not plan.fits_sizes({"a": 20, "b": 10, "c": 7})
+    assert plan.for_sizes({"empty": 0, "a": 20, "b": 25, "c": 7}).buffers[0].units[1] == Unit(("a", "b"), 45, 6)
     with pytest.raises(ValueError, match="'d' is not in both the plan and this rank's part"):
-        plan.sized({"empty": 0, "a": 20, "b": 10, "c": 7, "d": 1})
+        plan.for_sizes({"empty": 0, "a": 20, "b": 10, "c": 7, "d": 1})
 
 
 def test_prediction_follows_the_links():
     given = timeline([1_000_000] * 4, 2)
     slow, fast = costs(bytes_per_s=1e6), costs(bytes_per_s=1e12, alpha=0)
     dense = Plan("dense", "dgc", 0.01, "fp32", 2)
-    layerwise = plan_of("layerwise", Wish(0.01), given, slow)
-    assert predict(dense, Wish(0.01), given, slow) > 16 > 1 > predict(layerwise, Wish(0.01), given, slow)
-    assert predict(dense, Wish(0.01), given, fast) < predict(layerwise, Wish(0.01), given, fast)
+    layerwise = plan_of("layerwise", Settings(0.01), given, slow)
+    assert predict(dense, Settings(0.01), given, slow) > 16 > 1 > predict(layerwise, Settings(0.01), given, slow)
+    assert predict(dense, Settings(0.01), given, fast) < predict(layerwise, Settings(0.01), given, fast)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -264,26 +294,26 @@ def test_prediction_follows_the_links():
 def test_a_watched_step_says_how_much_slower_messages_are(factor, waits):
     """Where sending hides behind backward, too; oracle: links that are so much slower."""
     links = costs(bytes_per_s=25e6)
-    given = replace(timeline([200_000] * 6, 3, backward=0.02), waits=waits)
+    given = replace(timeline([200_000] * 6, 3, backward=0.02), waits_for_atoms=waits)
     dense = Plan("dense", "dgc", 0.01, "fp32", 2)
-    watched = replace(given, step=predict(dense, Wish(0.01), given, replace(links, factor=factor)))
-    found = corrected(links, watched)
-    assert found.factor == pytest.approx(min(factor, MOST_CORRECTED), rel=2e-3)
-    if factor <= MOST_CORRECTED:
-        assert predict(dense, Wish(0.01), watched, found) == pytest.approx(watched.step, rel=1e-3)
+    watched = replace(given, step=predict(dense, Settings(0.01), given, replace(links, factor=factor)))
+    found = calibrated_costs(links, watched)
+    assert found.factor == pytest.approx(min(factor, LARGEST_CORRECTION), rel=2e-3)
+    if factor <= LARGEST_CORRECTION:
+        assert predict(dense, Settings(0.01), watched, found) == pytest.approx(watched.step, rel=1e-3)
     computing = replace(given, step=1.05 * given.tensors[-1].ready)  # is nearly all of it
-    assert corrected(links, computing) == links
+    assert calibrated_costs(links, computing) == links
 
 
 def test_offloading_leaves_the_last_gradient_here():
-    plan = plan_of("offload", Wish(0.01), timeline([100_000] * 6, 2), costs(select=1e-9))
+    plan = plan_of("offload", Settings(0.01), timeline([100_000] * 6, 2), costs(select=1e-9))
     for buffer in plan.buffers:
         assert [unit.offload for unit in buffer.units] == [True] * (len(buffer.units) - 1) + [False]
 
 
 def test_plans_are_hashed_and_changes_are_noticed():
     plan = Plan("layerwise", "dgc", 0.01, "fp32", 2, (Buffer((Unit(("w",), 100, 1),)),))
-    assert plan.hash == replace(plan, predicted={"dense": 1.0}).hash != plan.among(3).hash
+    assert plan.hash == replace(plan, predicted={"dense": 1.0}).hash != plan.for_ranks(3).hash
     made = json.loads(plan.to_json())
     made["buffers"][0]["units"][0]["k"] = 2
     for text in (json.dumps(made), "{}", "[", plan.to_json().replace('"version": 1', '"version": 9')):
@@ -295,5 +325,5 @@ def test_plans_are_hashed_and_changes_are_noticed():
 
 def test_a_part_of_a_buffer():
     buffer = Buffer((Unit(("a", "b"), 300, 30), Unit(("c",), 50)))
-    part = buffer.of({"b": 100, "c": 50})
+    part = buffer.restricted_to({"b": 100, "c": 50})
     assert part.units == (Unit(("b",), 100, 10), Unit(("c",), 50))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsefusion.selection.indices import bytes_of_places, decode_places, dtype_of_places, encode_places
+from sparsefusion.selection.indices import decode_indices, encode_indices, index_bytes, index_dtype
 
 
 @given(st.data(), st.integers(1, 5_000_000))
@@ -15,11 +15,11 @@ def test_they_come_back(data, numel):
     rows = data.draw(
         st.lists(st.lists(st.integers(0, numel - 1), min_size=k, max_size=k).map(sorted), min_size=1, max_size=3)
     )
-    places = torch.tensor(rows, dtype=torch.int32)
-    encoded = torch.stack([encode_places(row, numel) for row in places])
-    assert encoded.shape[1] == bytes_of_places(k, numel)
-    decoded = decode_places(encoded, k, numel)
-    assert decoded.dtype == torch.int32 and torch.equal(decoded, places)
+    indices = torch.tensor(rows, dtype=torch.int32)
+    encoded = torch.stack([encode_indices(row, numel) for row in indices])
+    assert encoded.shape[1] == index_bytes(k, numel)
+    decoded = decode_indices(encoded, k, numel)
+    assert decoded.dtype == torch.int32 and torch.equal(decoded, indices)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def test_they_come_back(data, numel):
     ],
 )
 def test_bytes(k, numel, nbytes):
-    assert bytes_of_places(k, numel) == nbytes
-    places = (torch.arange(k) * (numel // k)).to(dtype_of_places(numel))
-    assert encode_places(places, numel).dtype == torch.uint8 and len(encode_places(places, numel)) == nbytes
+    assert index_bytes(k, numel) == nbytes
+    indices = (torch.arange(k) * (numel // k)).to(index_dtype(numel))
+    assert encode_indices(indices, numel).dtype == torch.uint8 and len(encode_indices(indices, numel)) == nbytes
 
 
 @pytest.mark.parametrize("k", [9, 1_000_000])
 @pytest.mark.parametrize("numel, dtype", [(2**31, torch.int32), (2**31 + 1, torch.int64), (2**32 + 6, torch.int64)])
 def test_as_many_numbers_as_an_index_of_32_bits_has_and_more(k, numel, dtype):
     """As they are, and by blocks."""
-    places = torch.arange(k) * (numel // k) + numel - 1 - (k - 1) * (numel // k)
-    decoded = decode_places(encode_places(places.to(dtype), numel)[None], k, numel)[0]
-    assert decoded.dtype == dtype and torch.equal(decoded.long(), places) and places[-1] == numel - 1
+    indices = torch.arange(k) * (numel // k) + numel - 1 - (k - 1) * (numel // k)
+    decoded = decode_indices(encode_indices(indices.to(dtype), numel)[None], k, numel)[0]
+    assert decoded.dtype == dtype and torch.equal(decoded.long(), indices) and indices[-1] == numel - 1

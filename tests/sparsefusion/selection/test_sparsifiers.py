@@ -11,7 +11,7 @@ from native_variants import library_path, variants
 from sparsefusion import SPARSIFIERS
 from sparsefusion.selection import fused
 from sparsefusion.selection.fused import add_at, add_at_ref, take, take_ref
-from sparsefusion.selection.sparsifiers import THRESHOLDS, fit_k, random_places, select
+from sparsefusion.selection.sparsifiers import THRESHOLDS, fit_k, random_indices, select
 
 __all__ = ["library_path"]
 needs_c = pytest.mark.skipif(not fused.kernels(), reason="no C kernels")
@@ -40,14 +40,14 @@ KINDS = ("normal", "laplace", "student-t", "heavy")
 @pytest.mark.parametrize("count, k", [(30, 3), (20_000, 200), (200_000, 500)])
 def test_exactly_k_large_numbers(name, kind, count, k):
     x = numbers(kind, count)
-    places = select(name, x, k)
-    assert places.shape == (k,) and places.dtype == torch.int64
-    assert 0 <= places.min() and places.max() < count and (places.diff() >= 0).all()
+    indices = select(name, x, k)
+    assert indices.shape == (k,) and indices.dtype == torch.int64
+    assert 0 <= indices.min() and indices.max() < count and (indices.diff() >= 0).all()
     largest = x.abs().sort(descending=True, stable=True)
     if name in EXACT or count < 16384:
-        assert torch.equal(places, largest.indices[:k].sort().values)
+        assert torch.equal(indices, largest.indices[:k].sort().values)
     else:  # what passes a threshold is larger than what does not; padding is the last place
-        chosen = x[places[places < count - 1]].abs()
+        chosen = x[indices[indices < count - 1]].abs()
         assert torch.equal(chosen.sort(descending=True).values, largest.values[: len(chosen)])
         assert len(chosen) >= k / 2
 
@@ -66,13 +66,13 @@ def test_thresholds_before_exactly_k(name, kind, k):
 def test_zeros_and_few_numbers(name, count):
     for k in {1, min(7, count), count}:
         if name == "randomk":
-            places = random_places(count, k, "w", 0)
-            assert len(places.unique()) == k
+            indices = random_indices(count, k, "w", 0)
+            assert len(indices.unique()) == k
         else:
             residual = torch.zeros(count)
-            values, places = take(name, [torch.zeros(count)], [residual], k)
+            values, indices = take(name, [torch.zeros(count)], [residual], k)
             assert not values.any() and not residual.any()
-        assert len(places) == k and 0 <= places.min() and places.max() < count
+        assert len(indices) == k and 0 <= indices.min() and indices.max() < count
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -82,8 +82,8 @@ def test_what_is_not_finite_leaves_first_and_none_of_it_stays(name, bad, take):
     for count, k in ((1000, 5), (50_000, 5), (50_000, 1)):
         gradient, residual = numbers("heavy", count), torch.zeros(count)
         gradient[[3, count - 1]] = bad
-        values, places = take(name, [gradient], [residual], k)
-        assert not values[0].isfinite() and places[0] == 3 and (~values.isfinite()).sum() == min(2, k)
+        values, indices = take(name, [gradient], [residual], k)
+        assert not values[0].isfinite() and indices[0] == 3 and (~values.isfinite()).sum() == min(2, k)
         assert residual.isfinite().all()
 
 
@@ -103,9 +103,9 @@ def test_nearly_all_numbers(k):
     """Where a sample has hardly enough numbers to say what k of all reach."""
     gradient, residual = numbers("heavy", 40_000, 0).view(2, -1)
     total = gradient + residual
-    values, places = take_ref("dgc", [gradient], [residual], k)
+    values, indices = take_ref("dgc", [gradient], [residual], k)
     assert torch.equal(values.abs().sort().values, total.abs().topk(k).values.sort().values)
-    assert torch.equal(total[places.long()], values)
+    assert torch.equal(total[indices.long()], values)
 
 
 @needs_c
@@ -114,11 +114,11 @@ def test_nearly_all_numbers(k):
 def test_c_takes_what_torch_takes(given, dtype, scale):
     gradients, residuals, k = given
     gradients, twins = [g.to(dtype) for g in gradients], [r.clone() for r in residuals]
-    values, places = take("dgc", gradients, residuals, k, scale)
+    values, indices = take("dgc", gradients, residuals, k, scale)
     expected, expected_places = take_ref("dgc", gradients, twins, k, scale)
     nonzero = values != 0
     assert torch.equal(values[nonzero], expected[expected != 0])
-    assert torch.equal(places[nonzero], expected_places[expected != 0])
+    assert torch.equal(indices[nonzero], expected_places[expected != 0])
     assert all(map(torch.equal, residuals, twins))
 
 
@@ -137,11 +137,11 @@ def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
         gradients = [numbers("heavy", size, 7 * step + size).to(dtype) for size in sizes]
         if step == 2:
             gradients[0][0] = gradients[-1][-1] = math.nan
-        values, places = take("dgc", gradients, residuals, k, 0.5)
+        values, indices = take("dgc", gradients, residuals, k, 0.5)
         expected, expected_places = take_ref("dgc", gradients, twins, k, 0.5)
         there, awaited = values != 0, expected != 0
         assert torch.equal(values[there].nan_to_num(9), expected[awaited].nan_to_num(9))
-        assert torch.equal(places[there], expected_places[awaited])
+        assert torch.equal(indices[there], expected_places[awaited])
         assert all(map(torch.equal, residuals, twins))
 
 
@@ -150,17 +150,17 @@ def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
 def test_nothing_is_lost(given, name):
     gradients, residuals, k = given
     total = [g + r for g, r in zip(gradients, residuals, strict=True)]
-    values, places = take(name, gradients, residuals, k)
+    values, indices = take(name, gradients, residuals, k)
     for add in (add_at, add_at_ref):
         back = [r.clone() for r in residuals]
-        add(back, values, places)
+        add(back, values, indices)
         assert all(map(torch.equal, back, total))
 
 
 def test_places_outside_are_refused():
-    for places in ([5], [-1], [3, 2]):
+    for indices in ([5], [-1], [3, 2]):
         with pytest.raises((ValueError, IndexError)):
-            add_at([torch.zeros(3), torch.zeros(2)], torch.ones(len(places)), torch.tensor(places, dtype=torch.int32))
+            add_at([torch.zeros(3), torch.zeros(2)], torch.ones(len(indices)), torch.tensor(indices, dtype=torch.int32))
 
 
 def test_fit_k():
@@ -174,9 +174,9 @@ def test_fit_k():
 def test_random_places_are_everywhere_and_change():
     counts = torch.zeros(101)
     for step in range(400):
-        places = random_places(101, 10, "w", step)
-        assert len(places.unique()) == 10
-        counts[places] += 1
+        indices = random_indices(101, 10, "w", step)
+        assert len(indices.unique()) == 10
+        counts[indices] += 1
     assert counts.min() > 15 and counts.max() < 75  # 40 expected
-    assert torch.equal(random_places(101, 10, "w", 3), random_places(101, 10, "w", 3))
-    assert not torch.equal(random_places(101, 10, "w", 3), random_places(101, 10, "v", 3))
+    assert torch.equal(random_indices(101, 10, "w", 3), random_indices(101, 10, "w", 3))
+    assert not torch.equal(random_indices(101, 10, "w", 3), random_indices(101, 10, "v", 3))

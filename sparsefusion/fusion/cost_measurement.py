@@ -1,0 +1,152 @@
+"""Measures what messages cost on the links between the ranks, and what selecting and copying costs on their cores.
+
+All ranks measure together, and take the mean over the ranks, so that all of them have the same costs.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.fabric.measurement import collective_calls, repetitions, timed
+from sparsefusion.gradients.reducer import Reducer
+from sparsefusion.planning.plan import Unit
+from sparsefusion.planning.planner import CompressionSettings
+from sparsefusion.planning.timeline import Costs
+from sparsefusion.selection.fused import add_at
+
+SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 1, 1 << 21: 1}  # bytes of a message: how often it is measured
+SLOW_S = 0.03  # after a message that takes longer, no larger one is measured; but at least two sizes are
+SMALLEST, LARGEST = 1 << 12, 1 << 22  # elements from which a selection is measured
+SMALL_MESSAGE = 64  # elements of the message with which the costs of any message are measured
+
+
+def mean_over_ranks(numbers: list, group: ProcessGroup, device: torch.device) -> list[float]:
+    """The mean of each number over the ranks, with the same bits on every rank."""
+    total = all_reduce(torch.tensor(numbers, dtype=torch.float64, device=device), group)
+    return (total / group.size()).tolist()
+
+
+def measure_costs(
+    group: ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    numel: int,
+    compression: CompressionSettings,
+    dense_operation: str = "all_reduce",
+    fabric: Fabric | None = None,
+) -> Costs:
+    """Measure the costs of a step; all ranks of `group` call this together, and get the same result.
+
+    dtype: of the gradients. numel: the number of elements of all gradients. dense_operation: the collective with which
+    the framework sends gradients. fabric: the costs of messages, if they are known; otherwise they are measured.
+    """
+    fabric = fabric or measure_fabric(group, device, {"all_reduce", "all_gather", dense_operation})
+    sizes = np.unique(np.geomspace(SMALLEST, max(2 * SMALLEST, min(numel, LARGEST)), 4).astype(int))
+    selecting = [_time_selection(size, dtype, compression, device) for size in sizes.tolist()]
+    k = max(64, int(compression.density * sizes[-1]))
+    adding, copying = _time_adding(int(sizes[-1]), k, device) / k, _time_copy(int(sizes[-1]), device) / (4 * sizes[-1])
+    per_message = _time_message(group, dtype, compression, device)
+    *selecting, adding, copying, per_message = mean_over_ranks(
+        [*selecting, adding, copying, per_message], group, device
+    )
+    sending = fabric.time(compression.operation, compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), group.size())
+
+    @cache
+    def select(count):
+        if count > sizes[-1]:
+            return selecting[-1] * count / sizes[-1]
+        return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
+
+    return Costs(
+        fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying,
+        dense_operation=dense_operation, per_message=max(0.0, per_message - selecting[0] - sending),
+    )  # fmt: skip
+
+
+def measure_fabric(group, device, operations) -> "SampledFabric":
+    """Measure collectives at a few sizes, up to 2 MB or SLOW_S; two of them take 0.6 seconds at 200 mbit."""
+    names = sorted(operations)
+    calls, points = collective_calls(group, names, device), {name: [] for name in names}
+    if "reduce_scatter" in calls:
+        calls["reduce_scatter"] = partial(_reduce_scatter, group, device)
+    for nbytes, count in SIZES.items():
+        running = [name for name in calls if len(points[name]) < 2 or points[name][-1][1] < SLOW_S]
+        if running:
+            functions = [timed(calls[name](nbytes), device) for name in running]
+            medians = repetitions(functions, group, device, count, warm_up=count > 1).median(0).values.tolist()
+            for name, seconds in zip(running, medians, strict=True):
+                points[name].append((nbytes, seconds))
+    return SampledFabric(points)
+
+
+def _reduce_scatter(group, device, nbytes):
+    """torch's reduce-scatter, which frameworks call; on gloo it sends as much as an all-reduce."""
+    part = torch.zeros(-(-nbytes // (4 * group.size())), device=device)
+    return partial(dist.reduce_scatter_tensor, part, part.repeat(group.size()), group=group)
+
+
+@dataclass(frozen=True)
+class SampledFabric:
+    """Times of messages, with straight lines between the measured sizes: as much of a `Fabric` as `Costs` needs.
+
+    points: {operation: [(bytes, seconds)]}, ascending. Beyond the largest size, times continue along the line of the
+    last two: links that let short bursts through take longer per byte of a large message.
+    """
+
+    points: dict[str, list[tuple[int, float]]]
+
+    def time(self, operation: str, nbytes: int, ranks: int) -> float:
+        """Seconds of a message of one rank; as `Fabric.time`."""
+        points = self.points[operation]
+        if nbytes <= points[0][0]:
+            return points[0][1]
+        end = min(bisect_left(points, (nbytes,)), len(points) - 1)
+        (small, before), (large, after) = points[end - 1], points[end]
+        slope = (after - before) / (large - small)
+        return after + (slope if nbytes <= large else max(0.0, slope)) * (nbytes - large)
+
+
+def _time_selection(numel, dtype, compression, device) -> float:
+    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the training
+    gradients = {"gradient": torch.randn(numel, device=device, generator=generator).to(dtype)}
+    reducer, unit = (
+        Reducer(None, compression.sparsifier),
+        Unit(("gradient",), numel, max(1, int(compression.density * numel))),
+    )
+    return _median(lambda: reducer.feedback.select(unit, gradients, 1.0), device)
+
+
+def _time_message(group, dtype, compression, device) -> float:
+    """The time of a small sparse message, with its selection and its transfer: the median of seven, after a warm-up."""
+    reducer, unit = (
+        Reducer(group, compression.sparsifier, compression.wire),
+        Unit(("gradient",), SMALLEST, SMALL_MESSAGE),
+    )
+    gradients = {"gradient": torch.ones(SMALLEST, dtype=dtype, device=device)}
+    return _median(lambda: reducer.start([unit], gradients).wait(), device, 7)
+
+
+def _time_adding(numel, k, device) -> float:
+    indices = (torch.arange(k, device=device) * (numel // k)).int()
+    values, target = torch.ones(k, device=device), torch.zeros(numel, device=device)
+    return _median(lambda: add_at([target], values, indices), device)
+
+
+def _time_copy(numel, device) -> float:
+    source, target = torch.zeros(2, numel, device=device).unbind()
+    return _median(lambda: target.copy_(source), device)
+
+
+def _median(function, device, count=3) -> float:
+    """The median time of `count` calls, after a warm-up."""
+    run = timed(function, device)
+    run()
+    return median(run() for _ in range(count))

@@ -1,0 +1,209 @@
+"""How a `SparseFusion` comes to its plan: profile dense steps, plan on one rank, and let plans that are close take turns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sparsefusion.collectives.agreement import from_first
+from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
+from sparsefusion.planning.planner import CompressionSettings, calibrated_costs, make_plans, predict, sends_less
+from sparsefusion.planning.timeline import Costs, Timeline
+
+from .attached_model import AttachedModel
+from .cost_measurement import measure_costs
+from .density_warmup import DensityWarmup
+from .dry_run import describe_trial, dry_run
+from .profiling import Profiler
+from .trial import Trial, close_modes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user of a `SparseFusion` asked for; its docstring explains them."""
+
+    mode: str
+    compression: CompressionSettings
+    density_warmup: int
+    fabric: Fabric | None
+    is_copied: Callable
+    report: Callable[[str], None]
+
+
+class PlanSelection:
+    """Chooses the plan of one attached model, the same on all ranks.
+
+    Attributes: is_final, whether the plan in force is the final one. sparse_since, the number of the first step that
+    was not dense, or None. candidates: while plans take turns, {"dense": seconds of a dense step, "plans": {mode:
+    JSON}}, else None.
+    """
+
+    def __init__(self, model: AttachedModel, options: Options):
+        self.model, self.session, self.options = model, model.session, options
+        self.is_final, self.sparse_since = False, None
+        self.candidates: dict | None = None
+        self._notice: str | None = None  # to be reported after ranks have been compared
+        self.session.plan = self.empty_plan("dense")
+
+    def empty_plan(self, mode: str) -> Plan:
+        """A plan without buffers."""
+        compression = self.options.compression
+        return Plan(mode, compression.sparsifier, compression.density, compression.wire, self.model.ranks)
+
+    def start(self) -> None:
+        """Begin anew: profile dense steps, where there is something to choose. Sends nothing itself."""
+        session, mode = self.session, self.options.mode
+        self.stop()
+        session.plan, session.pending_comparison = self.empty_plan("dense"), self.compare_ranks
+        self.is_final, self._notice = True, None
+        if self.model.ranks == 1:
+            return
+        if mode in FRAMEWORK_BUCKET_MODES:
+            session.plan = self.empty_plan(mode)
+        elif mode != "auto" and not self.sends_less(self.options.compression.density):
+            self._notice = f"sparsefusion: dense, as {self._too_large(mode)}"
+        else:
+            self.is_final = False
+            session.observers.append(self._profiler())
+
+    def _profiler(self) -> Profiler:
+        parameters, copied = self.model.adapter.parameters, set()
+        model_group = self.session.model_group
+        if model_group is not None and model_group.size() > 1:
+            copied = {name for name, p in parameters.items() if self.options.is_copied(p)}
+        return Profiler(
+            parameters, self.session.reducer.group, self.model.dtype.itemsize, self.model.sent_itemsize, copied,
+            self.model.can_send_early, self._plan_from_profile,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """End profiling, trials and the warm-up."""
+        session = self.session
+        for observer in [*session.observers]:
+            if isinstance(observer, Profiler):
+                observer.stop(session)
+        session.observers.clear()
+        session.density_ratio, session.is_dense_step, self.candidates = 1.0, False, None
+
+    def sends_less(self, density: float, than_fp16: bool = False) -> bool:
+        """Whether sparse messages of this density are clearly smaller than dense ones, or than those in float16."""
+        compression = replace(self.options.compression, density=density)
+        model, reduce_scatters = self.model, self.model.dense_operation == "reduce_scatter"
+        return sends_less(
+            compression, model.ranks, model.dtype.itemsize, model.sent_itemsize, reduce_scatters, than_fp16
+        )
+
+    def _too_large(self, what) -> str:
+        density = self.options.compression.density
+        return f"{what} would not send clearly less, on {self.session.plan.ranks} ranks with density {density}"
+
+    @property
+    def trial(self) -> Trial | None:
+        """The trial in progress, if there is one."""
+        return next((observer for observer in self.session.observers if isinstance(observer, Trial)), None)
+
+    def compare_ranks(self) -> None:
+        """ValueError on every rank: some ranks have other options, another plan or another step."""
+        session, options = self.session, self.options
+        given = (options.mode, options.compression, options.density_warmup, session.skips_nonfinite_steps)
+        absent = tuple(each is None for each in (session.loss_scale, options.fabric, session.model_group))
+        progress = self.trial and self.trial.progress
+        turns = progress and (progress["turns"], progress["rounds"], list(progress["samples"]))  # not each rank's times
+        scale, mode = session.reducer.fp16_scale.value, session.plan.mode
+        asked = (session.step, *given, scale, absent, mode, self.is_final, turns)
+
+        def compare_replicas():
+            self.model.agree(session.reducer.group, lambda: (*asked, session.plan.hash))
+            return asked
+
+        self.model.agree(session.model_group, compare_replicas)
+        if self._notice:  # all ranks have it, as they have just found out
+            self.report_once(self._notice)
+            self._notice = None
+
+    def report_once(self, text: str) -> None:
+        """Report a text on the first rank of all; all ranks call this together, and share an error that occurs there."""
+        self.model.run_on_first(lambda: self.options.report(text))
+
+    def _plan_from_profile(self, timeline: Timeline) -> None:
+        """Plan on the first rank, for all ranks."""
+        session, group, options = self.session, self.session.reducer.group, self.options
+        costs = measure_costs(
+            group, session.device, self.model.dtype, timeline.numel, options.compression, self.model.dense_operation,
+            options.fabric,
+        )  # fmt: skip
+
+        def candidates():  # of a divided model, one rank of each part gets here
+            found = from_first(lambda: self.make_candidates(timeline, costs), session.model_group, session.device)
+            if session.model_group is None:
+                return found
+            resized = {}
+
+            def resize():
+                for mode, text in found["plans"].items():
+                    resized[mode] = Plan.from_json(text).for_sizes(session.sizes).to_json()
+                return list(resized)
+
+            self.model.agree(session.model_group, resize)
+            return {"dense": found["dense"], "plans": resized}
+
+        self.adopt(from_first(candidates, group, session.device))
+        session.compare_ranks()
+
+    def make_candidates(self, timeline: Timeline, costs: Costs) -> dict:
+        """{"dense": seconds of a dense step, "plans": {mode: JSON}}, with predictions, which are also reported."""
+        compression, costs = self.options.compression, calibrated_costs(costs, timeline)
+        plans = make_plans(self._modes(), compression, timeline, costs, self.model.can_send_early)
+        seconds = {mode: predict(plan, compression, timeline, costs) for mode, plan in plans.items()}
+        has_sparse = any(plan.buffers for plan in plans.values())
+        note = "" if has_sparse else f"\n  {self._too_large('sparse messages')}"
+        self.options.report(dry_run(plans, seconds, compression, timeline) + note)
+        texts = {mode: plan.with_predictions(seconds).to_json() for mode, plan in plans.items()}
+        return {"dense": timeline.step, "plans": texts}
+
+    def _modes(self) -> list[str]:
+        """The modes for which plans are made."""
+        if self.options.mode != "auto":
+            return [self.options.mode]
+        modes = ["dense", "fp16"] if self.model.dtype.itemsize == 4 else ["dense"]  # float64 is not rounded
+        if self.sends_less(self.options.compression.density, than_fp16="fp16" in modes):
+            modes += ["layerwise", "bucket", "selective", "interleaved", "offload"]
+        return modes
+
+    def adopt(self, candidates: dict) -> None:
+        """Put the plan in force that is asked for, or predicted to be the fastest; plans that are close take turns first."""
+        plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
+        session, seconds = self.session, next(iter(plans.values())).predicted
+        close = close_modes(seconds)
+        session.plan, session.pending_comparison = plans[close[0]], self.compare_ranks
+        if self.sparse_since is None:
+            self.sparse_since = session.step
+        self._warm_up([plans[mode] for mode in close])
+        if self.options.mode != "auto" or close == ["dense"]:
+            self.is_final = True
+            return
+        self.candidates = candidates
+
+        def decide(mode, measured):
+            session.plan, self.is_final, self.candidates = plans[mode], True, None
+            self.report_once(describe_trial(mode, measured))
+
+        wait = max(0, self.sparse_since + self.options.density_warmup - session.step)
+        trial = Trial(session, plans, close, candidates["dense"], wait, decide, candidates.get("trial"))
+        session.observers.append(trial)
+
+    def adopt_final(self, plan: Plan) -> None:
+        """Put a plan in force, from a checkpoint."""
+        self.session.plan, self.is_final = plan.for_ranks(self.model.ranks), True
+        self._warm_up([self.session.plan])
+
+    def _warm_up(self, plans) -> None:
+        steps, density = self.options.density_warmup, self.options.compression.density
+        if steps and any(plan.buffers for plan in plans):
+            self.session.observers.append(DensityWarmup(density, steps, self.sparse_since, self.sends_less))
+
+    def accepts(self, plan: Plan, budget: str) -> bool:
+        """Whether a plan from a checkpoint is what is asked for now, fits these parameters, and sends clearly less."""
+        saved, options = CompressionSettings(plan.density, plan.sparsifier, plan.wire, budget), self.options
+        is_small = not plan.buffers or self.sends_less(plan.density)
+        is_asked = saved == options.compression and options.mode in ("auto", plan.mode)
+        return is_asked and is_small and plan.fits_sizes(self.session.sizes)

@@ -1,0 +1,113 @@
+"""Sends the buffers of a plan in its order, each as soon as all of its gradients have arrived."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from sparsefusion.planning.plan import Buffer, Plan, Unit
+
+from .reducer import Reducer, Reduction
+
+
+class BufferQueue:
+    """The gradients of one step that have arrived, and the messages that were started for them.
+
+    A buffer whose gradients are complete is sent when all buffers before it have been sent, so every rank starts the
+    same messages in the same order. Units that the plan marks as early may be sent before their buffer is complete.
+
+    reducer: starts the messages. sizes: {name: numel} of all gradients.
+    """
+
+    def __init__(self, reducer: Reducer, sizes: Mapping[str, int]):
+        self._reducer, self._sizes = reducer, sizes
+        self._plan, self._scale, self._density_ratio = None, 1.0, 1.0
+        self.clear()
+
+    def begin(self, plan: Plan, scale: float, density_ratio: float) -> None:
+        """Start an empty step. scale: the loss scale. density_ratio: every k of the plan is multiplied by it."""
+        self._plan, self._scale, self._density_ratio = plan, scale, density_ratio
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients and messages of the step."""
+        self._handed_over: set[str] = set()  # by the framework, as parts of atoms
+        self._arrived: dict[str, torch.Tensor] = {}  # and not yet sent
+        self._early: dict[str, torch.Tensor] = {}  # ready before the framework handed over their atom
+        self._started: dict[str, Reduction] = {}  # by the name of the gradient
+        self._next = 0  # the number of the first buffer that has not been sent
+        self.reductions: list[Reduction] = []
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether a message of this step has been started."""
+        return bool(self._started)
+
+    @property
+    def unsent(self) -> str | None:
+        """The name of a gradient that has arrived and has not been sent, if there is one."""
+        return next(iter(self._arrived), None)
+
+    def first_repeated(self, names: Iterable[str], early: bool = False) -> str | None:
+        """The first of these gradients that has arrived in this step before; early: by `add_early`."""
+        known = self._early if early else self._handed_over
+        return next((name for name in names if name in known), None)
+
+    def add(self, gradients: Mapping[str, torch.Tensor], wait_for_buffer: bool) -> None:
+        """Gradients of one atom. wait_for_buffer: send complete buffers only; otherwise send what has arrived."""
+        self._handed_over.update(gradients)
+        self._arrived.update((name, g) for name, g in gradients.items() if name not in self._started)
+        self._send(complete_only=wait_for_buffer)
+        self._send_early()
+
+    def add_early(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient whose atom is not complete; it is sent if the plan sends it early."""
+        self._early[name] = gradient
+        self._send_early()
+
+    def send_incomplete(self) -> None:
+        """Send what has arrived of incomplete buffers."""
+        self._next = 0
+        self._send(complete_only=False)
+
+    def wait(self, names: Iterable[str]) -> None:
+        """Block until the means of these gradients are in their tensors."""
+        if any(name in self._arrived for name in names):
+            self.send_incomplete()
+        for reduction in dict.fromkeys(self._started[name] for name in names):
+            reduction.wait()
+
+    def _send(self, complete_only: bool) -> None:
+        """Send what has arrived, in the order of the plan; complete_only: up to the first incomplete buffer."""
+        while self._next < len(self._plan.buffers):
+            buffer = self._plan.buffers[self._next]
+            is_incomplete = any(name not in self._arrived and name not in self._started for name in buffer.names)
+            if is_incomplete and complete_only:
+                return
+            # Early units have a message of their own, even if they were not sent early.
+            self._start(unit for unit in buffer.units if unit.early)
+            self._start(unit for unit in buffer.units if not unit.early)
+            if is_incomplete and not self._arrived:
+                return
+            self._next += 1
+
+    def _send_early(self) -> None:
+        """Send the early units of the next buffer, if all of their gradients are ready."""
+        if self._next == len(self._plan.buffers):
+            return
+        units = [unit for unit in self._plan.buffers[self._next].units if unit.early]
+        names = [name for unit in units for name in unit.names]
+        if names and all(name in self._early and name not in self._started for name in names):
+            self._arrived |= {name: self._early[name] for name in names}
+            self._start(units)
+
+    def _start(self, units: Iterable[Unit]) -> None:
+        """Start the messages for those gradients of these units that have arrived."""
+        units = tuple(units)
+        sizes = {name: self._sizes[name] for unit in units for name in unit.names if name in self._arrived}
+        if not sizes:
+            return
+        units = [unit.with_density_ratio(self._density_ratio) for unit in Buffer(units).restricted_to(sizes).units]
+        gradients = {name: self._arrived.pop(name) for name in sizes}
+        reduction = self._reducer.start(units, gradients, self._scale, self._plan.mode == "interleaved")
+        self._started |= dict.fromkeys(sizes, reduction)
+        self.reductions.append(reduction)

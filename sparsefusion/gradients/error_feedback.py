@@ -1,0 +1,126 @@
+"""Selects elements of gradient + residual, and keeps the rest as the residual of the next step (error feedback).
+
+Residuals are flat, at least fp32, and belong to one rank. Sources: Seide et al., 2014; SSFusion, section II-C.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate, compress
+
+import torch
+
+from sparsefusion.collectives.wire_formats import at_least_fp32
+from sparsefusion.planning.plan import Unit
+from sparsefusion.selection.fused import add_at, residual_like, take
+from sparsefusion.selection.sparsifiers import random_indices
+
+from .sparse_message import Selection
+
+PROBED = 64  # elements all over a gradient; in a gradient that is in use, they are hardly ever all 0
+
+
+@dataclass
+class ErrorFeedback:
+    """The residuals of a rank, and the selection from gradients that updates them.
+
+    sparsifier: how elements are selected. can_roll_back: keep copies, so that residuals can return to their values
+    before the step. residuals: {name of the parameter: residual}. step: the number of the current step.
+    """
+
+    sparsifier: str = "dgc"
+    can_roll_back: bool = False
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    step: int = 0
+    _before: dict[str, torch.Tensor] = field(default_factory=dict)  # residuals that this step has changed
+
+    def begin_step(self, step: int) -> None:
+        """Start a step; the residuals of the last one can no longer be restored."""
+        self.step, self._before = step, {}
+
+    def roll_back(self) -> None:
+        """Restore residuals to their values before the last step, which was skipped."""
+        self.residuals.update(self._before)
+        self._before = {}
+
+    def flush(self, gradients: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
+        """Add the residuals of these parameters, times `scale`, to their gradients, which are then sent dense.
+
+        Parameters that were not used in this step keep their residuals: some frameworks do not apply their means.
+        """
+        for name, gradient in gradients.items():
+            residual = self.residuals.get(name)
+            if residual is None or (is_zero(gradient) and not is_zero(residual)):
+                continue
+            wide = torch.promote_types(gradient.dtype, residual.dtype)
+            gradient.copy_(gradient.to(wide).add_(residual, alpha=scale))
+            self._before.setdefault(name, self.residuals.pop(name))
+
+    def select(self, unit: Unit, all_gradients: Mapping[str, torch.Tensor], scale: float) -> Selection:
+        """Select k elements of gradients / scale + residuals of a unit; the others stay in its residuals."""
+        gradients = [all_gradients[name] for name in unit.names]
+        for name, gradient in zip(unit.names, gradients, strict=True):
+            residual = self.residuals.get(name)
+            if residual is None:
+                residual = residual_like(gradient)
+            residual = residual.to(at_least_fp32(gradient.dtype))  # one from a checkpoint may have another dtype
+            self.residuals[name] = residual
+            if self.can_roll_back and name not in self._before:
+                self._before[name] = residual.clone()
+        residuals = [self.residuals[name] for name in unit.names]
+        if self.sparsifier == "randomk":
+            return self._select_random(unit, gradients, residuals, scale)
+        return Selection(unit, *self._select_used(gradients, residuals, unit.k, 1 / scale))
+
+    def _select_used(self, gradients, residuals, k, scale) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values (k,) and indices (k,) of parameters that were used; some frameworks do not apply the mean of others."""
+        used = [not is_zero(gradient) for gradient in gradients]
+        if all(used):
+            return take(self.sparsifier, gradients, residuals, k, scale)
+        lengths = [len(gradient) for gradient in gradients]
+        parts = [list(compress(tensors, used)) for tensors in (gradients, residuals)]
+        used_numel, numel = sum(compress(lengths, used)), sum(lengths)
+        dtype = reduce(torch.promote_types, (r.dtype for r in residuals))  # does not depend on which are used
+        values = residuals[0].new_zeros(k, dtype=dtype)
+        indices = residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
+        if count := min(k, used_numel):
+            values[:count], found = take(self.sparsifier, *parts, count, scale)
+            ends = torch.tensor([*accumulate(compress(lengths, used))], device=found.device)
+            skipped = torch.tensor([*accumulate(0 if is_used else n for is_used, n in zip(used, lengths, strict=True))])
+            skipped_before = skipped[torch.tensor(used)].to(found.device)
+            indices[:count] = found + skipped_before[torch.bucketize(found, ends, right=True)]
+        return values, indices
+
+    def _select_random(self, unit, gradients, residuals, scale) -> Selection:
+        """Select the same indices on all ranks; then only values are sent, and an all-reduce adds them up."""
+        for gradient, residual in zip(gradients, residuals, strict=True):
+            residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
+        x = torch.cat(residuals)
+        indices = random_indices(unit.numel, unit.k, unit.names[0], self.step, x.device)
+        values, is_unused = x[indices], _is_in_unused(gradients, indices)
+        if is_unused is not None:
+            values = values.masked_fill(is_unused, 0)
+        if not x.isfinite().all():
+            values = torch.full_like(values, torch.nan)  # so that every rank sees it
+            for residual in residuals:
+                residual.masked_fill_(~residual.isfinite(), 0)
+        add_at(residuals, -values.nan_to_num(0), indices.int())
+        return Selection(unit, values, indices.int())
+
+    def add_rounding_errors(self, selection: Selection, rounded_off: torch.Tensor) -> None:
+        """Return to the residuals what rounding to the wire format took from selected values."""
+        add_at([self.residuals[name] for name in selection.unit.names], rounded_off, selection.indices)
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Whether all elements are zero: the parameter was not used."""
+    return not (gradient[:: -(-len(gradient) // PROBED) or 1].any() or gradient.any())
+
+
+def _is_in_unused(gradients, indices) -> torch.Tensor | None:
+    """Which indices, counted through all gradients, lie in a gradient that was not used; None: no gradient is unused."""
+    unused = [is_zero(gradient) for gradient in gradients]
+    if not any(unused):
+        return None
+    ends = torch.tensor([len(gradient) for gradient in gradients]).cumsum(0)
+    return torch.tensor(unused)[torch.bucketize(indices.cpu(), ends, right=True)].to(indices.device)
