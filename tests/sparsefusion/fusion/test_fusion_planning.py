@@ -21,7 +21,7 @@ from fused import Net, backward, force, quiet, same_on_all_ranks
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fusion import cost_measurement, profiling, trial
+from sparsefusion.fusion import cost_measurement, trial
 from sparsefusion.fusion.plan_selection import PlanSelection
 from sparsefusion.planning.planner import CompressionSettings
 
@@ -376,7 +376,7 @@ def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, worl
 
     found = ranks(run, world)
     assert [len(said) for said in found] == [4] + [0] * (world - 1)
-    assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 numbers")
+    assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 elements")
 
 
 @pytest.mark.parametrize("world", [2, 3])
