@@ -1,10 +1,10 @@
-"""The demo's text: real English technical prose that every CPython carries, so that nothing is downloaded.
+"""The demo's text: English technical prose that is part of every CPython, so that nothing is downloaded.
 
 python examples/corpus.py DIRECTORY writes DIRECTORY/train/*.txt and DIRECTORY/held_out/*.txt and prints what they are.
 
-The text is that of `help("topic")` (pydoc_data: 79 topics, about 465 KB) and the docstrings of the standard library.
-Many topics repeat others almost verbatim, so a held-out split taken at random measures memory. The held-out topics
-below repeat no other (measured on Python 3.10 to 3.13), and what repeats them is kept out of the training text.
+It consists of the texts of `help("topic")` (pydoc_data: 79 topics, about 465 KB) and the docstrings of the standard library.
+Many topics repeat others almost verbatim, so a random held-out split would measure memorization. The held-out topics below
+repeat no other topic (measured on Python 3.10 to 3.13), and texts that repeat them are left out of the training text.
 """
 
 import argparse
@@ -17,22 +17,22 @@ from megatron_ssm.training.data import bigram_nats_per_byte, ngram_overlap, ngra
 
 HELD_OUT = ("binary", "calls", "dict", "import", "objects", "power", "raise", "subscriptions")
 NGRAM = 60
-# A topic with more than this share of the held-out 60-grams is no training text; a docstring must have none.
+# A topic with more than this share of the held-out 60-grams is left out of the training text. A docstring must have none.
 TOPIC_LIMIT = 0.01
 
 DOCSTRING_BYTES = 2_000_000
-SHORTEST_DOCSTRING = 100  # characters: shorter ones are hardly prose
-# Not documented for users, or tests, or tables.
-NO_PROSE = {"antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this",
+SHORTEST_DOCSTRING = 100  # characters; shorter docstrings are hardly prose
+# Modules that are tests, tables, or not documented for users.
+EXCLUDED_MODULES = {"antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this",
             "turtledemo"}  # fmt: skip
 
 
 def write_corpus(directory, extra=True):
     """Write the corpus below `directory`; return (train_paths, held_out_paths), sorted lists of Path.
 
-    One file per topic (train/topic-NAME.txt, held_out/topic-NAME.txt), and with `extra` one per module of the standard
-    library (train/docstrings-NAME.txt). Files of these names from an earlier call are removed. The same Python version
-    writes the same bytes. FileNotFoundError if this Python has no pydoc_data.
+    There is one file for each topic (train/topic-NAME.txt, held_out/topic-NAME.txt), and with `extra` one for each module of
+    the standard library (train/docstrings-NAME.txt). Files of an earlier call are removed. The same Python version writes
+    the same bytes. FileNotFoundError if this Python has no pydoc_data.
     """
     topics = _topics()
     held_out = {name: topics[name] for name in HELD_OUT if name in topics}
@@ -40,7 +40,7 @@ def write_corpus(directory, extra=True):
     train = {
         f"topic-{name}": text
         for name, text in topics.items()
-        if name not in held_out and _shared(text, held_out_ngrams) <= TOPIC_LIMIT * len(held_out_ngrams)
+        if name not in held_out and _count_shared(text, held_out_ngrams) <= TOPIC_LIMIT * len(held_out_ngrams)
     }
     if extra:
         train |= {f"docstrings-{name}": text for name, text in _docstrings(held_out_ngrams).items()}
@@ -59,27 +59,27 @@ def _topics():
     return topics
 
 
-def _shared(text, held_out_ngrams):
-    """How many held-out 60-grams the text has."""
+def _count_shared(text, held_out_ngrams):
+    """The number of held-out 60-grams that occur in the text."""
     return len(held_out_ngrams & ngrams([text], NGRAM))
 
 
 def _docstrings(held_out_ngrams):
-    """The docstrings of each public module or package of the standard library: a dict from its name to one text.
+    """{name: docstrings as one text} of the public modules and packages of the standard library.
 
-    Modules in alphabetical order, each docstring where it first occurs, up to DOCSTRING_BYTES in all.
+    Modules are in alphabetical order. Each docstring is kept where it first occurs. There are at most DOCSTRING_BYTES.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    texts, seen, room = {}, set(), DOCSTRING_BYTES
+    texts, seen, bytes_left = {}, set(), DOCSTRING_BYTES
     for name in sorted(sys.stdlib_module_names):
-        if name.startswith("_") or name in NO_PROSE:
+        if name.startswith("_") or name in EXCLUDED_MODULES:
             continue
         found = [text for file in _sources(library, name) for text in _docstrings_of(file)]
-        new = [text for text in dict.fromkeys(found) if text not in seen and not _shared(text, held_out_ngrams)]
+        new = [text for text in dict.fromkeys(found) if text not in seen and not _count_shared(text, held_out_ngrams)]
         seen.update(new)
         text = "\n\n\n".join(new) + "\n"
-        room -= len(text.encode())
-        if room < 0:
+        bytes_left -= len(text.encode())
+        if bytes_left < 0:
             break
         if new:
             texts[name] = text
@@ -89,7 +89,7 @@ def _docstrings(held_out_ngrams):
 def _sources(library, name):
     """The Python files of a module or package, sorted."""
     files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
-    return [file for file in files if file.is_file() and NO_PROSE.isdisjoint(file.relative_to(library).parts)]
+    return [file for file in files if file.is_file() and EXCLUDED_MODULES.isdisjoint(file.relative_to(library).parts)]
 
 
 def _docstrings_of(file):

@@ -1,8 +1,8 @@
-"""The main job on real text: train a small language model on two ranks, save it, and generate from it on one and on two.
+"""The main task on real text: train a small language model on two ranks, save it, and generate from it on one and on two.
 
 python examples/demo.py [DIRECTORY]   (default: demo; `make demo` runs it)
 
-Nothing is downloaded: the text is Python's own documentation, which every CPython carries (see corpus.py).
+Nothing is downloaded: the text is Python's own documentation, which is part of every CPython (see corpus.py).
 """
 
 import json
@@ -20,18 +20,20 @@ from sparsefusion.foundation.command_line import quiet, run
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
 SAMPLING = ["--temperature", "0.6", "--seed", "1"]
-LIMIT = 0.10  # of the held-out text's n-grams may stand in the training text
-WORST, MARGIN = 1.5, 0.8  # the held-out loss in nats/byte: at most this, and so much below the bigram baseline
+MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the training text
+MAX_LOSS, MARGIN = 1.5, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
 
 
 def main(directory="demo") -> None:
-    """Run the demo; files go to `directory`."""
+    """Run the demo and write its files to `directory`. ValueError if a result is not as promised."""
     directory = Path(directory)
     train, held_out, bigram = prepare_text(directory / "text")
     nats = train_model(directory, train, held_out)
     print(f"\nheld-out loss {nats:.3f} nats/byte; bigram baseline {bigram:.3f}, {bigram - nats:.3f} above")
-    if not (nats <= WORST and bigram - nats >= MARGIN):  # nan is neither
-        raise ValueError(f"the held-out loss is not at most {WORST} nats/byte and {MARGIN} below the bigram baseline")
+    if not (nats <= MAX_LOSS and bigram - nats >= MARGIN):  # also refuses NaN
+        raise ValueError(
+            f"the held-out loss is not at most {MAX_LOSS} nats/byte and {MARGIN} below the bigram baseline"
+        )
     command = f"python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r}"
     print(f"\n$ {command} {' '.join(SAMPLING)}")
     one, two = (generate(directory / "model", ranks) for ranks in (1, 2))
@@ -45,7 +47,7 @@ def main(directory="demo") -> None:
 
 
 def prepare_text(folder):
-    """Write the text and say what it is: (training paths, held-out paths, the bigram baseline in nats/byte)."""
+    """Write the text and print what it is; returns (training paths, held-out paths, bigram baseline in nats/byte)."""
     paths = write_corpus(folder, extra=False)
     train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
     overlap, bigram = ngram_overlap(held_out, train, NGRAM), bigram_nats_per_byte(train, held_out)
@@ -55,7 +57,7 @@ def prepare_text(folder):
     print(
         f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte"
     )
-    if overlap > LIMIT:
+    if overlap > MAX_OVERLAP:
         raise ValueError(
             f"the held-out text is not held out: {overlap:.1%} of its {NGRAM}-grams are in the training text"
         )
@@ -63,7 +65,7 @@ def prepare_text(folder):
 
 
 def train_model(directory, train, held_out) -> float:
-    """Two tensor-parallel ranks under torchrun, a core each; returns the held-out loss in nats/byte."""
+    """Train on two tensor-parallel ranks under torchrun, one thread each; returns the held-out loss in nats/byte."""
     log = directory / "train.jsonl"
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
                str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--data", str(train[0].parent),
@@ -78,14 +80,14 @@ def train_model(directory, train, held_out) -> float:
 
 
 def generate(model, ranks) -> dict:
-    """The command line's JSON answer, from 1 or 2 ranks."""
+    """The command line's JSON output on 1 or 2 ranks."""
     command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", str(model), "--prompt", PROMPT, "--json",
                "--max-new-tokens", "200", *SAMPLING, "--tp", str(ranks)]  # fmt: skip
     return json.loads(run_quietly(command, stdout=subprocess.PIPE).stdout)
 
 
 def run_quietly(command, **options):
-    """Run a command, one thread per rank; ValueError if it fails (it has said why)."""
+    """Run a command with one thread per rank; ValueError if it fails, after it has printed why."""
     done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
     if done.returncode:
         raise ValueError(f"{command[2]} failed with exit code {done.returncode}")
@@ -93,7 +95,7 @@ def run_quietly(command, **options):
 
 
 def compare_with_transformers(model) -> None:
-    """Load the checkpoint with transformers, where it is installed, and compare the logits."""
+    """Load the checkpoint with transformers, if that is installed, and compare the logits."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Pretrain a Mamba or Mamba-2 language model on text files, on one rank or many.
+"""Pretrain a language model of any supported family on text files, on one rank or several.
 
 torchrun --nproc-per-node 2 -- examples/pretrain.py --tensor-model-parallel-size 2 --data TEXT... --out DIR
 """
@@ -11,7 +11,7 @@ from sparsefusion.foundation.command_line import leave_on_interrupt, quiet, run
 
 
 def main():
-    """Parse the options (before torch is imported), then train."""
+    """Parse the options before torch is imported, then train; returns the exit code."""
     options = parse_options()
     leave_on_interrupt()
     quiet()
@@ -28,4 +28,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at interpreter exit gloo's thread may abort the process
+    os._exit(code)  # a normal exit of the interpreter may let gloo's thread abort the process

@@ -28,7 +28,9 @@ class ChunkLayout:
         pieces.sort(key=lambda piece: piece[0].start)
         self.segments = tuple(segment for segment, _, _ in pieces)
         self.count, self.slots = len(chunks), sum(segment.length for segment in self.segments)
-        self._slots = [[] for _ in chunks]  # of each chunk: (slots of the chunk, slots of the buffer)
+        self._slots: list[list[tuple[slice, slice]]] = [
+            [] for _ in chunks
+        ]  # of each chunk: (slots of the chunk, slots of the buffer)
         ends = accumulate(segment.length for segment in self.segments)
         for (segment, index, slots), end in zip(pieces, ends, strict=True):
             self._slots[index].append((slots, slice(end - segment.length, end)))

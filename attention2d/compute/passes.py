@@ -13,6 +13,7 @@ of the steps, so the result does not depend on what arrives first.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class GridAttention:
         rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
         keys, values = self.col.all_gather(cols, [k, v])
         (queries,) = self.row.all_gather(rows, [q])
-        outs, lses = self._attend(kernel_calls(rows.segments, cols.segments, self.causal), queries, keys, values)
+        outs, lses = self._attend(kernel_calls(rows.segments, cols.segments, self.causal), queries, (keys, values))
         del queries, keys, values
         own = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
         self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own, *partial))
@@ -60,15 +61,18 @@ class GridAttention:
         del queries, keys, values
         (dq,) = self.row.reduce_scatter(rows, [dqueries])
         del dqueries
-        return dq, *self.col.reduce_scatter(cols, [dkeys, dvalues])
+        dk, dv = self.col.reduce_scatter(cols, [dkeys, dvalues])
+        return dq, dk, dv
 
     def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward_gathered`. With one column two chunks of k and v are held at a time, otherwise all of the column's."""
-        own, leaving, blocks = None, None, _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
+        blocks = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
+        own: Any = None
+        leaving = None
         for t, (queries,) in self.row.stream([q]):
-            partial = None
+            partial: Any = None
             for s, block in blocks:
-                partial = self._attend(self._calls_between(t, s), queries, *block, partial)
+                partial = self._attend(self._calls_between(t, s), queries, block, partial)
                 del block  # so that its memory is free when the next one arrives
             del queries
             if leaving:
@@ -88,10 +92,12 @@ class GridAttention:
 
         Those of dk and dv travel along the column while the last chunk of queries is attended.
         """
-        blocks, dkv, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), {}, self.row.size - 1
-        dq, leaving_dq, leaving_dkv = None, None, None
+        blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
+        dq: Any = None
+        dkv: dict[int, list[Tensor]] = {}
+        leaving_dq, leaving_dkv = None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
-            dqueries = None
+            dqueries: Any = None
             for s, block in blocks:
                 sums = (dqueries, *dkv.get(s, (None, None)))
                 dqueries, *dkv[s] = self._attend_backward(self._calls_between(t, s), queries, block, sums)
@@ -111,14 +117,16 @@ class GridAttention:
             add_to(dkv[0], leaving_dkv.wait())
         if leaving_dq:
             add_to([dq], leaving_dq.wait())
-        return dq, *dkv[0]
+        dk, dv = dkv[0]
+        return dq, dk, dv
 
     def _calls_between(self, t: int, s: int) -> list[KernelCall]:
         """The kernel calls of the queries of the cell t columns further and the keys of the cell s rows further."""
         return kernel_calls(self.row.chunk(t), self.col.chunk(s), self.causal)
 
-    def _attend(self, calls, queries, keys, values, result=None):
-        """(out, lse) of these kernel calls, merged into an earlier `result` in place if there is one."""
+    def _attend(self, calls: list[KernelCall], queries, block, result=None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of these kernel calls, merged into an earlier `result` in place if there is one. block: k and v."""
+        keys, values = block
         if result is None and _is_one_tile(calls, queries):
             (call,) = calls
             return attend(queries, keys[call.kv], values[call.kv], call.causal, self.scale)
@@ -154,7 +162,8 @@ class _KeyBlocks:
     """
 
     def __init__(self, axis: Axis, tensors: Tensors, is_kept: bool):
-        self._axis, self._tensors, self._is_kept, self._received = axis, tensors, is_kept, []
+        self._axis, self._tensors, self._is_kept = axis, tensors, is_kept
+        self._received: list[tuple[int, Tensors]] = []
 
     def __iter__(self) -> Iterator[tuple[int, Tensors]]:
         if self._received:

@@ -58,13 +58,16 @@ def attend_backward(
         return attend_backward_ref(dout, delta, q, k, v, lse, causal, scale)
     if not q.is_cuda:
         dout, q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (dout, q, k, v))
-    tensors = [_heads_first(t) for t in (dout, q, k, v, output_substitute(dout, delta))]
+    heads_first = tuple(_heads_first(t) for t in (dout, q, k, v, output_substitute(dout, delta)))
     lse = lse.permute(1, 2, 0)
     if q.is_cuda:
-        gradients = _cuda_backward(*tensors, lse.contiguous(), causal, scale)
+        gradients = _cuda_backward(heads_first, lse.contiguous(), causal, scale)
     else:
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal, scale=scale)
-    return tuple(_sequence_first(t).to(at_least_fp32(t.dtype)) for t in gradients)
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads_first, lse, 0.0, causal, scale=scale
+        )
+    dq, dk, dv = (_sequence_first(t).to(at_least_fp32(t.dtype)) for t in gradients)
+    return dq, dk, dv
 
 
 def output_substitute(dout: Tensor, delta: Tensor) -> Tensor:
@@ -162,7 +165,8 @@ def _attend_cuda(q, k, v, causal, scale):
     return _sequence_first(out).to(at_least_fp32(out.dtype)), lse.permute(2, 0, 1)
 
 
-def _cuda_backward(dout, q, k, v, out, lse, causal, scale):
+def _cuda_backward(heads_first, lse, causal, scale):
+    dout, q, k, v, out = heads_first
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout, scale=scale

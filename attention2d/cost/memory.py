@@ -89,8 +89,10 @@ def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_
     q, kv = min(length, queries) * row * wide, 2 * min(length, keys) * (row * kv_heads // heads) * wide
     is_widened = itemsize < wide
     return _Sizes(
-        *(count * itemsize for count in elements),
-        *(count * wide for count in elements),
+        elements[0] * itemsize,
+        elements[1] * itemsize,
+        elements[0] * wide,
+        elements[1] * wide,
         slots * batch * heads * wide,
         q + 4 * q // head_dim + is_widened * (q + kv),  # 4: lse, and three temporaries of `merge`
         2 * q + kv + is_widened * (2 * q + kv),

@@ -27,7 +27,7 @@ class SequenceSharding:
             raise ValueError(f"order={order!r} is none of {', '.join(orders.ORDERS)}")
         self.group, self.order, self.counter = group, order, Counter()
         self.rank, self.ranks = 0 if group is None else group.rank(), group_size(group)
-        self._compared_calls = set()
+        self._compared_calls: set[str | None] = set()
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's tokens of `x`, which has the full sequence along `dim`.

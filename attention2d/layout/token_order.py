@@ -121,7 +121,7 @@ def _valid_slices(segments) -> list[slice]:
 
 def _joined_slices(segments) -> list[slice]:
     """The slots that hold tokens, as few slices as possible."""
-    joined = []
+    joined: list[slice] = []
     for slots in _valid_slices(segments):
         if joined and joined[-1].stop == slots.start:
             joined[-1] = slice(joined[-1].start, slots.stop)
@@ -168,7 +168,8 @@ def _block_calls(q, kv) -> list[KernelCall]:
 
 def _query_runs(q, kv) -> list[_QueryRun]:
     """Query segments, joined where one more segment continues the staircase of the causal mask."""
-    starts, runs = [segment.start for segment in kv], []
+    starts = [segment.start for segment in kv]
+    runs: list[_QueryRun] = []
     for queries, slots in zip(q, _valid_slices(q), strict=True):
         if not queries.valid:
             continue

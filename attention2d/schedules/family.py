@@ -12,6 +12,8 @@
 | heads first, then the grid ("3-D") | U | R | C | either |
 """
 
+from typing import Any
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -65,7 +67,7 @@ class Attention2D(SequenceSharding):
 
         itemsize: bytes of an element of q, k and v; statistics and gradients travel in at least fp32.
         """
-        return messages(self.grid, *self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
+        return messages(self.grid, **self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
 
     def memory(
         self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, on_cuda: bool = False
@@ -75,14 +77,15 @@ class Attention2D(SequenceSharding):
         on_cuda: an estimate for flash attention, not measured.
         """
         shape = self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)
-        return peak_memory(self.grid, self.overlap, *shape, on_cuda)
+        return peak_memory(self.grid, self.overlap, **shape, on_cuda=on_cuda)
 
-    def _local_shape(self, batch, seq, heads, kv_heads, head_dim, itemsize):
-        """The arguments of `messages` and `peak_memory` after the grid."""
+    def _local_shape(self, batch, seq, heads, kv_heads, head_dim, itemsize) -> dict[str, Any]:
+        """The arguments that `messages` and `peak_memory` have in common, except the grid."""
         check_heads(heads, kv_heads, self.grid.ulysses)
         slots = orders.local_length(self.order, seq, self.ranks)
         is_transposed = self.transpose and self.grid.rows > 1 and self.grid.cols > 1
-        return slots, batch, heads, kv_heads, head_dim, itemsize, is_transposed
+        shape = dict(slots=slots, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
+        return shape | dict(transpose=is_transposed)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, seq: int | None = None,

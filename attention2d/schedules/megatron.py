@@ -70,7 +70,7 @@ class CoreAttention(nn.Module):
         mask_type = (attn_mask_type or self.mask_type).name
         # Tensors of other shapes are passed on as they are: the schedule refuses them on every rank.
         q, k, v = (t.transpose(0, 1) if t.dim() == 4 else t for t in (query, key, value))
-        out = self.schedule(
+        out: Any = self.schedule(
             q, k, v, causal=mask_type == "causal", scale=self.scale, attention_bias=attention_bias,
             packed_seq_params=packed_seq_params, attention_dropout=self.dropout if self.training else None,
             attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type,

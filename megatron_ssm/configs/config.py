@@ -101,7 +101,7 @@ class Config:
             use_bias=fields.boolean("use_bias"),
             residual_in_fp32="residual_in_fp32" in fields.defaults and fields.boolean("residual_in_fp32"),
             tie_embeddings=fields.boolean("tie_word_embeddings"),
-            dt_init=tuple(fields.number(f"time_step_{k}") for k in ("min", "max", "floor")),
+            dt_init=(fields.number("time_step_min"), fields.number("time_step_max"), fields.number("time_step_floor")),
             eos_token_ids=token_ids(raw.get("eos_token_id")),
             hybrid_layers=hybrid,
             shared=_shared_block(fields) if hybrid else None,
@@ -280,7 +280,7 @@ def _shared_block(fields: FieldReader) -> SharedBlockConfig:
         raise ValueError(
             f"{fields.family} with hidden_act={fields['hidden_act']!r} is not implemented (only {', '.join(ACTIVATIONS)})"
         )
-    more = dict(tied=fields.boolean("tie_word_embeddings"))
+    more: dict[str, Any] = dict(tied=fields.boolean("tie_word_embeddings"))
     if zamba2:
         more |= dict(
             blocks=fields.positive("num_mem_blocks"),

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Any
 
 # By family: Hugging Face's name of each field for which it differs from ours.
 _HF_NAMES = {
@@ -31,7 +32,7 @@ _SHARED_BLOCK = dict(
     vocab_size=32000, tie_word_embeddings=True, hidden_act="gelu", layers_block_type=None, attention_head_dim=None,
     attention_hidden_size=None,
 )  # fmt: skip
-_DEFAULTS = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA | dict(mixer_rms_eps=1e-6),
     "mamba2": dict(
@@ -50,7 +51,7 @@ _DEFAULTS = {
         rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
     ),
 }  # fmt: skip
-_COMMON_DEFAULTS = dict(
+_COMMON_DEFAULTS: dict[str, Any] = dict(
     layer_norm_epsilon=1e-5, expand=2, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank="auto",
     time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
 )  # fmt: skip
@@ -58,7 +59,7 @@ _COMMON_DEFAULTS = dict(
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # supported in the shared block's MLP
 
 # Fields that change what the model computes, and the values that are implemented.
-SUPPORTED_VALUES = {
+SUPPORTED_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
     "attn_layer_idx": (None, []),
@@ -110,7 +111,7 @@ class FieldReader:
         """The name of a field in this family's config.json."""
         return _HF_NAMES[self.family].get(name, name)
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> Any:
         """The field's value, unchecked; its default if the file leaves it out or says null."""
         value = self.raw.get(self.hf_name(name))
         return self.defaults[name] if value is None else value

@@ -73,6 +73,7 @@ class Field:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of Hugging Face's tensor up to this field's last row."""
         if self.heads:
+            assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
             channels = self.shape[self.split] // self.heads
             return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
         return (self.start + self.stride * (self.shape[0] - 1) + 1, *self.shape[1:])
@@ -83,7 +84,8 @@ class Field:
         Slice objects do not support steps, so the stride is applied after reading.
         """
         first, *rest = self._hf_slices(rank, size)
-        part = tensor[(slice(first.start, first.stop), *rest)][:: first.step]
+        contiguous = (slice(first.start, first.stop), *rest)
+        part = tensor[contiguous][:: first.step]
         return part.movedim(0, self.split).reshape(self.local_shape(rank, size)) if self.heads else part
 
     def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
@@ -100,6 +102,7 @@ class Field:
             first, *rest = piece
             start, length = self.start + self.stride * first.start, first.stop - first.start
             return (slice(start, start + self.stride * (length - 1) + 1 if length else start, self.stride), *rest)
+        assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
         channels, mine = self.shape[self.split] // self.heads, piece[self.split]
         heads = slice(mine.start // channels, -(-mine.stop // channels), 1)
         first = mine.start % channels
@@ -177,7 +180,7 @@ def _mamba(c: Config, ours: str, theirs: str) -> Iterator[Field]:
     inner, hidden, state, rank = c.intermediate_size, c.hidden_size, c.state_size, c.dt_rank
     zamba = c.family == "zamba"
     heads = c.heads if zamba else 0
-    by_channel = dict(units=inner, heads=heads)
+    by_channel: dict[str, Any] = dict(units=inner, heads=heads)
     x_proj, dt_proj, dt_bias = (
         (theirs + name)
         for name in (_ZAMBA_PROJECTIONS if zamba else ("x_proj.weight", "dt_proj.weight", "dt_proj.bias"))
@@ -226,8 +229,8 @@ def _rows(ours, theirs, rows: dict, units: dict, trailing, interleaved=False, in
     """
     start = 0
     for name, count in rows.items():
-        position = dict(start=start, stride=len(rows) if interleaved else 1)
-        yield Field(ours + name, theirs, (count, *trailing), 0, units[name], **position, init=init)
+        stride = len(rows) if interleaved else 1
+        yield Field(ours + name, theirs, (count, *trailing), 0, units[name], start, stride, init=init)
         start += 1 if interleaved else count
 
 
@@ -247,6 +250,8 @@ def _row_parallel(ours, theirs, shape, units, bias=False) -> Iterator[Field]:
 
 def _shared_blocks(c: Config) -> Iterator[Field]:
     """The shared blocks (ssm.md A4, A5), each under Hugging Face's name of the first layer that uses it."""
+    if c.shared is None:
+        return
     s, hidden, names = c.shared, c.hidden_size, _NAMES[c.family]
     for block, layer in enumerate(c.hybrid_layers[: c.shared_copies]):
         ours, theirs = f"shared.{block}.", f"{names.root}layers.{layer}.{names.shared}."
@@ -275,6 +280,7 @@ def _invocation(c: Config, ours: str, theirs: str, invocation: int) -> Iterator[
     invocation: the index of the hybrid layer among the hybrid layers. Where blocks are not tied, each layer's block holds
     the adapters of all invocations, of which it uses only its own.
     """
+    assert c.shared is not None, "only models with hybrid layers have invocations"
     s, hidden = c.shared, c.hidden_size
     yield Field(ours + "linear", theirs + "linear.weight", (hidden, hidden), init="out_proj")
     if not s.adapter_rank:

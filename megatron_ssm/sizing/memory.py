@@ -160,6 +160,7 @@ class Memory:
         The input of attention is twice as wide as the model and stays in memory. Adapters are as wide as what they are added
         to.
         """
+        assert self.config.shared is not None
         shared, H = self.config.shared, self.config.hidden_size
         q, kv = (heads // self.ranks * shared.head_dim for heads in (shared.heads, shared.kv_heads))
         mlp, low = shared.feed_forward_size // self.ranks, shared.adapter_rank

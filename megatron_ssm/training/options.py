@@ -195,13 +195,15 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
     config = parsed.pop("config")
     parsed.pop("local_rank", None)
     try:
-        values = {**_read_yaml(config), **parsed} if config else parsed
+        values: dict[str, Any] = {**_read_yaml(config), **parsed} if config else parsed
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")
-        return Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return Options(**values)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(str(error))  # exits
+        raise
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -6,10 +6,13 @@ one rank, or differs between ranks, every rank raises the same error.
 
 import functools
 import json
+import math
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,12 +246,14 @@ def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> di
 
 
 def _checksum(tokens: Tokens) -> int:
-    return zlib.crc32(tokens.ids.numpy())
+    array: Any = tokens.ids.numpy()
+    return zlib.crc32(array)
 
 
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory."""
-    size = sum(torch.Size(p.field.shape).numel() for p in model.parameters())
+    parameters: Iterable[Any] = model.parameters()
+    size = sum(math.prod(p.field.shape) for p in parameters)
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
     if inputs.checkpoint:

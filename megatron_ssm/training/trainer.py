@@ -6,8 +6,9 @@ batch and compute the same loss and gradient norm. The ranks of one replica read
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,8 +39,9 @@ def learning_rate(options: Options, step: int) -> float:
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW (see `ops.fused_adam`). Weight decay applies to matrices, not to A_log, D, norms and biases."""
-    decayed = [p for p in model.parameters() if p.field.has_weight_decay]
-    others = [p for p in model.parameters() if not p.field.has_weight_decay]
+    parameters: list[Any] = list(model.parameters())
+    decayed = [p for p in parameters if p.field.has_weight_decay]
+    others = [p for p in parameters if not p.field.has_weight_decay]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (options.adam_beta1, options.adam_beta2)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
@@ -52,9 +54,9 @@ def grad_norm(model: Model) -> torch.Tensor:
     Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
     1/c of the squares. All-reduces one element over the tensor-parallel ranks.
     """
-    ranks = model.ranks
+    ranks, parameters = model.ranks, cast(Iterable[Any], model.parameters())  # `Model` gives each parameter its `field`
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / parameter.field.copies(ranks.size)
     return ranks.exact(total, ranks.group).sqrt()
@@ -144,7 +146,8 @@ class Trainer:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) under the names that `fusion` uses."""
-        return (self.loss if self.groups.data is None else self.loss.module).named_parameters()
+        loss = self.loss.module if isinstance(self.loss, DistributedDataParallel) else self.loss
+        return loss.named_parameters()
 
     def _add_pending_gradients(self) -> None:
         """Add them to the gradients; those of parameters without a gradient wait for a later step."""

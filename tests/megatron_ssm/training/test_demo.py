@@ -1,4 +1,4 @@
-"""The demo's promises, and its benchmark. Oracle: the numbers that the README and issue 2 promise, counted anew."""
+"""The demo's promises and its benchmark. Oracle: the promised numbers, computed independently."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def script(monkeypatch, path):
-    """A script as a module; its folder is where it finds its neighbours."""
+    """A script as a module that can import the other scripts of its folder."""
     monkeypatch.syspath_prepend(ROOT / Path(path).parent)
     spec = importlib.util.spec_from_file_location(path.replace("/", "_")[: -len(".py")], ROOT / path)
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ def test_the_text_is_held_out_and_the_bigram_baseline_is_right(demo, capsys):
 
 
 def smoothed_bigram(train, held_out):
-    """Nats per byte of bigram counts of bytes, with one added to each."""
+    """The loss of a bigram model over bytes with add-one smoothing, in nats per byte."""
     texts = [path.read_bytes() for path in train]
     pairs = Counter(pair for text in texts for pair in zip(text, text[1:], strict=False))
     firsts = Counter(byte for text in texts for byte in text[:-1])
@@ -55,8 +55,8 @@ def test_text_that_is_not_held_out_is_refused(demo, monkeypatch):
         demo.prepare_text("text")
 
 
-def played(demo, monkeypatch, nats, bigram=2.5, tokens=lambda ranks: [1, 2]):
-    """Run the demo with ranks that only pretend to train to this loss, and to generate these tokens."""
+def run_demo(demo, monkeypatch, nats, bigram=2.5, tokens=lambda ranks: [1, 2]):
+    """Run the demo with fake commands that report this loss and generate these tokens."""
 
     def run_quietly(command, **options):
         if "--log" in command:
@@ -76,18 +76,18 @@ def played(demo, monkeypatch, nats, bigram=2.5, tokens=lambda ranks: [1, 2]):
 
 
 @pytest.mark.parametrize("nats, bigram", [(1.51, 2.5), (1.3, 2.09), (math.nan, 2.5)])
-def test_a_loss_that_breaks_the_promise_fails_the_demo(demo, monkeypatch, nats, bigram):
+def test_a_loss_that_is_too_high_fails_the_demo(demo, monkeypatch, nats, bigram):
     with pytest.raises(ValueError, match="^the held-out loss is not at most 1.5 nats/byte and 0.8 below the bigram"):
-        played(demo, monkeypatch, nats, bigram)
+        run_demo(demo, monkeypatch, nats, bigram)
 
 
 def test_different_tokens_fail_the_demo(demo, monkeypatch):
     with pytest.raises(ValueError, match=r"^1 and 2 ranks generated different tokens: \[1\] and \[2\]$"):
-        played(demo, monkeypatch, 1.2, tokens=lambda ranks: [ranks])
+        run_demo(demo, monkeypatch, 1.2, tokens=lambda ranks: [ranks])
 
 
 def test_the_benchmark_reads_what_the_demo_prints(demo, monkeypatch, capsys):
-    played(demo, monkeypatch, 1.2345)
+    run_demo(demo, monkeypatch, 1.2345)
     out = capsys.readouterr().out
     assert re.search(r"1 and 2 ranks generated the same 2 tokens", out)
     assert script(monkeypatch, "benchmarks/training/demo.py").results(out) == ["0", "1.234", "2.500"]
