@@ -1,4 +1,4 @@
-"""The memory that a call needs beside its inputs, in closed form, for every grid (attention2d.md A.7).
+"""The memory that a call needs besides its inputs, in closed form, for every grid (attention2d.md A.7).
 
 It is the sum of all tensors that are alive at the same time, at the stage where this sum is largest. A gathered schedule
 holds all queries of its row and all keys of its column, n/sqrt(P) tokens on a square grid. A streamed one holds two chunks
@@ -13,7 +13,7 @@ from attention2d.layout.grid import Grid
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes beside q, k and v; in backward, beside the gradient of out as well.
+    """Bytes besides q, k and v; in backward, besides the gradient of out as well.
 
     saved: what is kept for backward, out included. forward, backward: the most at any time of the pass, what is saved
     included.
@@ -30,7 +30,7 @@ class _Sizes:
 
     q: queries (outputs and their gradients have the same size). kv: keys and values together. sum_q, sum_kv: the same number
     of elements in the dtype in which results and gradients are added up. stats: lse (delta has the same size). tile_forward,
-    tile_backward: what a kernel call on one tile needs beside its inputs and the sums that it is added to.
+    tile_backward: what a kernel call on one tile needs besides its inputs and the sums that it is added to.
     """
 
     q: int
@@ -54,7 +54,7 @@ def peak_memory(
     """The memory of a rank that holds `slots` tokens.
 
     transpose: of the schedule that applies the paper's transpose. on_cuda: with the larger tiles of flash attention,
-    assuming that these need as much beside their results as the CPU's (not measured).
+    assuming that these need as much besides their results as the CPU's (not measured).
     """
     sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda)
     cells, is_copied = (sizes, grid.rows, grid.cols), grid.ulysses > 1 or batch > 1  # to sequence first, and back

@@ -23,7 +23,7 @@ class Candidate:
     """A grid and its cost on the busiest rank.
 
     bytes_sent, in `steps` messages one after the other. seconds: their time on the fabric (None: no fabric is given).
-    peak_bytes: memory beside q, k, v and the gradient of out.
+    peak_bytes: memory besides q, k, v and the gradient of out.
     """
 
     ulysses: int
@@ -55,7 +55,7 @@ def choose(
     """The cheapest schedule of all grids for tensors of this shape; its `.reason` says why.
 
     heads, kv_heads: of one rank before heads are divided. training: count backward too. fabric: measured costs, of which the
-    p2p curve is used, or else the all_gather curve; None compares bytes. memory: bytes that a rank may need beside q, k, v
+    p2p curve is used, or else the all_gather curve; None compares bytes. memory: bytes that a rank may need besides q, k, v
     and the gradient of out (`Attention2D.memory`, as is on_cuda); None is no limit.
 
     Ring and all-gather send the same bytes; the ring is chosen, because it holds two chunks of keys instead of all. Other
@@ -136,4 +136,4 @@ def _reason(best, others, training, fabric, schedule) -> str:
     measure = "by the bytes that a rank sends" if fabric is None else "by the fabric"
     lines = [f"{schedule}: cheapest {measure}, {passes}.", str(best)]
     shown = [other for other in others if other.overlap == (other.cols == 1 < other.rows)]
-    return "\n".join([*lines, *(f"beside {other}" for other in shown[:MAX_SHOWN])])
+    return "\n".join([*lines, *(f"compared with {other}" for other in shown[:MAX_SHOWN])])

@@ -72,7 +72,7 @@ class Attention2D(SequenceSharding):
     def memory(
         self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, on_cuda: bool = False
     ) -> PeakMemory:
-        """Bytes that a rank needs at most beside q, k and v: in `.forward`, `.saved` for backward, and in `.backward`.
+        """Bytes that a rank needs at most besides q, k and v: in `.forward`, `.saved` for backward, and in `.backward`.
 
         on_cuda: an estimate for flash attention, not measured.
         """
@@ -105,8 +105,8 @@ class Attention2D(SequenceSharding):
         All ranks call it together, and its backward together. Forward sends the bytes of `volume`, with return_lse and
         ulysses > 1 also (ulysses - 1)/ulysses of lse, and all-gathers 16 bytes to compare the ranks' arguments (on CUDA only
         the first time, because it waits for the GPU). Backward sends the bytes of `volume`; gradients are summed in at least
-        fp32 and returned in the inputs' dtype. ValueError on every rank if one of them is given what does not fit, or
-        something else than the others.
+        fp32 and returned in the inputs' dtype. ValueError on every rank if an argument is wrong on one
+        of them or differs between them.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q, k, v)

@@ -52,8 +52,8 @@ class Tree(SequenceSharding):
 
         Returns out like q, with the same bits on every rank, and with return_lse also lse (batch, queries, heads) in at
         least fp32. Where there is no key on any rank they are 0 and -inf. All-gathers `volume` bytes and, to compare the
-        arguments, 16 bytes. ValueError on every rank if one of them is given what does not fit, or something else than the
-        others.
+        arguments, 16 bytes. ValueError on every rank if an argument is wrong on one of them or differs between
+        them.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, features), q, k, v)

@@ -91,7 +91,7 @@ class Memory:
         return batch * (self.state_per_sequence + length * self.keys_and_values_per_token)
 
     def prefill(self, batch: int, prompt: int, before: int = 0) -> int:
-        """Bytes beside the weights to read `prompt` tokens of each sequence after `before` earlier ones, cache included."""
+        """Bytes besides the weights to read `prompt` tokens of each sequence after `before` earlier ones, cache included."""
         return self.cache(batch, before + prompt) + batch * (prompt * max(self.stages().values()) + self._logits)
 
     def longest_prompt(self, budget: float, batch: int) -> int:
@@ -109,7 +109,7 @@ class Memory:
     def stages(self) -> dict[str, int]:
         """{stage: bytes of one token's activations that are in memory then}, in the layer that needs most.
 
-        Without hybrid layers that is the first layer, whose input exists beside its fp32 copy.
+        Without hybrid layers that is the first layer, whose input exists next to its fp32 copy.
         """
         config, s, H = self.config, self.itemsize, self.config.hidden_size
         residual = (self.wide_itemsize if config.residual_in_fp32 else s) * H
@@ -194,8 +194,8 @@ class Memory:
         return self.wide_itemsize * (width if self.ranks == 1 else width + 2 * width * self.ranks)
 
 
-def _check_positive(**numbers) -> None:
+def _check_positive(**arguments) -> None:
     """ValueError if a number is less than 1."""
-    for name, number in numbers.items():
+    for name, number in arguments.items():
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")

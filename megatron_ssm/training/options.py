@@ -138,7 +138,7 @@ class Options:
         }
 
     def _hybrid_config(self) -> dict:
-        """The fields of zamba's and zamba2's config.json beside those of their Mamba blocks."""
+        """The fields of zamba's and zamba2's config.json besides those of their Mamba blocks."""
         every = self.hybrid_interval
         kinds = ["linear_attention" if layer % every else "hybrid" for layer in range(1, self.num_layers + 1)]
         config = dict(

@@ -30,12 +30,12 @@ def test_sharded_keys(world_size, order, ranks):
         return found
 
     everyone = ranks(run, world_size)
-    for index, given in enumerate(problems):
-        expected = exact(*given, causal=False)
+    for index, inputs in enumerate(problems):
+        expected = exact(*inputs, causal=False)
         for found in everyone:
             out, lse, sent, volume = found[index]
             assert (out - expected[0]).abs().max() <= 1e-13 and (lse - expected[1]).abs().max() <= 1e-13
-            assert torch.equal(out, everyone[0][index][0]) and sent == volume * given[0].shape[1]
+            assert torch.equal(out, everyone[0][index][0]) and sent == volume * inputs[0].shape[1]
 
 
 @pytest.mark.parametrize("world_size", (2, 4))

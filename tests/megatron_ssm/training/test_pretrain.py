@@ -386,8 +386,8 @@ def test_the_command_line_overrides_the_yaml_file_and_that_the_defaults(here):
 def refused(capsys, *arguments):
     """The one line on stderr of a command that ends with 2."""
     try:
-        given = parse_options(list(arguments))
-        code = run("pretrain.py", lambda: pretrain(given))
+        parsed = parse_options(list(arguments))
+        code = run("pretrain.py", lambda: pretrain(parsed))
     except SystemExit as leave:
         code = leave.code
     out, err = capsys.readouterr()
