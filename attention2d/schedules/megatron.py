@@ -75,7 +75,7 @@ class CoreAttention(nn.Module):
             packed_seq_params=packed_seq_params, attention_dropout=self.dropout if self.training else None,
             attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type,
         )  # fmt: skip
-        return out.transpose(0, 1).flatten(2)
+        return out.transpose(0, 1).flatten(2)  # type: ignore[union-attr]
 
 
 def _group_and_heads(config, pg_collection):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
+from megatron_ssm.configs.layouts import aliases, field_of, hf_shapes, layout
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.kernels import BLOCK
 from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
@@ -71,10 +71,10 @@ def load(
         names = match_tensors(config, tensors, directory)
         model = build(config, group, data_group, dtype, device, reduce, shared_memory)
         with torch.no_grad():
-            rounded = _fill(model, lambda p: _read(p, tensors[names[p.field.hf]], model.ranks), weights)
+            rounded = _fill(model, lambda p: _read(p, tensors[names[field_of(p).hf]], model.ranks), weights)
     if weights is not None:
         _freeze(model, weights, rounded, directory)
-    model.directory, model.graphs = Path(directory), bool(graphs)
+    model.directory, model.graphs = Path(directory), bool(graphs)  # type: ignore[assignment]
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model
@@ -102,7 +102,7 @@ def open_tensors(directory: Path, stack) -> dict:
             files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
             foreign = [name for name in files if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError):
-            foreign = True
+            foreign = [INDEX]
         if foreign:
             raise ValueError(f"{directory / INDEX} is not an index of safetensors files in its directory")
     else:
@@ -183,7 +183,7 @@ def _freeze(model, weights, rounded, directory) -> None:
 def _read(parameter, tensor, ranks: Ranks) -> None:
     """Copy this rank's piece of a stored tensor into the parameter."""
     if parameter.numel():
-        parameter.copy_(parameter.field.read(tensor, ranks.rank, ranks.size))
+        parameter.copy_(field_of(parameter).read(tensor, ranks.rank, ranks.size))
 
 
 def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
@@ -199,7 +199,7 @@ def save(model: Model, directory, file_bytes: int = FILE_BYTES) -> None:
     if model.data_group is None or dist.get_rank(model.data_group) == 0:
         stages = _save_replica(model, Path(directory), plan)
     else:
-        stages = [None] * (len(plan) + 2)
+        stages = iter([None] * (len(plan) + 2))
     for error in stages:
         if error := _broadcast(error, model.data_group, model.device):
             raise OSError(error)
@@ -235,9 +235,9 @@ def _plan(model, file_bytes) -> dict[str, dict]:
     """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`."""
     tensors: dict[str, list] = {}
     for parameter in model.parameters():
-        tensors.setdefault(parameter.field.hf, []).append(parameter)
+        tensors.setdefault(field_of(parameter).hf, []).append(parameter)
     sizes = {
-        hf: sum(torch.Size(p.field.shape).numel() * p.element_size() for p in parameters)
+        hf: sum(torch.Size(field_of(p).shape).numel() * p.element_size() for p in parameters)
         for hf, parameters in tensors.items()
     }
     return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
@@ -263,10 +263,10 @@ def _gather(model, hf, parameters):
     ranks = model.ranks
     whole = None
     if ranks.rank == 0:
-        shape = hf_shapes([p.field for p in parameters])[hf]
+        shape = hf_shapes([field_of(p) for p in parameters])[hf]
         whole = torch.empty(shape, dtype=parameters[0].dtype)
     for parameter in parameters:
-        field = parameter.field
+        field = field_of(parameter)
         for rank in range(0, ranks.size, field.copies(ranks.size)):
             if 0 in (shape := field.local_shape(rank, ranks.size)):
                 continue
@@ -279,7 +279,7 @@ def _gather(model, hf, parameters):
                 del piece  # or it would stay while the next one is received
             elif ranks.rank == rank:
                 dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)
-    if whole is not None and parameters[0].field.fp32:
+    if whole is not None and field_of(parameters[0]).fp32:
         narrow = whole.to(model.dtype)
         whole = narrow if narrow.to(whole.dtype).equal(whole) else whole
     return whole
@@ -289,7 +289,8 @@ class Writer:
     """Rank 0's side of `save`: files are written in a hidden folder and moved into place together."""
 
     def __init__(self, directory: Path):
-        self.directory, self.hidden = directory, None
+        self.directory = directory
+        self.hidden: Path | None = None
 
     def attempt(self, step, *arguments) -> str | None:
         """Run a step; an error becomes a line of text, and leaves nothing behind."""
@@ -298,6 +299,7 @@ class Writer:
         except Exception as error:  # whatever it is, the other ranks must learn of it
             self.abandon()
             return f"cannot save to {self.directory}: {error}"
+        return None
 
     def abandon(self):
         """Remove what was written."""

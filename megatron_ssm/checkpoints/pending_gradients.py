@@ -77,7 +77,7 @@ def _found(directory, trainer) -> dict | list[dict]:
 def _layout(directory) -> tuple[int, int] | None:
     """Tensor-parallel ranks and replicas of the run that wrote there."""
     found = (NAME.fullmatch(path.name) for path in sorted(Path(directory).glob("pending-*.pt")))
-    return next((tuple(map(int, match.groups())) for match in found if match), None)
+    return next(((int(match[1]), int(match[2])) for match in found if match), None)
 
 
 def _file(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:

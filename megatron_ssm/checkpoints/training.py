@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.ops.fused_adam import counts_by_group
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
@@ -141,7 +142,7 @@ def load_training(path, step: int, model, optimizer) -> None:
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
-            cause = "what a file holds is no tensor"
+            cause = ValueError("what a file holds is no tensor")
         raise ValueError(f"{path} is damaged or of another model: {cause}") from None
     torch.set_rng_state(state["rng"])
 
@@ -163,7 +164,7 @@ def _state(model, optimizer) -> dict:
     """{entry: DTensor or tensor}; the tensors are the model's and the optimizer's own, so loading fills them."""
     state = {"rng": torch.get_rng_state()}
     for parameter in model.parameters():
-        field = parameter.field
+        field = field_of(parameter)
         state[f"model.{field.name}"] = _distributed(parameter.detach(), field, model.ranks)
         for moment in MOMENTS if parameter.requires_grad else ():
             tensor = optimizer.state[parameter][moment]

@@ -134,6 +134,11 @@ _NAMES = {
 }
 
 
+def field_of(parameter) -> Field:
+    """The field that a model's parameter holds; models attach it."""
+    return parameter.field
+
+
 def layout(config: Config) -> tuple[Field, ...]:
     """Every parameter of a model with this configuration."""
     hidden, vocab, names = config.hidden_size, config.vocab_size, _NAMES[config.family]

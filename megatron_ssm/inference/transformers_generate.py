@@ -124,7 +124,7 @@ def _settings(model, generation_config, arguments) -> dict:
                 close = difflib.get_close_matches(name, DEFAULTS, 1)
                 raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
             if name in DEFAULTS and (value is not None or source is arguments):
-                values[name] = value
+                values[name] = value  # type: ignore[assignment]
     for name in ("temperature", "repetition_penalty", "length_penalty", "early_stopping", "do_sample", "min_length"):
         values[name] = DEFAULTS[name] if values[name] is None else values[name]
     _check(values)

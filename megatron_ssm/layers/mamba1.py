@@ -74,11 +74,9 @@ class MambaMixer(nn.Module):
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's channels for `batch` sequences."""
-        where = dict(device=self.D.device)
-        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, **where)
-        return LayerCache(
-            conv, torch.zeros(batch, self.state_size, self.channels, dtype=at_least_fp32(self.D.dtype), **where)
-        )
+        device, wide = self.D.device, at_least_fp32(self.D.dtype)
+        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, device=device)
+        return LayerCache(conv, torch.zeros(batch, self.state_size, self.channels, dtype=wide, device=device))
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""

@@ -39,6 +39,10 @@ class Mamba2Mixer(nn.Module):
     weights, biases and convolution; and, at 1 < groups < ranks, one of the sums of squares'.
     """
 
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+
     def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
         super().__init__()
         self.ranks, wide = ranks, at_least_fp32(dtype)
@@ -62,12 +66,10 @@ class Mamba2Mixer(nn.Module):
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's heads, and of its groups' B and C history, for `batch` sequences."""
-        where = dict(device=self.D.device)
+        device, wide = self.D.device, at_least_fp32(self.D.dtype)
         channels = sum(self.rows[name] for name in "xBC")
-        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, **where)
-        state = torch.zeros(
-            batch, self.heads, self.state_size, self.head_dim, dtype=at_least_fp32(self.D.dtype), **where
-        )
+        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, device=device)
+        state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
         return LayerCache(conv, state)
 
     def forward(self, hidden, call: Call, cache: LayerCache | None = None):

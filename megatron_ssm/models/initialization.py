@@ -5,6 +5,8 @@ import zlib
 
 import torch
 
+from megatron_ssm.configs.layouts import field_of
+
 from .model import Model
 
 
@@ -12,7 +14,7 @@ from .model import Model
 def initialize(model: Model, seed: int = 0) -> Model:
     """Draw every parameter as state-spaces' Mamba does; each field from its own generator, whole, then cut to this rank."""
     for parameter in model.parameters():
-        field = parameter.field
+        field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # it uses only 32 bits
         whole = _DRAWS[field.init](model.config, field.shape, generator)
         parameter.copy_(whole[field.piece(model.ranks.rank, model.ranks.size)])

@@ -115,9 +115,9 @@ class Model(nn.Module):
         max_length: the tokens a sequence may have, for the keys and values of models with attention, which then never
         move (None: room is made as they come).
         """
-        layers = [block.mixer.new_cache(batch) for block in self.layers]
+        layers = [block.mixer.new_cache(batch) for block in self.layers]  # type: ignore[operator, union-attr]
         for index in self.config.hybrid_layers:
-            layers[index].keys, layers[index].values = self.shared[0].new_cache(batch, max_length or 0)
+            layers[index].keys, layers[index].values = self.shared[0].new_cache(batch, max_length or 0)  # type: ignore[operator]
         return Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
 
     def forward(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0):

@@ -72,6 +72,9 @@ def rows_at(weight, index) -> torch.Tensor:
 class Int8Weight(nn.Module):
     """A matrix W (out, in): `values` int8 (out, in), `scales` float32 (out, in / 64). dtype: of activations."""
 
+    values: torch.Tensor
+    scales: torch.Tensor
+
     def __init__(self, values, scales, dtype):
         super().__init__()
         self.register_buffer("values", values)

@@ -21,9 +21,9 @@ class Groups:
     (one rank for now). ranks, rank: the world's size and this rank in it.
     """
 
-    tensor: object = None
-    context: object = None
-    data: object = None
+    tensor: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
 

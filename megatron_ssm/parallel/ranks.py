@@ -90,7 +90,7 @@ class Ranks:
 
     @property
     def _memory_format(self) -> str:
-        return "fp32" if self.format == "auto" else self.format
+        return "fp32" if self.format == "auto" else str(self.format)
 
     def reduce_beside(self, tensor, column, group):
         """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.groups import Groups
@@ -58,7 +59,7 @@ def grad_norm(model: Model) -> torch.Tensor:
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
     for parameter in parameters:
         if parameter.grad is not None:
-            total += parameter.grad.to(total.dtype).square().sum() / parameter.field.copies(ranks.size)
+            total += parameter.grad.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
     return ranks.exact(total, ranks.group).sqrt()
 
 
@@ -113,7 +114,7 @@ class Trainer:
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
                 density_warmup=options.gradient_density_warmup, model_group=groups.tensor,
-                copied=lambda parameter: parameter.field.copies(groups.tensor_ranks) > 1,
+                copied=lambda parameter: field_of(parameter).copies(groups.tensor_ranks) > 1,
                 report=lambda line: report(line) if groups.rank == 0 else None,
             ).attach(self.loss)  # fmt: skip
 

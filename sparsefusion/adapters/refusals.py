@@ -20,7 +20,7 @@ CHOICES = {
 
 def refuse_options(density, density_warmup, fabric, model_group, functions, names) -> None:
     """Check the options of a `SparseFusion`. functions: {option: function or None}. names: {option: one of CHOICES}."""
-    if not isinstance(density, Real) or not 0 < density <= 1:
+    if not isinstance(density, Real) or not 0 < float(density) <= 1:
         raise ValueError(f"density={density!r} must be above 0 and at most 1")
     if not isinstance(density_warmup, Integral) or density_warmup < 0:
         raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")

@@ -19,7 +19,8 @@ class TorchDDP:
     can_wait_for_buffer = True
 
     def __init__(self, ddp: DistributedDataParallel):
-        self._ddp, self.module, self.group, self._session = ddp, ddp.module, ddp.process_group, None
+        self._ddp, self.module, self.group = ddp, ddp.module, ddp.process_group
+        self._session: Session | None = None
         self.parameters = reduced_parameters(ddp)
         self._names = {id(p): name for name, p in self.parameters.items()}
 

@@ -18,7 +18,7 @@ def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "r
     what is wrong with the first one that was given something wrong; what is wrong everywhere is raised as it is. Gathers 16
     bytes of each, and SHOWN more where they differ.
     """
-    wrong = None
+    wrong: Exception | None = None
     try:
         text = repr(asked())
     except TypeError as error:  # a list where a number is meant, and so on

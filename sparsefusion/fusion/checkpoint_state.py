@@ -33,9 +33,9 @@ def check_states(
     ValueError: a state belongs to something else.
     """
     is_single = isinstance(state, Mapping)
-    if not is_single and not isinstance(state, list | tuple):
+    if not isinstance(state, Mapping | list | tuple):
         raise ValueError(f"{type(state).__name__} is neither a state of SparseFusion nor a list of states")
-    states = [state] if is_single else list(state)
+    states = [state] if isinstance(state, Mapping) else list(state)
     sizes, strides = {name: p.numel() for name, p in parameters.items()}, memory_strides(parameters)
     for each in states:
         _check(each, sizes)
@@ -106,7 +106,8 @@ def _check_candidates(candidates) -> None:
     """Check the plans that take turns, their predictions, and the progress of their trial."""
     try:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
-        progress, modes = candidates.get("trial") or NO_PROGRESS, set(plans)
+        progress: dict = candidates.get("trial") or NO_PROGRESS
+        modes = set(plans)
         measured = [progress["samples"], *progress["rounds"], {"dense": candidates["dense"]}]
         measured += [plan.predicted for plan in plans.values()]
         times = [seconds for each in measured for seconds in each.values()]
@@ -115,7 +116,7 @@ def _check_candidates(candidates) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a state whose candidates are not SparseFusion's: {error!r}") from None
     flat = [each for seconds in times for each in (seconds if isinstance(seconds, list) else [seconds])]
-    fits = fits and progress["turns"] and all(progress["samples"].values())
+    fits = fits and bool(progress["turns"]) and all(progress["samples"].values())
     if not (fits and all(isinstance(seconds, float) for seconds in flat)):
         raise ValueError("a state whose candidates do not belong together")
 

@@ -41,7 +41,7 @@ def measure_costs(
     numel: int,
     compression: CompressionSettings,
     dense_operation: str = "all_reduce",
-    fabric: Fabric | None = None,
+    fabric: "Fabric | SampledFabric | None" = None,
 ) -> Costs:
     """Measure the costs of a step; all ranks of `group` call this together, and get the same result.
 

@@ -39,7 +39,8 @@ class PlanSelection:
 
     def __init__(self, model: AttachedModel, options: Options):
         self.model, self.session, self.options = model, model.session, options
-        self.is_final, self.sparse_since = False, None
+        self.is_final = False
+        self.sparse_since: int | None = None
         self.candidates: dict | None = None
         self._notice: str | None = None  # to be reported after ranks have been compared
         self.session.plan = self.empty_plan("dense")

@@ -64,7 +64,8 @@ class Profiler(StepObserver):
         self._itemsize, self._sent_itemsize = itemsize, sent_itemsize
         self._copied, self._can_send_early = copied, can_send_early
         self._clock = Clock(next(iter(parameters.values())).device)
-        self._ready_marks, self._waits, self._atoms, self._steps, self._ended = {}, [], [], [], None
+        self._ready_marks, self._waits, self._atoms, self._steps = {}, [], [], []
+        self._ended: float | torch.cuda.Event | None = None
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready_hook(name))
             for name, p in parameters.items()

@@ -173,7 +173,7 @@ class SparseFusion:
 
     @property
     def _session(self) -> Session | None:
-        return self._selection and self._selection.session
+        return self._selection.session if self._selection else None
 
     def replan(self) -> None:
         """Profile dense steps again, and make a new plan, on all ranks together. ValueError: not attached.

@@ -63,7 +63,8 @@ class Trial(StepObserver):
         self._samples = {
             mode: [*seconds] for mode, seconds in progress["samples"].items()
         }  # of all steps that count, by mode
-        self._rounds, self._ended = [*progress["rounds"]], None  # {mode: median} of each
+        self._rounds = [*progress["rounds"]]  # {mode: median} of each
+        self._ended: float | None = None
         self._begin_round(session, progress["turns"])
 
     @property

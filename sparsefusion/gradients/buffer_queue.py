@@ -20,7 +20,8 @@ class BufferQueue:
 
     def __init__(self, reducer: Reducer, sizes: Mapping[str, int]):
         self._reducer, self._sizes = reducer, sizes
-        self._plan, self._scale, self._density_ratio = None, 1.0, 1.0
+        self._plan: Plan | None = None
+        self._scale, self._density_ratio = 1.0, 1.0
         self.clear()
 
     def begin(self, plan: Plan, scale: float, density_ratio: float) -> None:

@@ -78,13 +78,13 @@ class ErrorFeedback:
         if all(used):
             return take(self.sparsifier, gradients, residuals, k, scale)
         lengths = [len(gradient) for gradient in gradients]
-        parts = [list(compress(tensors, used)) for tensors in (gradients, residuals)]
+        used_gradients, used_residuals = list(compress(gradients, used)), list(compress(residuals, used))
         used_numel, numel = sum(compress(lengths, used)), sum(lengths)
         dtype = reduce(torch.promote_types, (r.dtype for r in residuals))  # does not depend on which are used
         values = residuals[0].new_zeros(k, dtype=dtype)
         indices = residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
         if count := min(k, used_numel):
-            values[:count], found = take(self.sparsifier, *parts, count, scale)
+            values[:count], found = take(self.sparsifier, used_gradients, used_residuals, count, scale)
             ends = torch.tensor([*accumulate(compress(lengths, used))], device=found.device)
             skipped = torch.tensor([*accumulate(0 if is_used else n for is_used, n in zip(used, lengths, strict=True))])
             skipped_before = skipped[torch.tensor(used)].to(found.device)

@@ -250,8 +250,8 @@ class Session:
         for group in (self.reducer.group if self._flushes_residuals else None, self.model_group):
             if group is None:
                 continue
-            local = [nonfinite is not None, has_residuals, had_residuals, largest_seen]
-            local = torch.tensor(local, dtype=torch.float32, device=self.device)
+            seen = [nonfinite is not None, has_residuals, had_residuals, largest_seen]
+            local = torch.tensor(seen, dtype=torch.float32, device=self.device)
             is_bad, has_residuals, had_residuals, largest_seen = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
             nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
         if self._uses_fp16:

@@ -40,11 +40,11 @@ class SparseMessage:
         The values of each unit begin a new block of the format. Indices count through all units.
         """
         format, counts = wire_format(self.wire, self._dtype), self._counts
-        values = [
+        padded_values = [
             pad(s.values.to(self._dtype), (0, n - len(s.values)))
             for s, n in zip(self.selections, self._padded_counts, strict=True)
         ]
-        values = torch.cat(values)
+        values = torch.cat(padded_values)
         encoded = format.encode(clamp_to_format(values, format, self.ranks).unsqueeze(0), self.ranks)
         rounded_off = []
         if self.wire != "fp32":

@@ -2,5 +2,5 @@
 
 In: sizes of gradients, the times at which they are ready, and a cost model of the network.
 Out: a plan, the same on every rank, and the predicted time of a step under it.
-May import: collectives, fabric, selection.
+May import: collectives, selection.
 """

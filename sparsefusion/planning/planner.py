@@ -187,7 +187,7 @@ def _fuse_atoms(compression, timeline, costs) -> list[Buffer]:
         return exchange(sent[j] - sent[i], filled[j] - filled[i])
 
     if timeline.waits_for_atoms:  # then atoms cannot be sent together
-        ends = range(1, len(units) + 1)
+        ends = tuple(range(1, len(units) + 1))
     else:
         ends = find_opt_fusion(len(units), compute, send, [sum(unit.numel for unit in atom) for atom in units])
     return [Buffer(tuple(unit for atom in units[i:j] for unit in atom)) for i, j in zip((0, *ends), ends, strict=False)]

@@ -5,9 +5,7 @@ Times of a step count from the end of the previous one, so they include the opti
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-from sparsefusion.fabric.cost_model import Fabric
+from typing import NamedTuple, Protocol
 
 LARGEST_CORRECTION = 3.0  # of the costs of messages; its inverse is the smallest
 BISECTIONS = 12  # of the interval of the correction
@@ -54,6 +52,13 @@ class Timeline:
         return {tensor.name: tensor for tensor in self.tensors}
 
 
+class MessageTimes(Protocol):
+    """What `Costs` needs of a `Fabric`."""
+
+    def time(self, operation: str, nbytes: int, ranks: int) -> float:
+        """Seconds of a collective."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """What the parts of a step cost, in seconds, on `ranks` ranks.
@@ -64,7 +69,7 @@ class Costs:
     thread, beside its selection and its transfer.
     """
 
-    fabric: Fabric
+    fabric: MessageTimes
     ranks: int
     select: Callable[[int], float]
     add: Callable[[int], float]
