@@ -24,8 +24,9 @@ from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.measurement import repetitions
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.fusion.dry_run import dry_run
+from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan
-from sparsefusion.planning.planner import CompressionSettings, calibrated_costs, make_plans, predict
+from sparsefusion.planning.planner import calibrated_costs, make_plans, predict
 from sparsefusion.planning.timeline import Costs, Tensor, Timeline
 from sparsefusion.selection.indices import INDEX_BYTES
 

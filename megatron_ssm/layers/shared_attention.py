@@ -177,8 +177,8 @@ class SharedBlock(nn.Module):
     def new_cache(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the keys and values of one use of the block by `batch` sequences: this rank's heads."""
         shape = batch, length, self.rows["k"] // self.head_dim, self.head_dim
-        keys, values = torch.zeros(2, *shape, dtype=self.norm.weight.dtype, device=self.norm.weight.device).unbind()
-        return keys, values
+        like = self.norm.weight
+        return like.new_zeros(shape, requires_grad=False), like.new_zeros(shape, requires_grad=False)
 
     def forward(self, x, embeddings, use: Use, call: Call, cache: LayerCache | None = None):
         """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole. cache: this use's keys and values."""

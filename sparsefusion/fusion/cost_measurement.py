@@ -17,8 +17,8 @@ from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import collective_calls, repetitions, timed
 from sparsefusion.gradients.reducer import Reducer
+from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Unit
-from sparsefusion.planning.planner import CompressionSettings
 from sparsefusion.planning.timeline import Costs
 from sparsefusion.selection.fused import add_at
 

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Mapping
 
+from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
-from sparsefusion.planning.planner import CompressionSettings
 from sparsefusion.planning.timeline import Timeline
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.planning.compression import CompressionSettings, sends_less
 from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
-from sparsefusion.planning.planner import CompressionSettings, calibrated_costs, make_plans, predict, sends_less
+from sparsefusion.planning.planner import calibrated_costs, make_plans, predict
 from sparsefusion.planning.timeline import Costs, Timeline
 
 from .attached_model import AttachedModel

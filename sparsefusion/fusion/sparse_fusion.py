@@ -12,8 +12,8 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
+from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Plan
-from sparsefusion.planning.planner import CompressionSettings
 
 from .attached_model import AttachedModel, dense_operation
 from .checkpoint_state import VERSION, check_states, mean_residuals, memory_strides, model_part

@@ -6,78 +6,20 @@ Both depend on their arguments only, so ranks with the same arguments get the sa
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
-from sparsefusion.selection.indices import INDEX_BYTES
-
+from .compression import CompressionSettings, bytes_per_element
 from .fusion_cuts import find_opt_fusion
-from .plan import FRAMEWORK_BUCKET_MODES, Buffer, Plan, Unit, filled_values, value_bytes
+from .plan import FRAMEWORK_BUCKET_MODES, Buffer, Plan, Unit
 from .timeline import Costs, Load, Timeline, step_seconds
 
 SMALLEST_SPARSE, SMALLEST_SPARSE_DIMS = 2048, 2  # plans that may choose send smaller gradients dense
 LARGEST_DENSE = 0.05  # of all elements: a larger gradient is never sent dense to save its selection
 SLACK = 1.01  # by this factor a step may become longer while Eq. 2 sends more gradients of a buffer dense
-GUARD_INDEX_BYTES = 4  # bytes of an index, for the decision whether a density is worth it (2 are sent)
 MOST_INDICES = 2**31 - 1  # elements that can have an index of 32 bits
 LEAST_COMPENSATION = 0.5  # the smallest share of the density that was asked for
 PAPER_FLOOR = 0.001
-
-
-@dataclass(frozen=True)
-class CompressionSettings:
-    """How gradients are compressed, as the user asked for. budget: "bytes" or "paper", see `compensated_density`."""
-
-    density: float
-    sparsifier: str = "dgc"
-    wire: str = "fp32"
-    budget: str = "bytes"
-
-    @property
-    def operation(self) -> str:
-        """The collective that sends selected elements."""
-        return "all_reduce" if self.sparsifier == "randomk" else "all_gather"
-
-    def sent_bytes(self, k: int, itemsize: int, filled: int = 0, bytes_per_index: int = INDEX_BYTES) -> int:
-        """Bytes of k elements selected from gradients of that itemsize: values and indices, or with randomk values only.
-
-        filled: how many values they occupy if they belong to several units (see `filled`). It leaves out the 4 bytes
-        that indices take for each 65,536 elements from which they are selected.
-        """
-        values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, max(k, filled), itemsize)
-        return values if self.sparsifier == "randomk" else values + bytes_per_index * k
-
-    def filled(self, k: int) -> int:
-        """How many values the k elements of a unit occupy in a message (see `plan.filled_values`)."""
-        return k if self.sparsifier == "randomk" else filled_values(self.wire, k)
-
-
-def sends_less(
-    compression: CompressionSettings,
-    ranks: int,
-    itemsize: int,
-    sent_itemsize: int,
-    reduce_scatters: bool = False,
-    than_fp16: bool = False,
-) -> bool:
-    """Whether sparse messages are clearly smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
-
-    It counts 4 bytes for an index, though 2 are sent, to make up for the time of the selection. itemsize: bytes of an
-    element of a gradient. sent_itemsize: the same in the framework's own messages. reduce_scatters: the framework uses
-    reduce-scatter, which sends half as much. than_fp16: compare with an all-reduce in float16 as well.
-    """
-    if ranks == 1:
-        return False
-    dense_bytes = (1 if reduce_scatters else 2) * sent_itemsize
-    return compression.density * _bytes_per_element(ranks, compression, itemsize) < (
-        min(dense_bytes, 2 * 2) if than_fp16 else dense_bytes
-    )
-
-
-def _bytes_per_element(ranks, compression, itemsize) -> float:
-    """Bytes of a selected element that is sent to each of these ranks, to compare with 2 x the bytes of a dense element."""
-    each = compression.sent_bytes(1 << 20, itemsize, bytes_per_index=GUARD_INDEX_BYTES) / (1 << 20)
-    return 2 * each if compression.sparsifier == "randomk" else each * ranks
 
 
 def make_plans(
@@ -302,7 +244,7 @@ def _compensate_density(buffers, compression, ranks, itemsize) -> list[Buffer]:
     sparse = sum(unit.numel for buffer in buffers for unit in buffer.units if unit.k)
     if not sparse:
         return buffers
-    worth = 2 * itemsize / _bytes_per_element(ranks, compression, itemsize)
+    worth = 2 * itemsize / bytes_per_element(ranks, compression, itemsize)
     density = compensated_density(compression.density, sum(numbers), sparse, worth, compression.budget)
 
     def changed(unit):

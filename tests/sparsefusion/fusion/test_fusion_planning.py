@@ -23,7 +23,7 @@ from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fusion import cost_measurement, trial
 from sparsefusion.fusion.plan_selection import PlanSelection
-from sparsefusion.planning.planner import CompressionSettings
+from sparsefusion.planning.compression import CompressionSettings
 
 POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
 

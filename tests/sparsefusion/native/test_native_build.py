@@ -20,7 +20,7 @@ def copy(tmp_path):
     folder = tmp_path / "a copy"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "MANIFEST.in"):
+    for name in ("setup.py", "MANIFEST.in", "README.md"):
         shutil.copy(ROOT / name, folder)
     return folder
 

@@ -12,19 +12,11 @@ from hypothesis import strategies as st
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.planning.compression import CompressionSettings as Settings
+from sparsefusion.planning.compression import sends_less
 from sparsefusion.planning.fusion_cuts import find_opt_fusion, finish_time
 from sparsefusion.planning.plan import Buffer, Plan, Unit
-from sparsefusion.planning.planner import (
-    CompressionSettings as Settings,
-)
-from sparsefusion.planning.planner import (
-    calibrated_costs,
-    compensated_density,
-    count_excluded,
-    make_plans,
-    predict,
-    sends_less,
-)
+from sparsefusion.planning.planner import calibrated_costs, compensated_density, count_excluded, make_plans, predict
 from sparsefusion.planning.timeline import LARGEST_CORRECTION, Costs, Load, Tensor, Timeline, step_seconds
 
 MODES = ("layerwise", "bucket", "selective", "interleaved", "offload")
