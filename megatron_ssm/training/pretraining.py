@@ -29,7 +29,6 @@ from megatron_ssm.checkpoints.training import (
     set_aside,
 )
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
