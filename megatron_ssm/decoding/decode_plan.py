@@ -1,7 +1,7 @@
-"""What a model's layers are while it decodes: `Step`s where the C kernels take one token of a layer, else the blocks.
+"""Which callables decode one token of a model: `NativeLayers` where the C kernels support the layers, otherwise the blocks.
 
-Steps are made for some rows of a cache when these are first decoded, and used as long as the model and the cache are what
-they were: all that steps know of them is compared at every call.
+They are made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
+every call, everything that they have copied from the model is compared with the model.
 """
 
 import threading
@@ -15,38 +15,38 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.native import kernels
 
-from .native_step import Step, Steps, may_step, numbers_of
+from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 
-PLANS = 4  # sets of rows whose steps are kept
+PLANS = 4  # for the sets of rows that were used last
 
 
-class Decoding(threading.local):
-    """The layers of one model, as the sequences need them that a thread decoded last. A copy of it knows none.
+class DecodePlans(threading.local):
+    """The decode plans of one model in each thread, for the rows of caches that it decoded last. A copy has none.
 
-    block: the type of the blocks that steps can stand for.
+    block: the type of the blocks that native layers can replace.
     """
 
     def __init__(self, block):
         self._block, self._plans = block, []
 
     def __reduce__(self):
-        return Decoding, (self._block,)
+        return DecodePlans, (self._block,)
 
-    def layers(self, model, call, cache) -> list:
-        """(index of the first block, callable) for all blocks of the model: `Steps` for some of them, or one itself."""
-        if not _may_decode(call) or not cache.layers[0].state.is_cpu:
+    def layers(self, model, info, cache) -> list:
+        """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself."""
+        if not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
             return list(enumerate(model.layers))
-        plan = next((plan for plan in self._plans if plan.known.is_for(call.rows, cache)), None)
-        if plan is None or not plan.known.holds(cache):
+        plan = next((plan for plan in self._plans if plan.fingerprint.is_for_rows(info.rows, cache)), None)
+        if plan is None or not plan.fingerprint.is_current(cache):
             self._plans = [other for other in self._plans if other is not plan][: PLANS - 1]
-            self._plans.insert(0, plan := _Plan(model, self._block, call.rows, cache))
+            self._plans.insert(0, plan := _Plan(model, self._block, info.rows, cache))
         return plan.layers
 
 
-def _may_decode(call) -> bool:
-    """Whether a call decodes rows of a cache that follow one another, and no hook is on all modules."""
+def _is_decoding_step(info) -> bool:
+    """Whether this call decodes consecutive rows of a cache, without gradients, and without global hooks."""
     return (
-        call.decoding and call.mask is None and isinstance(call.rows, slice)
+        info.decoding and info.mask is None and isinstance(info.rows, slice)
         and kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
         and not _has_any_global_hook()
@@ -54,20 +54,24 @@ def _may_decode(call) -> bool:
 
 
 class _Plan:
-    """The layers for some rows of a cache, and what they know."""
+    """The callables for some rows of a cache, and the fingerprint of the model for which they were made."""
 
     def __init__(self, model, block, rows, cache):
-        self.known = Known(model, block, rows, cache, _of)
-        room = {}
-        steps = [_step(each, block, layer, rows, room) for each, layer in zip(model.layers, cache.layers, strict=True)]
-        self.layers = _together(steps)
+        self.fingerprint = ModelFingerprint(model, block, rows, cache, _cache_tensors)
+        workspace = {}
+        steps = [
+            _native_layer(each, block, layer, rows, workspace)
+            for each, layer in zip(model.layers, cache.layers, strict=True)
+        ]
+        self.layers = _join(steps)
 
 
-class Known:
-    """All that is known of a model and of some rows of a cache, to see whether it still holds.
+class ModelFingerprint:
+    """What was copied from a model and from some rows of a cache, to detect changes of either.
 
-    block: the type of the blocks whose numbers count. tensors_of: a function of a cache, those of its tensors whose places
-    count. It refers to everything in a model but the model, which would otherwise keep itself alive.
+    block: the type of the blocks whose settings are compared. tensors_of: returns the tensors of a cache whose
+    addresses are compared. It references everything in the model, but not the model, which would otherwise keep itself
+    alive.
     """
 
     def __init__(self, model, block, rows, cache, tensors_of):
@@ -83,60 +87,68 @@ class Known:
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = list(map(vars, self._modules))
-        self._kinds, self._altered = list(map(type, self._modules)), self._altered_now()
+        self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
         self._blocks = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
-        self._places, self._cached, self._numbers = _places(self._tensors), self._cached_now(cache), self._numbers_now()
+        self._memory_layout, self._old_cache_layout, self._old_settings = (
+            _memory_layout(self._tensors),
+            self._cache_layout(cache),
+            self._settings(),
+        )
 
-    def is_for(self, rows, cache) -> bool:
-        """Whether it is of these rows of this cache."""
+    def is_for_rows(self, rows, cache) -> bool:
+        """Whether it was taken of these rows of this cache."""
         return self._rows == rows and self._first() is cache.layers[0]
 
-    def holds(self, cache) -> bool:
-        """Whether all is as it was."""
+    def is_current(self, cache) -> bool:
+        """Whether model and cache have not changed."""
         return (
             self._library is kernels.LIBRARY
             and all(map(is_, map(dict.get, self._owners, self._names), self._members))
-            and list(map(type, self._modules)) == self._kinds and self._altered_now() == self._altered
-            and _places(self._tensors) == self._places and self._cached_now(cache) == self._cached
-            and self._numbers_now() == self._numbers
+            and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
+            and _memory_layout(self._tensors) == self._memory_layout and self._cache_layout(cache) == self._old_cache_layout
+            and self._settings() == self._old_settings
         )  # fmt: skip
 
-    def _altered_now(self) -> tuple:
-        """How many hooks modules have, and whether a forward of their own (`layers.is_altered`)."""
+    def _alterations(self) -> tuple:
+        """How many hooks each module has, and whether its forward was replaced (see `is_altered`)."""
         hooks = (
             list(map(len, map(attrgetter(name), self._modules))) for name in ("_forward_hooks", "_forward_pre_hooks")
         )
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
-    def _cached_now(self, cache) -> list:
-        return _places(self._tensors_of(cache))
+    def _cache_layout(self, cache) -> list:
+        return _memory_layout(self._tensors_of(cache))
 
-    def _numbers_now(self) -> list:
-        return [numbers_of(*each) for each in self._blocks]
+    def _settings(self) -> list:
+        return [settings_of(*each) for each in self._blocks]
 
 
-def _places(tensors) -> list:
-    """Where tensors lie, and how: by column, which takes half as long as by row. (Here all loops are C's for that.)"""
+def _memory_layout(tensors) -> list:
+    """Addresses, sizes, strides and dtypes. Column by column with `map`: that takes half as long as tensor by tensor."""
     return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))]
 
 
-def _of(cache) -> list:
+def _cache_tensors(cache) -> list:
     return [tensor for layer in cache.layers for tensor in (layer.conv, layer.state)]
 
 
-def _together(layers) -> list:
-    """(index of the first, callable): steps that one call can take, together; blocks alone."""
-    runs = []
+def _join(layers) -> list:
+    """[(index of the first, callable)]: consecutive native layers are joined, blocks stay alone."""
+    runs: list[tuple[int, list]] = []
     for index, each in enumerate(layers):
         last = runs[-1][1][-1] if runs else None
-        if type(each) is type(last) is Step and each.use is None and each.sum_dtype is last.sum_dtype:
+        if type(each) is type(last) is NativeLayer and each.use is None and each.sum_dtype is last.sum_dtype:
             runs[-1][1].append(each)
         else:
             runs.append((index, [each]))
-    return [(index, Steps(run) if type(run[0]) is Step else run[0]) for index, run in runs]
+    return [(index, NativeLayers(run) if type(run[0]) is NativeLayer else run[0]) for index, run in runs]
 
 
-def _step(block, kind, layer, rows, room):
-    """A block's Step, or the block."""
-    step = Step.of(block, *layer.read(rows), room) if type(block) is kind and may_step(block) else None
+def _native_layer(block, kind, layer, rows, workspace):
+    """The `NativeLayer` of a block, or the block if there is none."""
+    step = (
+        NativeLayer.of(block, *layer.read(rows), workspace)
+        if type(block) is kind and can_decode_natively(block)
+        else None
+    )
     return block if step is None else step

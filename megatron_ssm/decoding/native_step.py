@@ -1,8 +1,9 @@
-"""One token through layers by the C kernels of step.c: x + mixer(norm(x)) of each, in as few calls as their sums allow.
+"""Decodes one token through several layers by the C kernels of step.c: x + mixer(norm(x)) of each layer.
 
-`Steps` stand for `Block`s that follow one another while sequences are decoded. C is told once where the layers' tensors and
-their caches lie, and goes from one to the next without Python: at every token that would have to be read from memory
-again, which the weights fill. All-reduces in shared memory are C's too; for others it comes back to Python.
+`NativeLayers` replace consecutive `Block`s while sequences are decoded. C knows the addresses of the layers' tensors
+and of their caches, and goes from layer to layer without Python, which would otherwise read its own data from memory at
+every token, while the weights evict it from the CPU's caches. C also does the all-reduces in shared memory; for others
+it returns to Python.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, 
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
-CALLED_NO_MORE = (
+INLINED_MODULES = (  # whose work step.c does, so that their forward is not called
     MambaMixer,
     Mamba2Mixer,
     RMSNorm,
@@ -40,20 +41,20 @@ CALLED_NO_MORE = (
 
 
 class _Matrix(ctypes.Structure):
-    """A matrix, floating point or `weights.Int8Weight`, as step.c takes it."""
+    """step.c's struct of a matrix, floating point or `Int8Weight`."""
 
     _fields_ = [("values", POINTER), ("scales", POINTER), ("stored", SIZE)]
 
     @classmethod
     def of(cls, weight):
-        """Of a tensor or an Int8Weight."""
+        """The struct of a tensor or an Int8Weight."""
         if isinstance(weight, torch.Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8])
 
 
 class _Sum(ctypes.Structure):
-    """step.c's."""
+    """step.c's struct of an all-reduce."""
 
     _fields_ = [
         *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
@@ -62,19 +63,19 @@ class _Sum(ctypes.Structure):
 
 
 _POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated".split()
-_ROOM = "work parameters part dt squares exact".split()
+_WORKSPACE = "work parameters part dt squares exact".split()
 _SIZES = "batch size channels N taps history_stride state_stride rank heads groups group_channels".split()
 NO_SUM, NO_MEMORY = -1, -2
 ONE_RANK, IN_C, IN_PYTHON = range(3)
 
 
 class _Layer(ctypes.Structure):
-    """step.c's."""
+    """step.c's struct of a layer."""
 
     _fields_ = [
         *((name, _Matrix) for name in ("in_proj", "out_proj")),
         *((name, _Sum) for name in ("inner", "outer")),
-        *((name, POINTER) for name in (*_POINTERS, *_ROOM)),
+        *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("eps", "inner_eps")),
         *((name, INT) for name in ("type", "wide", "mamba2")),
@@ -82,7 +83,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Layers(ctypes.Structure):
-    """step.c's."""
+    """step.c's struct of consecutive layers."""
 
     _fields_ = [
         *((name, POINTER) for name in ("layers", "x", "given", "total")),
@@ -90,23 +91,23 @@ class _Layers(ctypes.Structure):
     ]
 
 
-def may_step(block) -> bool:
-    """Whether a mixer can step, and nothing is lost if its block's layers are not called: they have no hooks.
+def can_decode_natively(block) -> bool:
+    """Whether step.c can decode a block: its modules are the library's own, without hooks that would not be called.
 
-    Fields that lie apart would have to be copied together at every token.
+    The fields of packed parameters must be adjacent in memory; otherwise they would be copied at every token.
     """
     mixer, inside = block.mixer, (*block.norm.modules(), *block.mixer.modules())
-    if not all(type(module) in CALLED_NO_MORE for module in inside) or any(map(is_altered, (block, *inside))):
+    if not all(type(module) in INLINED_MODULES for module in inside) or any(map(is_altered, (block, *inside))):
         return False
     if not all(module.is_packed for module in inside if type(module) is Packed):
         return False
     if type(mixer) is MambaMixer:
-        return mixer.channels // mixer.heads % 2 == 0 or mixer.heads == 1  # bfloat16's numbers are taken in pairs
+        return mixer.channels // mixer.heads % 2 == 0 or mixer.heads == 1  # the kernel reads bfloat16 elements in pairs
     return mixer.local_norm or mixer.fused_norm
 
 
-def numbers_of(block, norm, mixer) -> tuple:
-    """What a block's step knows of it beside its tensors, and anyone may change."""
+def settings_of(block, norm, mixer) -> tuple:
+    """What a `NativeLayer` has copied from a block beside its tensors, and anyone may change."""
     own = vars(mixer)
     return (
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
@@ -114,61 +115,61 @@ def numbers_of(block, norm, mixer) -> tuple:
     )  # fmt: skip
 
 
-class Sum:
+class LayerSum:
     """An all-reduce of a step's `part`, and of `squares` beside it (None: there are none).
 
     exactly: not in the model's format.
     """
 
-    def __init__(self, ranks, part, squares=None, exactly=False):
-        self._ranks, self._part, self._squares, self._exactly = ranks, part, squares, exactly
+    def __init__(self, ranks, part, squares=None, is_exact=False):
+        self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
         tensors, alone = [part] if squares is None else [part, squares], ranks.group is None
-        self.in_place = None if alone else ranks.in_place(tensors, "fp32" if exactly else None)
+        self.in_place = None if alone else ranks.in_place(tensors, "fp32" if is_exact else None)
         by = ONE_RANK if alone else IN_PYTHON if self.in_place is None else IN_C
         self.of_c = _Sum(total=address(part), squares=address(squares), by=by)
         if c := self.in_place:
             self.of_c.call, self.of_c.channel, self.of_c.parts, self.of_c.count = c.reduce, c.channel, c.parts, c.count
 
     def finish(self, code, of_c) -> None:
-        """Do what C has left to Python, and say in C's structure where the sum is."""
+        """Do the all-reduce that C has left to Python, and write the address of the sum into C's struct."""
         if code != NO_SUM:
             return self.in_place.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
-        if callable(ranks.format) and not self._exactly:
-            part = part.clone()  # the caller's function may keep it
-        if self._exactly:
+        if callable(ranks.format) and not self._is_exact:
+            part = part.clone()  # the user's function may keep it
+        if self._is_exact:
             whole = ranks.exact(part, ranks.group)
         elif squares is None:
             whole = ranks.reduce(part, ranks.group)
         else:
             whole, squares = ranks.reduce_beside(part, squares, ranks.group)
-        # What the caller's function has made of it: of its shape, on the CPU, dense.
+        # The user's function may return another shape, device or layout.
         whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
-        self._kept = whole, squares  # until the next one
+        self._kept = whole, squares  # alive until the next call
         of_c.total, of_c.squares = whole.data_ptr(), address(squares)
 
 
-class Step:
+class NativeLayer:
     """What C is told of a block that decodes one token of each of some sequences.
 
-    conv, state: the sequences' rows of the layer's cache, which advances in place. room: {(name, dtype, shape): tensor} to
-    work in, which steps that follow one another share.
+    conv, state: the sequences' rows of the layer's cache, which advances in place. room: {(name, dtype, shape): tensor}
+    to work in, which steps that follow one another share.
     """
 
     @classmethod
-    def of(cls, block, conv, state, room):
-        """The step of a block that `may_step`; None if the kernels cannot take its tensors."""
+    def of(cls, block, conv, state, workspace):
+        """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
-        tensors = _of_mamba2(mixer) if type(mixer) is Mamba2Mixer else _of_mamba(mixer)
+        tensors = _mamba2_tensors(mixer) if type(mixer) is Mamba2Mixer else _mamba_tensors(mixer)
         in_bias = None if mixer.in_proj.bias is None else mixer.in_proj.bias()
         weight, bias = mixer.conv.tensors()
         typed = dict(norm=block.norm.weight, conv=weight, conv_bias=bias, in_bias=in_bias, out_bias=mixer.out_proj.bias,
                      history=conv, **tensors)  # fmt: skip
         wide = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
-        return cls(block, typed, wide, matrices, room) if _takes(typed, wide, matrices, len(conv)) else None
+        return cls(block, typed, wide, matrices, workspace) if _is_supported(typed, wide, matrices, len(conv)) else None
 
-    def __init__(self, block, typed, wide, matrices, room):
+    def __init__(self, block, typed, wide, matrices, workspace):
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], wide["state"]
         self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
         self.layer = _Layer(
@@ -176,32 +177,34 @@ class Step:
             **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
             batch=len(conv), size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
             history_stride=conv.stride(0), state_stride=state.stride(0), eps=norm.eps, type=TYPES[norm.weight.dtype],
-            wide=TYPES[self.sum_dtype], **(_numbers_of_mamba2(mixer) if mamba2 else _numbers_of_mamba(mixer)),
+            wide=TYPES[self.sum_dtype], **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
         )  # fmt: skip
-        self._room, self._dtype = room, norm.weight.dtype
-        self.sums = self._sums_of_mamba2(mixer) if mamba2 else self._sums_of_mamba(mixer)
+        self._workspace, self._dtype = workspace, norm.weight.dtype
+        self.sums = self._mamba2_sums(mixer) if mamba2 else self._mamba_sums(mixer)
         for name, each in self.sums.items():
             setattr(self.layer, name, each.of_c)
 
     def _tensor(self, name, *shape, dtype=None):
-        """Room that C is told of."""
+        """A tensor of the workspace, whose address is written into the C struct."""
         key = name, dtype or self._dtype, shape
-        if key not in self._room:
-            self._room[key] = torch.empty(shape, dtype=key[1], device="cpu")
-        setattr(self.layer, name, self._room[key].data_ptr())
-        return self._room[key]
+        if key not in self._workspace:
+            self._workspace[key] = torch.empty(shape, dtype=key[1], device="cpu")
+        setattr(self.layer, name, self._workspace[key].data_ptr())
+        return self._workspace[key]
 
-    def _sums_of_mamba(self, mixer) -> dict:
-        """{name in _Layer: Sum}, and room."""
+    def _mamba_sums(self, mixer) -> dict:
+        """{name in _Layer: LayerSum}; also reserves the workspace."""
         layer = self.layer
         batch, size = layer.batch, layer.size
         self._tensor("work", batch * (size + 5 * layer.channels))
         parameters = self._tensor("parameters", batch, 1, layer.heads * (layer.rank + 2 * layer.N))
         part = self._tensor("part", batch, 1, size)
-        return dict(inner=Sum(mixer.head_ranks, parameters, exactly=True), outer=Sum(mixer.out_proj.ranks, part))
+        return dict(
+            inner=LayerSum(mixer.head_ranks, parameters, is_exact=True), outer=LayerSum(mixer.out_proj.ranks, part)
+        )
 
-    def _sums_of_mamba2(self, mixer) -> dict:
-        """{name in _Layer: Sum}, and room."""
+    def _mamba2_sums(self, mixer) -> dict:
+        """{name in _Layer: LayerSum}; also reserves the workspace."""
         layer = self.layer
         batch, size = layer.batch, layer.size
         mixed = layer.channels + 2 * layer.groups * layer.N
@@ -212,31 +215,31 @@ class Step:
             squares = self._tensor("squares", batch, 1, 1, dtype=torch.float32)
             if self._dtype is not torch.float32:
                 part = self._tensor("exact", batch, 1, size, dtype=torch.float32)
-        return dict(outer=Sum(mixer.out_proj.ranks, part, squares))
+        return dict(outer=LayerSum(mixer.out_proj.ranks, part, squares))
 
 
-class Steps:
-    """Blocks that follow one another, as `Step`s of one sum_dtype; called as a block is.
+class NativeLayers:
+    """Consecutive blocks as `NativeLayer`s of one sum_dtype; called like a block.
 
-    Only the first one may use a shared block: what that needs is in Python.
+    Only the first one may invoke a shared attention block, which runs in Python.
     """
 
     def __init__(self, steps):
         self._steps, self.use, self._dtype = steps, steps[0].use, steps[0].sum_dtype
         self._layers = (_Layer * len(steps))(*(step.layer for step in steps))
         self._c = _Layers(layers=ctypes.addressof(self._layers), count=len(steps))
-        self._at = ctypes.addressof(self._c)
-        in_c = [each.in_place for step in steps for each in step.sums.values() if each.in_place is not None]
-        self._memories, self._counter = {each.memory for each in in_c}, in_c[0].counter if in_c else None
+        self._address = ctypes.addressof(self._c)
+        sums_in_c = [each.in_place for step in steps for each in step.sums.values() if each.in_place is not None]
+        self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
         self._sent = Counter()
-        for each in in_c:
+        for each in sums_in_c:
             self._sent.add("all_reduce", each.nbytes, each.sent)
 
     def __len__(self):
         return len(self._steps)
 
     def __call__(self, x, call, cache=None, shared=None, embeddings=None):
-        """x (batch, 1, hidden) -> the same: see `Block`. What C sums is counted when all is done."""
+        """x (batch, 1, hidden) -> the same shape, as `Block` does. Sums in C are counted at the end."""
         x = given = x.to(self._dtype).contiguous()
         if self.use is not None:
             given = (x + shared(x, embeddings, self.use, call, cache)).to(self._dtype).contiguous()
@@ -244,41 +247,41 @@ class Steps:
         for memory in self._memories:
             memory.check()
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
-        while code := kernels.LIBRARY.functions.decode(self._at, threads):
+        while code := kernels.LIBRARY.functions.decode(self._address, threads):
             self._finish(code)
         if self._counter is not None:
             self._counter.include(self._sent)
         return total
 
     def _finish(self, code) -> None:
-        """A sum that C has begun."""
+        """Finish the all-reduce that C has begun."""
         check(code == NO_MEMORY)
         name, layer = ("inner", "outer")[self._c.begun - 1], self._c.layer
         self._steps[layer].sums[name].finish(code, getattr(self._layers[layer], name))
 
 
-def _of_mamba(mixer) -> dict:
-    """Tensors of _Layer that only Mamba-1 has."""
+def _mamba_tensors(mixer) -> dict:
+    """The tensors of _Layer that only Mamba-1 has."""
     return dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
 
 
-def _numbers_of_mamba(mixer) -> dict:
+def _mamba_sizes(mixer) -> dict:
     eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
     return dict(channels=mixer.channels, heads=mixer.heads, rank=mixer.splits[0], inner_eps=eps)
 
 
-def _of_mamba2(mixer) -> dict:
-    """Tensors of _Layer that only Mamba-2 has."""
+def _mamba2_tensors(mixer) -> dict:
+    """The tensors of _Layer that only Mamba-2 has."""
     return dict(gated=mixer.norm_weight)
 
 
-def _numbers_of_mamba2(mixer) -> dict:
+def _mamba2_sizes(mixer) -> dict:
     return dict(channels=mixer.rows["x"], heads=mixer.heads, groups=mixer.groups, group_channels=mixer.group_channels,
                 inner_eps=mixer.eps)  # fmt: skip
 
 
-def _takes(typed, wide, matrices, batch) -> bool:
-    """Whether tensors are of types and sizes that step.c takes, without gaps."""
+def _is_supported(typed, wide, matrices, batch) -> bool:
+    """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
     weights = [t for m in matrices.values() for t in ([m] if isinstance(m, torch.Tensor) else [m.values])]
     floating = [weight for weight in weights if weight.dtype is not torch.int8]
     scales = [m.scales for m in matrices.values() if isinstance(m, Int8Weight)]

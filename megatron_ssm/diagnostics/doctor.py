@@ -46,7 +46,7 @@ def _kernels_of_cuda(dtype) -> str:
     if dtype not in map(_name, cuda_kernels.TYPES):
         return f"torch (cuda; no other kernels take {dtype})"
     whys = {}
-    for kernel in map(cuda_kernels.found, cuda_kernels.KERNELS):
+    for kernel in map(cuda_kernels.load_kernel, cuda_kernels.KERNELS):
         whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
     good = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
     missing = [why for package in whys.values() for why in sorted(package)]
@@ -57,9 +57,9 @@ def _kernels_of_cuda(dtype) -> str:
 def _adamw_of_cuda(dtype) -> str:
     import torch
 
-    from megatron_ssm.ops.fused_adam import told
+    from megatron_ssm.ops.fused_adam import adamw_on_cuda
 
-    name, why = told(getattr(torch, dtype))
+    name, why = adamw_on_cuda(getattr(torch, dtype))
     return f"{name} ({why})" if why else name
 
 
@@ -163,18 +163,18 @@ def operations_on(device: str) -> list[dict]:
 
 def _on_cuda() -> list[tuple]:
     """As `_on_cpu`, of the code that chooses in `cuda_kernels` and `fused_adam`."""
-    from megatron_ssm.ops import cuda_kernels
-    from megatron_ssm.ops.fused_adam import told
+    from megatron_ssm.ops import cuda_convolution, cuda_scans
+    from megatron_ssm.ops.fused_adam import adamw_on_cuda
 
-    state, taps = cuda_kernels.LARGEST_STATE, " or ".join(map(str, cuda_kernels.WIDTHS))
-    alone, (adamw, why) = "in training one token", told()
+    state, taps = cuda_scans.LARGEST_STATE, " or ".join(map(str, cuda_convolution.WIDTHS))
+    alone, (adamw, why) = "in training one token", adamw_on_cuda()
     given = {
         "selective scan": _borrowed("selective_scan_fn", "selective_state_update",
                                     f"float64, states of more than {state} numbers, {alone} and a state that is continued"),
         "SSD": _borrowed("mamba_chunk_scan_combined", "selective_state_update",
                          f"float64, float32 where products may not be TF32 (one token may), {alone}"),
         "convolution": _borrowed("causal_conv1d_fn", "causal_conv1d_update",
-                                 f"float64, not {taps} taps, channels not a multiple of {cuda_kernels.VECTOR}, {alone}"),
+                                 f"float64, not {taps} taps, channels not a multiple of {cuda_convolution.VECTOR}, {alone}"),
         "matrix product": ("torch", "torch", "cuBLAS"),
         "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
         "AdamW": ("none: it trains", adamw, why or "float64: torch"),
@@ -191,9 +191,9 @@ def _on_cuda() -> list[tuple]:
 
 def _borrowed(several, one, left) -> tuple[str, str, str]:
     """(inference, training, why) of an operation with a kernel for several tokens and one for one; left: to torch."""
-    from megatron_ssm.ops.cuda_kernels import found
+    from megatron_ssm.ops.cuda_kernels import load_kernel
 
-    parts = {"several tokens": found(several), "one token": found(one)}
+    parts = {"several tokens": load_kernel(several), "one token": load_kernel(one)}
     runs = {f"{kernel.package} ({tokens})": kernel for tokens, kernel in parts.items() if kernel.item}
     training = parts["several tokens"].package if parts["several tokens"].item else "torch"
     whys = dict.fromkeys(kernel.why for kernel in parts.values() if kernel.why)

@@ -7,7 +7,7 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.layers import RMSNorm
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import Call
+from .cache import BatchInfo
 
 
 class Block(nn.Module):
@@ -25,9 +25,9 @@ class Block(nn.Module):
         dtype = self.norm.weight.dtype
         return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
 
-    def forward(self, x, call: Call, cache=None, shared=None, embeddings=None):
+    def forward(self, x, info: BatchInfo, cache=None, shared=None, embeddings=None):
         """(batch, seq, hidden) -> the same. shared, embeddings: the block that a hybrid layer uses, and its other input."""
         residual = x.to(self.sum_dtype)
         if self.use is not None:
-            x = x + shared(x, embeddings, self.use, call, cache)
-        return residual + self.mixer(self.norm(x), call, cache)
+            x = x + shared(x, embeddings, self.use, info, cache)
+        return residual + self.mixer(self.norm(x), info, cache)

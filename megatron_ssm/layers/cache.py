@@ -13,7 +13,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Call:
+class BatchInfo:
     """What one call of the model tells every layer.
 
     mask: (batch, seq, 1), 0 where a row is padding (None: nowhere). decoding: the one token of each row continues a

@@ -24,7 +24,7 @@ from megatron_ssm.parallel.layers import (
 )
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import Call, LayerCache
+from .cache import BatchInfo, LayerCache
 
 
 class Convolution(nn.Module):
@@ -78,24 +78,24 @@ class MambaMixer(nn.Module):
         conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, device=device)
         return LayerCache(conv, torch.zeros(batch, self.state_size, self.channels, dtype=wide, device=device))
 
-    def forward(self, hidden, call: Call, cache: LayerCache | None = None):
+    def forward(self, hidden, info: BatchInfo, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated."""
-        return self.out_proj(self._gated(hidden, call, cache))
+        return self.out_proj(self._gated(hidden, info, cache))
 
-    def _gated(self, hidden, call, cache):
+    def _gated(self, hidden, info, cache):
         """What out_proj takes, (batch, seq, this rank's channels); what it was made of is freed before that product."""
-        conv, state = (None, None) if cache is None else cache.read(call.rows)
-        state = None if call.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan begins at zeros
+        conv, state = (None, None) if cache is None else cache.read(info.rows)
+        state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan begins at zeros
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
-        x = x if call.mask is None else x * call.mask
+        x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
-        x = x if call.mask is None else x * call.mask
+        x = x if info.mask is None else x * info.mask
         width = self.channels // self.heads
         heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
         scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
-            cache.update(conv, state, call.rows)
+            cache.update(conv, state, info.rows)
         return y
 
     def _sum(self, parameters):

@@ -28,7 +28,7 @@ from megatron_ssm.parallel.layers import (
 )
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import Call, LayerCache
+from .cache import BatchInfo, LayerCache
 from .mamba1 import Convolution
 
 
@@ -72,35 +72,35 @@ class Mamba2Mixer(nn.Module):
         state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
         return LayerCache(conv, state)
 
-    def forward(self, hidden, call: Call, cache: LayerCache | None = None):
+    def forward(self, hidden, info: BatchInfo, cache: LayerCache | None = None):
         """hidden: (batch, seq, hidden_size). cache: read and updated.
 
         dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
         transformers' behaviour, on which checkpoints with a limit depend.
         """
-        normed, squares = self._normed(*self._scanned(hidden, call, cache))
+        normed, squares = self._normed(*self._scanned(hidden, info, cache))
         if squares is None:
             return self.out_proj(normed)
         return self._whole(linear(normed, self.out_proj.weight), squares)
 
-    def _scanned(self, hidden, call, cache):
+    def _scanned(self, hidden, info, cache):
         """The recurrence's outputs and the gate, (batch, seq, this rank's channels); what else they took is freed."""
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
-        conv, state = (None, None) if cache is None else cache.read(call.rows)
+        conv, state = (None, None) if cache is None else cache.read(info.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
-        xBC = xBC if call.mask is None else xBC * call.mask
+        xBC = xBC if info.mask is None else xBC * info.mask
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
-        xBC = xBC if call.mask is None else xBC * call.mask
+        xBC = xBC if info.mask is None else xBC * info.mask
         x, B, C = xBC.split([inner, bc, bc], dim=-1)
         dt = F.softplus(dt + self.dt_bias)
-        if not call.decoding and self.dt_limit != (0.0, float("inf")):
+        if not info.decoding and self.dt_limit != (0.0, float("inf")):
             dt = dt.clamp(*self.dt_limit)
         B, C = (t.view(batch, seq, self.groups, self.state_size) for t in (B, C))
         x = x.view(batch, seq, self.heads, self.head_dim)
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None)
         if cache is not None:
-            cache.update(conv, state, call.rows)
+            cache.update(conv, state, info.rows)
         return y.reshape(batch, seq, inner), z
 
     @property

@@ -25,7 +25,7 @@ from megatron_ssm.parallel.layers import (
 )
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import Cache, Call, LayerCache
+from .cache import BatchInfo, Cache, LayerCache
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -121,7 +121,7 @@ class Adapter(nn.Module):
         return fields[0] if len(fields) == 1 else torch.cat(fields, dim=-1)
 
 
-class Use(nn.Module):
+class SharedBlockInvocation(nn.Module):
     """What one hybrid layer has of its own beside the block it shares: adapters, and a linear layer, whole on all ranks.
 
     idle: {name: shape} of tensors that the checkpoint has and nothing uses; they get no gradient.
@@ -180,22 +180,22 @@ class SharedBlock(nn.Module):
         like = self.norm.weight
         return like.new_zeros(shape, requires_grad=False), like.new_zeros(shape, requires_grad=False)
 
-    def forward(self, x, embeddings, use: Use, call: Call, cache: LayerCache | None = None):
+    def forward(self, x, embeddings, use: SharedBlockInvocation, info: BatchInfo, cache: LayerCache | None = None):
         """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole. cache: this use's keys and values."""
         y = self.norm(torch.cat([x, embeddings], dim=-1))
-        y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), call, cache))
+        y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), info, cache))
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
         return linear(self.down_proj(self.activation(gate) * up), use.linear)
 
-    def _attention(self, qkv, call, cache):
+    def _attention(self, qkv, info, cache):
         """(batch, seq, this rank's q, k and v rows) -> (batch, seq, this rank's heads * head_dim)."""
-        positions, parts = call.positions, qkv.split(list(self.rows.values()), dim=-1)
+        positions, parts = info.positions, qkv.split(list(self.rows.values()), dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.rope_theta:
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
         if cache is not None:
             k, v = (t.to(cache.keys.dtype) for t in (k, v))  # autocast's may be narrower
-            k, v = cache.append(k, v, positions.new, positions.longest, call.rows, padded=call.mask is not None)
+            k, v = cache.append(k, v, positions.new, positions.longest, info.rows, padded=info.mask is not None)
         scale = math.sqrt(2 / self.head_dim)
         out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)
         return out.flatten(-2)

@@ -5,14 +5,14 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import idle_tensors, layout
-from megatron_ssm.decoding.cuda_graphs import Graphs
-from megatron_ssm.decoding.decode_plan import Decoding
+from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
+from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
 from megatron_ssm.layers.block import Block
-from megatron_ssm.layers.cache import ALL, Cache, Call
+from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, Use
+from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation
 from megatron_ssm.parallel.layers import Ranks, RMSNorm, VocabularyParallel, gather_last, reduce_from_ranks
 from sparsefusion.collectives import counted as collectives
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
         self.directory = None  # where it was loaded from
         self.weights = None  # "int8": its matrices are rounded, and it can only generate
         self.graphs = True  # may decode by CUDA graphs; False once a step could not be captured
-        self._decoding, self._graphs = Decoding(Block), Graphs(Block)
+        self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
@@ -43,7 +43,11 @@ class Model(nn.Module):
                 if config.groups
                 else MambaMixer(config, ranks, self.head_ranks, **where)
             )
-            use = Use(config, ranks, idle_tensors(config, layer), **where) if layer in config.hybrid_layers else None
+            use = (
+                SharedBlockInvocation(config, ranks, idle_tensors(config, layer), **where)
+                if layer in config.hybrid_layers
+                else None
+            )
             self.layers.append(Block(config, mixer, use, **where))
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **where)
         if not config.tie_embeddings:
@@ -145,30 +149,30 @@ class Model(nn.Module):
         decoding = decoding and bool((cache.lengths[cache.rows] > 0).all())
         local = self._graphs.logits(self, input_ids, mask, cache) if decoding else None
         if local is None:
-            local = self.compute(input_ids, self._call(input_ids, mask, cache, decoding), cache, logits_to_keep)
+            local = self.compute(input_ids, self._batch_info(input_ids, mask, cache, decoding), cache, logits_to_keep)
         if cache is not None:
             cache.advance(input_ids.shape[1], mask)
         return local
 
-    def compute(self, input_ids, call: Call, cache=None, logits_to_keep=0):
+    def compute(self, input_ids, info: BatchInfo, cache=None, logits_to_keep=0):
         """`local_logits` of a call that was checked and has room; the cache is updated but for its lengths."""
         x = self.embeddings.embed(input_ids)
         embeddings = x if self.shared else None  # which would only lie in memory
         use = iter(range(len(self.config.hybrid_layers)))
-        for index, block in self._decoding.layers(self, call, cache):
+        for index, block in self._decode_plans.layers(self, info, cache):
             shared = None if block.use is None else self.shared[next(use) % len(self.shared)]
-            x = block(x, call, None if cache is None else cache.layers[index], shared, embeddings)
+            x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
         x = self.norm_f(x[:, -logits_to_keep:])
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(x)
 
-    def _call(self, input_ids, mask, cache, decoding) -> Call:
+    def _batch_info(self, input_ids, mask, cache, decoding) -> BatchInfo:
         """What the layers must know of a call; makes room for its keys and values."""
         batch, seq = input_ids.shape
         positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
         if positions is not None and cache is not None:
             cache.reserve(positions.longest)
         begins = cache is not None and not cache.lengths[cache.rows].any()
-        return Call(mask, decoding, ALL if cache is None else cache.rows, positions, begins)
+        return BatchInfo(mask, decoding, ALL if cache is None else cache.rows, positions, begins)
 
     def generate(self, input_ids=None, generation_config=None, attention_mask=None, seed=None, **arguments):
         """transformers' `generate`: the prompts and what follows them, (batch * num_return_sequences, seq + new) int64.

@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ssm.native import kernels
 
-from . import cuda_kernels
+from . import cuda_convolution
 
 
 def causal_conv_ref(x, weight, bias=None, history=None):
@@ -31,8 +31,8 @@ def causal_conv(x, weight, bias=None, history=None, overwrite=False):
     x = x.to(torch.promote_types(x.dtype, weight.dtype))  # in autocast x is narrower
     history = history if history is None else history.to(x.dtype)
     native = kernels.usable(x, weight, bias) and weight.shape[-1] <= kernels.LONGEST_KERNEL
-    if not native and cuda_kernels.takes_conv(x, weight, bias, history):
-        return cuda_kernels.causal_conv(x, weight, bias, history, overwrite)
+    if not native and cuda_convolution.supports_conv(x, weight, bias, history):
+        return cuda_convolution.causal_conv(x, weight, bias, history, overwrite)
     if not torch.is_grad_enabled():
         return (kernels.causal_conv if native else _causal_conv)(x, weight, bias, history, overwrite)
     native = native and x.dtype == torch.float32

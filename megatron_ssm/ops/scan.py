@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ssm.native import kernels
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from . import cuda_kernels
+from . import cuda_scans
 
 SELECTIVE_CHUNK = 16  # tokens whose (channels, state) products are held at once
 SSD_CHUNK = 32  # tokens per block of the chunked matmul form
@@ -50,10 +50,10 @@ def selective_scan(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None, over
     if fits and not torch.is_grad_enabled() and kernels.usable(x, dt, B, C, z) and kernels.exact(A_log, D, dt_bias):
         return kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x)[:2]
     wide, inputs = at_least_fp32(x.dtype), (x, dt, A_log, B, C, D, z, dt_bias, state)
-    on_cuda = cuda_kernels.takes_selective_scan(*inputs)
+    on_cuda = cuda_scans.supports_selective_scan(*inputs)
     with torch.autocast(x.device.type, enabled=False):
         if on_cuda:
-            y, state = cuda_kernels.selective_scan(*inputs, overwrite)
+            y, state = cuda_scans.selective_scan(*inputs, overwrite)
             return y, _AfterKernel.apply(state, x, dt, A_log, B, C, dt_bias) if torch.is_grad_enabled() else state
         inputs = [t if t is None else t.to(wide) for t in inputs]
         scan = _NativeSelectiveScan.apply if fits and kernels.usable(inputs[0]) else _selective_chunks
@@ -62,7 +62,7 @@ def selective_scan(x, dt, A_log, B, C, D, z=None, dt_bias=None, state=None, over
 
 
 class _AfterKernel(torch.autograd.Function):
-    """The final state of `cuda_kernels.selective_scan`, which gives it no gradient: torch does, if one is asked for.
+    """The final state of `cuda_scans.selective_scan`, which gives it no gradient: torch does, if one is asked for.
 
     after: (batch, N, channels), of a sequence that starts from zeros. Backward runs it again, for this gradient alone.
     """
@@ -195,10 +195,10 @@ def ssd(x, dt, A_log, B, C, D, state=None, overwrite=False):
     if fits and not torch.is_grad_enabled() and kernels.usable(x, B, C) and kernels.exact(dt, A_log, D):
         return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite)[:2]
     inputs = (x, dt, A_log, B, C, D, state)
-    on_cuda = cuda_kernels.takes_ssd(*inputs)
+    on_cuda = cuda_scans.supports_ssd(*inputs)
     with torch.autocast(x.device.type, enabled=False):
         if on_cuda:
-            return cuda_kernels.ssd(*inputs, overwrite)
+            return cuda_scans.ssd(*inputs, overwrite)
         inputs = [t if t is None else t.to(wide) for t in inputs]
         scan = _NativeSsd.apply if fits and kernels.usable(inputs[0]) else _ssd_torch
         y, state = scan(*inputs)

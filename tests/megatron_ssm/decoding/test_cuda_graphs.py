@@ -240,14 +240,14 @@ def test_graphs_decode_as_the_model_does(family, rows, made):
     decoded(model, caches, rows, MORE[rows, :1])
     assert all(map(torch.equal, kept, copies))
     lengths = [max(LENGTHS[row] for row in rows) + t + 1 for t in range(15)]
-    keys = [cuda_graphs._keys(length, caches[0].capacity) for length in lengths]
+    keys = [cuda_graphs._keys_read(length, caches[0].capacity) for length in lengths]
     assert replays(made) == sum(max(0, keys.count(each) - 2) for each in {*keys})
     assert len(made) == sum(keys.count(each) > 2 for each in {*keys}) >= (2 if model.shared else 1)
 
 
 @pytest.mark.parametrize("longest, keys", ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 24), (24, 24)))
 def test_keys(longest, keys, made):
-    assert cuda_graphs._keys(longest, ROOM) == keys and cuda_graphs._keys(longest, None) == 0
+    assert cuda_graphs._keys_read(longest, ROOM) == keys and cuda_graphs._keys_read(longest, None) == 0
 
 
 @families
@@ -585,7 +585,7 @@ class Repeated(Empty):
         super().replay()
         before = copy.deepcopy(self._counter)
         self._logits.copy_(self._step())
-        cuda_graphs._taken_back(self._counter, before)
+        cuda_graphs._take_back(self._counter, before)
 
 
 def repeating(model, cache, made, fails=()):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 @pytest.fixture
 def taken(monkeypatch):
     """One entry for each token that goes through a layer by step.c."""
-    return counted(native_step.Steps, monkeypatch.setattr)
+    return counted(native_step.NativeLayers, monkeypatch.setattr)
 
 
 def moved(model):
@@ -243,8 +243,8 @@ def test_a_callers_sum_may_be_of_another_type(ranks, tp, family, dtype, tmp_path
 @torch.no_grad()
 def test_steps_are_kept_for_several_caches(tmp_path, monkeypatch):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
-    made, of = [], native_step.Step.of
-    monkeypatch.setattr(native_step.Step, "of", lambda *given: (made.append(1), of(*given))[1])
+    made, of = [], native_step.NativeLayer.of
+    monkeypatch.setattr(native_step.NativeLayer, "of", lambda *given: (made.append(1), of(*given))[1])
     caches = [model.new_cache(2) for _ in range(3)]
     for cache in caches:
         model(IDS[:, :4], cache=cache)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 @pytest.fixture
 def taken(monkeypatch):
     """One entry for each token that goes through a layer by step.c."""
-    return counted(native_step.Steps, monkeypatch.setattr)
+    return counted(native_step.NativeLayers, monkeypatch.setattr)
 
 
 SHAPES = [  # family, changes, whether step.c takes them
@@ -61,7 +61,7 @@ def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path
 
     def run(rank):
         model = megatron_ssm.load(directory, dist.group.WORLD, **options)
-        by_steps, count = one_by_one(model, model), counted(native_step.Steps)
+        by_steps, count = one_by_one(model, model), counted(native_step.NativeLayers)
         again = one_by_one(model, model)
         for layer in model.layers:
             layer.norm.register_forward_hook(lambda *_: None)

@@ -18,7 +18,7 @@ import torch
 from megatron_ssm.diagnostics import doctor, known_problems
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import cuda_kernels, fused_adam
-from megatron_ssm.ops.optional_imports import Borrowed
+from megatron_ssm.ops.optional_imports import OptionalImport
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
@@ -116,9 +116,11 @@ def test_the_type_of_matrix_products(widened, monkeypatch):
 def borrowing(monkeypatch, adams=(), **whys):
     """Kernels of CUDA that are there, unless a reason is given for one of that name; whose FusedAdam is there."""
     packages = {name: package for name, (package, _) in cuda_kernels.KERNELS.items()}
-    kernels = {name: Borrowed(package, not whys.get(name), whys.get(name, "")) for name, package in packages.items()}
-    monkeypatch.setattr(cuda_kernels, "found", kernels.__getitem__)
-    monkeypatch.setattr(fused_adam, "found", lambda: adams)
+    kernels = {
+        name: OptionalImport(package, not whys.get(name), whys.get(name, "")) for name, package in packages.items()
+    }
+    monkeypatch.setattr(cuda_kernels, "load_kernel", kernels.__getitem__)
+    monkeypatch.setattr(fused_adam, "fused_adams", lambda: adams)
 
 
 def on_cuda():
@@ -131,7 +133,9 @@ def on_cuda():
 
 NO_MAMBA, NO_CONV = "mamba-ssm is not installed", "causal-conv1d cannot be used (ImportError: undefined symbol)"
 NOTHING = {name: NO_MAMBA if package == "mamba-ssm" else NO_CONV for name, (package, _) in cuda_kernels.KERNELS.items()}
-NO_TE, NO_APEX = (Borrowed(package, why=f"{package} is not installed") for package in ("transformer-engine", "apex"))
+NO_TE, NO_APEX = (
+    OptionalImport(package, why=f"{package} is not installed") for package in ("transformer-engine", "apex")
+)
 
 
 def test_on_cuda_with_nothing_borrowed_everything_is_torchs(monkeypatch):
@@ -149,7 +153,7 @@ def test_on_cuda_with_nothing_borrowed_everything_is_torchs(monkeypatch):
 
 
 def test_on_cuda_with_everything_borrowed(monkeypatch):
-    borrowing(monkeypatch, (NO_TE, Borrowed("apex", object())))
+    borrowing(monkeypatch, (NO_TE, OptionalImport("apex", object())))
     rows = on_cuda()
     assert rows["selective scan"][:2] == rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
     assert (
@@ -167,7 +171,7 @@ def test_on_cuda_with_everything_borrowed(monkeypatch):
 def test_on_cuda_with_some_kernels_borrowed(monkeypatch):
     """mamba-ssm without its compiled part has what Triton compiles."""
     why = "mamba-ssm cannot be used (ImportError: it was built without selective_scan_cuda)"
-    borrowing(monkeypatch, (Borrowed("transformer-engine", object()),), selective_scan_fn=why)
+    borrowing(monkeypatch, (OptionalImport("transformer-engine", object()),), selective_scan_fn=why)
     rows = on_cuda()
     assert rows["selective scan"] == ("mamba-ssm (one token), torch", "torch", why)
     assert rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")

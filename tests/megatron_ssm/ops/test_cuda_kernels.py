@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from cases import oracle
 from megatron_ssm import generate, load
 from megatron_ssm.native import kernels
-from megatron_ssm.ops import cuda_kernels
+from megatron_ssm.ops import cuda_convolution, cuda_kernels, cuda_scans
 from megatron_ssm.ops.convolution import causal_conv_ref
-from megatron_ssm.ops.optional_imports import Borrowed
+from megatron_ssm.ops.optional_imports import OptionalImport
 from megatron_ssm.ops.scan import selective_scan_ref, ssd_ref
 from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
 from sparsefusion.native.library import Library
@@ -141,12 +141,12 @@ def called(monkeypatch):
             assert all(fits(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
             return stand_in(*args, **kwargs)
 
-        return Borrowed("stand-in", call)
+        return OptionalImport("stand-in", call)
 
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
-    monkeypatch.setattr(cuda_kernels, "found", found)
-    monkeypatch.setattr(cuda_kernels, "_rounds_products", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "load_kernel", found)
+    monkeypatch.setattr(cuda_scans, "_rounds_products", lambda: True)
     return names
 
 
@@ -308,9 +308,9 @@ def test_strides_of_what_has_one_element(shape):
     """torch calls such a tensor contiguous whatever they are; the kernel reads them."""
     tensor = torch.randn(*shape, 16).as_strided((*shape, 16), (3, 16, 1) if shape[0] == 1 else (16, 3, 1))
     assert tensor.is_contiguous() and not in_vectors(tensor.transpose(1, 2))
-    vectors = cuda_kernels._in_vectors(tensor)
+    vectors = cuda_convolution._in_vectors(tensor)
     assert in_vectors(vectors.transpose(1, 2)) and torch.equal(vectors, tensor)
-    assert cuda_kernels._in_vectors(vectors) is vectors
+    assert cuda_convolution._in_vectors(vectors) is vectors
 
 
 @pytest.mark.parametrize("before, between", [(1, 7), (3, 2), (8, 0)])
@@ -319,7 +319,7 @@ def test_what_cannot_be_loaded_in_vectors_is_copied(called, before, between):
     wide = torch.randn(2, 5, before + 16 + between)
     part = wide[..., before : before + 16]
     loads = before % 8 == 0 and between % 8 == 0
-    assert in_vectors(part.transpose(1, 2)) == loads == (cuda_kernels._in_vectors(part) is part)
+    assert in_vectors(part.transpose(1, 2)) == loads == (cuda_convolution._in_vectors(part) is part)
     inputs = inputs_for("conv", seq=5) | {"history": None}  # whose gradient would be copied on the way
     y, _ = KINDS["conv"][0](**inputs)
     plain, _ = KINDS["conv"][1](**inputs)
@@ -414,7 +414,7 @@ def test_a_carried_state_takes_no_more_room_than_its_budget(called, monkeypatch,
         return product(read, kept)
 
     theirs = exact("selective", inputs)
-    monkeypatch.setattr(cuda_kernels, "RESPONSE_BUDGET", budget)
+    monkeypatch.setattr(cuda_scans, "RESPONSE_BUDGET", budget)
     monkeypatch.setattr(torch, "matmul", watched)
     y, carried = KINDS["selective"][0](**inputs)
     monkeypatch.undo()
@@ -458,25 +458,25 @@ def test_bias_of_another_type_and_odd_channels_of_one_token(called):
 def test_ssd_is_not_rounded_to_tf32_unless_it_may(called, monkeypatch):
     """One token needs no products; bfloat16 is exact in TF32; under autocast less would do."""
     monkeypatch.undo()
-    assert cuda_kernels._rounds_products() is False
+    assert cuda_scans._rounds_products() is False
     inputs = detached(inputs_for("ssd"))
     narrow = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
-    monkeypatch.setattr(cuda_kernels, "found", lambda name: Borrowed("stand-in", mamba_chunk_scan_combined))
-    assert not cuda_kernels.takes_ssd(**inputs) and cuda_kernels.takes_ssd(**narrow)
+    monkeypatch.setattr(cuda_kernels, "load_kernel", lambda name: OptionalImport("stand-in", mamba_chunk_scan_combined))
+    assert not cuda_scans.supports_ssd(**inputs) and cuda_scans.supports_ssd(**narrow)
     with torch.autocast("cpu", torch.bfloat16):
-        assert cuda_kernels.takes_ssd(**inputs)
-    assert cuda_kernels.takes_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
+        assert cuda_scans.supports_ssd(**inputs)
+    assert cuda_scans.supports_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert cuda_kernels._rounds_products() is True and cuda_kernels.takes_ssd(**inputs)
+        assert cuda_scans._rounds_products() is True and cuda_scans.supports_ssd(**inputs)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @kinds
 def test_tensors_of_the_cpu_ask_for_no_package(kind, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "found", lambda name: pytest.fail(name))
+    monkeypatch.setattr(cuda_kernels, "load_kernel", lambda name: pytest.fail(name))
     everything(KINDS[kind][0], inputs_of(kind))
 
 
@@ -510,7 +510,7 @@ def test_models(called, name, oracle, monkeypatch):
 @torch.no_grad()
 def test_a_first_prompt_carries_no_state(called, oracle, monkeypatch):
     """Nor does it wait for the GPU to say that the state is zero; what follows does carry it."""
-    carried, response = [], cuda_kernels._response
+    carried, response = [], cuda_scans._response
     monkeypatch.setattr(cuda_kernels, "_response", lambda *given: (carried.append(1), response(*given))[1])
     model = load(oracle("mamba").directory)
     cache = model.new_cache(2)
@@ -542,9 +542,9 @@ def fresh(monkeypatch, tmp_path):
     for name in [n for n in sys.modules if n.split(".")[0] in ("mamba_ssm", "causal_conv1d")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    cuda_kernels.found.cache_clear()
+    cuda_kernels.load_kernel.cache_clear()
     yield tmp_path
-    cuda_kernels.found.cache_clear()
+    cuda_kernels.load_kernel.cache_clear()
     for name in [n for n in sys.modules if n.split(".")[0] in ("mamba_ssm", "causal_conv1d")]:
         del sys.modules[name]
 
@@ -567,8 +567,8 @@ def test_without_a_package_torch_does_its_work_and_says_why(fresh, monkeypatch, 
     inputs = detached(inputs_for("selective"))
     y, carried = KINDS["selective"][0](**inputs)
     check(dict(y=y, carried=carried), exact("selective", inputs))
-    assert cuda_kernels.found("selective_scan_fn") == Borrowed("mamba-ssm", None, why)
-    assert cuda_kernels.found("selective_scan_fn") is cuda_kernels.found("selective_scan_fn")
+    assert cuda_kernels.load_kernel("selective_scan_fn") == OptionalImport("mamba-ssm", None, why)
+    assert cuda_kernels.load_kernel("selective_scan_fn") is cuda_kernels.load_kernel("selective_scan_fn")
 
 
 def test_a_package_that_is_there(fresh):
@@ -576,5 +576,5 @@ def test_a_package_that_is_there(fresh):
         fresh,
         {"causal_conv1d.py": "def causal_conv1d_fn(): return 'fn'\ndef causal_conv1d_update(): return 'update'\n"},
     )
-    assert cuda_kernels.found("causal_conv1d_fn").item() == "fn"
-    assert cuda_kernels.found("causal_conv1d_update").item() == "update"
+    assert cuda_kernels.load_kernel("causal_conv1d_fn").item() == "fn"
+    assert cuda_kernels.load_kernel("causal_conv1d_update").item() == "update"

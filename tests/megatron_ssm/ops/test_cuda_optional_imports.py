@@ -30,7 +30,7 @@ def torchs_own_precision():
 @pytest.fixture
 def called(monkeypatch):
     """The names of the kernels that ran."""
-    names, found = [], cuda_kernels.found
+    names, found = [], cuda_kernels.load_kernel
 
     def watched(name):
         kernel = found(name)
@@ -39,7 +39,7 @@ def called(monkeypatch):
         run = kernel.item
         return type(kernel)(kernel.package, lambda *args, **kwargs: names.append(name) or run(*args, **kwargs))
 
-    monkeypatch.setattr(cuda_kernels, "found", watched)
+    monkeypatch.setattr(cuda_kernels, "load_kernel", watched)
     return names
 
 
@@ -157,9 +157,9 @@ def test_ssd_of_float32_is_float32s(called):
 
 def test_fused_adam_and_torchs(tmp_path, monkeypatch):
     """The same curve, and a checkpoint of one is read by the other."""
-    *_, last = fused_adam.found()
+    *_, last = fused_adam.fused_adams()
     if last.item is None:
-        pytest.skip(f"on this machine AdamW is torch's: {'; '.join(each.why for each in fused_adam.found())}")
+        pytest.skip(f"on this machine AdamW is torch's: {'; '.join(each.why for each in fused_adam.fused_adams())}")
     run = options(params_dtype="float32")
 
     def of_gpu(fused):

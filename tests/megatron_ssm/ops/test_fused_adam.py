@@ -12,7 +12,7 @@ import torch
 import tiny
 from megatron_ssm.checkpoints.training import find_checkpoints, load_training, save_training
 from megatron_ssm.ops import fused_adam
-from megatron_ssm.ops.optional_imports import Borrowed
+from megatron_ssm.ops.optional_imports import OptionalImport
 from megatron_ssm.training.trainer import Trainer
 
 STEPS, CUT = 6, 3
@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
 @pytest.fixture
 def trainer(monkeypatch):
     """trainer(fused): of a tiny model in float32, by the stand-in or by torch."""
-    monkeypatch.setattr(fused_adam, "found", lambda: (Borrowed("stand-in", FusedAdam),))
+    monkeypatch.setattr(fused_adam, "fused_adams", lambda: (OptionalImport("stand-in", FusedAdam),))
 
     def make(fused, **changes):
         monkeypatch.setattr(fused_adam, "on_cuda", lambda parameter: fused)
@@ -163,7 +163,7 @@ def test_resuming_with_parameters_without_elements(trainer, tmp_path, monkeypatc
 
 def test_float64_is_torchs(trainer):
     trainer(True, params_dtype="float64")
-    assert fused_adam.told(torch.float64) == ("torch", "FusedAdam has no float64")
+    assert fused_adam.adamw_on_cuda(torch.float64) == ("torch", "FusedAdam has no float64")
 
 
 # Packages that are missing or broken
@@ -206,7 +206,7 @@ def forget():
     """As if neither package had been imported or looked for."""
     for name in [n for n in sys.modules if n.split(".")[0] in ("apex", "transformer_engine")]:
         del sys.modules[name]
-    fused_adam.found.cache_clear()
+    fused_adam.fused_adams.cache_clear()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -220,9 +220,9 @@ def test_what_is_found(case, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     forget()
     try:
-        found = fused_adam.found()
+        found = fused_adam.fused_adams()
         assert [each.why for each in found] == whys
         assert (found[-1].item and found[-1].item.__module__.split(".")[0]) == source
-        assert fused_adam.told()[1] == "; ".join(filter(None, whys))
+        assert fused_adam.adamw_on_cuda()[1] == "; ".join(filter(None, whys))
     finally:
         forget()

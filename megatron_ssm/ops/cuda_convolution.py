@@ -1,0 +1,90 @@
+"""The causal convolution by causal-conv1d's CUDA kernels, with the interface of `ops.convolution`."""
+
+import functools
+
+import torch
+
+from . import cuda_kernels
+
+WIDTHS = (2, 3, 4)  # of a convolution (causal_conv1d.cpp)
+VECTOR, BYTES = 8, 16  # causal_conv1d_fn loads 8 channels, or 16 bytes, at once; strides and addresses are multiples
+
+
+# The convolution
+
+
+def supports_conv(x, weight, bias, history) -> bool:
+    """Whether a kernel computes this `convolution.causal_conv` (csrc/causal_conv1d.cpp: widths, dtypes, multiples of 8)."""
+    if weight.shape[-1] not in WIDTHS or bias is not None and bias.dtype is not weight.dtype:
+        return False
+    if x.shape[1] == 1:
+        usable = not torch.is_grad_enabled() and cuda_kernels.is_usable(
+            "causal_conv1d_update", x, weight, bias, history
+        )
+        return usable and len(x) <= _conv_rows(x, weight, history)
+    usable = x.shape[2] % VECTOR == 0 and cuda_kernels.is_usable("causal_conv1d_fn", x, weight, bias, history)
+    return usable and _conv_rows(x, weight, history) > 0
+
+
+def _conv_rows(x, weight, history) -> int:
+    """How many rows causal-conv1d's kernels get at a time; a history may be prepended to x."""
+    return cuda_kernels.rows_within((x.shape[1] + weight.shape[-1] - 1) * x.shape[2], x, history)
+
+
+def causal_conv(x, weight, bias, history, overwrite=False):
+    """`convolution.causal_conv` by causal-conv1d; the history has the dtype of x.
+
+    Under autograd the history is prepended to x, and torch always cuts out the next history, so that no gradient of the
+    kernel's states is needed.
+    """
+    weight, bias = weight.squeeze(1), bias if bias is None else bias.contiguous()
+    if x.shape[1] == 1:
+        return _conv_step(x, weight, bias, history, overwrite)
+    return cuda_kernels.by_rows(
+        functools.partial(_conv_tokens, weight, bias), _conv_rows(x, weight, history), x, history
+    )
+
+
+def _conv_step(x, weight, bias, history, overwrite):
+    """One token (csrc/causal_conv1d_update.cu), with any strides; overwrites the history, (batch, channels, K-1)."""
+    batch, _, channels = x.shape
+    history = cuda_kernels.overwritable(history, (batch, weight.shape[1] - 1, channels), x.dtype, x, overwrite)
+    y = cuda_kernels.load_kernel("causal_conv1d_update").item(
+        x[:, 0], history.transpose(1, 2), weight, bias, activation="silu"
+    )
+    return y.unsqueeze(1), history
+
+
+def _conv_tokens(weight, bias, x, history):
+    """(output of several tokens, the history for the next ones)."""
+    before = weight.shape[1] - 1
+    past = x.new_zeros(x.shape[0], before, x.shape[2]) if history is None else history
+    after = torch.cat([past, x[:, -before:]], 1)[:, -before:]
+    if history is None or not torch.is_grad_enabled():
+        return _channel_last(x, weight, bias, history), after
+    return _channel_last(torch.cat([history, x], 1), weight, bias, None)[:, before:], after
+
+
+def _channel_last(x, weight, bias, history):
+    """Several tokens, in the layout that the kernel calls channel-last: (batch, channels, seq), channels with stride 1."""
+    history = history if history is None else _in_vectors(history).transpose(1, 2)
+    y = cuda_kernels.load_kernel("causal_conv1d_fn").item(
+        _in_vectors(x).transpose(1, 2), weight, bias, initial_states=history, activation="silu"
+    )
+    if y.requires_grad:  # the kernel's backward loads it as forward does x
+        y.register_hook(lambda gradient: _in_vectors(gradient.transpose(1, 2)).transpose(1, 2))
+    return y.transpose(1, 2)
+
+
+def _in_vectors(tensor):
+    """The tensor (batch, seq, channels), copied unless the kernel can load each vector of channels at once.
+
+    It is copied as well if an offset is too large, as in some gradients. Strides count even for a single sequence or
+    token: the kernel uses them, while torch's is_contiguous ignores them.
+    """
+    rows, row, channel = tensor.stride()
+    aligned = tensor.data_ptr() % BYTES == rows % VECTOR == row % VECTOR == 0
+    fits = aligned and cuda_kernels.last_offset(tensor) <= cuda_kernels.LARGEST_OFFSET
+    if fits and channel == 1 and row >= tensor.shape[2] and rows >= row:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
