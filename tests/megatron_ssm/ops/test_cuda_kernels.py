@@ -511,7 +511,7 @@ def test_models(called, name, oracle, monkeypatch):
 def test_a_first_prompt_carries_no_state(called, oracle, monkeypatch):
     """Nor does it wait for the GPU to say that the state is zero; what follows does carry it."""
     carried, response = [], cuda_scans._response
-    monkeypatch.setattr(cuda_kernels, "_response", lambda *given: (carried.append(1), response(*given))[1])
+    monkeypatch.setattr(cuda_scans, "_response", lambda *given: (carried.append(1), response(*given))[1])
     model = load(oracle("mamba").directory)
     cache = model.new_cache(2)
     model(oracle("mamba").ids[:2, :9], cache=cache)
