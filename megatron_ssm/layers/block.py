@@ -11,7 +11,10 @@ from .cache import BatchInfo
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x + use)), `use` being what a hybrid layer gets from the shared block; whole on every rank."""
+    """x + mixer(norm(x)), or in hybrid layers x + mixer(norm(x + shared attention block)). The same on every rank.
+
+    use: the hybrid layer's own part of the shared block, or None. Its name is part of the names of parameters.
+    """
 
     def __init__(self, config: Config, mixer, use=None, dtype=None, device=None):
         super().__init__()
@@ -21,12 +24,12 @@ class Block(nn.Module):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of what the layers add to."""
+        """The dtype of the residual stream."""
         dtype = self.norm.weight.dtype
         return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
 
     def forward(self, x, info: BatchInfo, cache=None, shared=None, embeddings=None):
-        """(batch, seq, hidden) -> the same. shared, embeddings: the block that a hybrid layer uses, and its other input."""
+        """x (batch, seq, hidden) -> the same shape. shared, embeddings: in hybrid layers, the shared block and its other input."""
         residual = x.to(self.sum_dtype)
         if self.use is not None:
             x = x + shared(x, embeddings, self.use, info, cache)

@@ -1,7 +1,7 @@
-"""What sequences leave behind, this rank's channels and heads only: convolution inputs, recurrent state, keys and values.
+"""The cache of generation: convolution inputs, recurrent states, keys and values, for this rank's channels and heads.
 
-A `Cache` has one row (a slot) per sequence, and each row its own length, so that sequences may join and leave between
-two calls: `select` names the rows that a call continues, `reset` frees a row, and a `Snapshot` is one row's state, to be
+A `Cache` has one row per sequence, and each row has its own length, so that sequences can join and leave between two calls:
+`select` chooses the rows that a call continues, `reset` frees a row, and a `Snapshot` is the state of one row, which can be
 restored into any row, any number of times.
 """
 
@@ -14,11 +14,11 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What one call of the model tells every layer.
+    """What every layer must know about the tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 where a row is padding (None: nowhere). decoding: the one token of each row continues a
-    sequence (see `Mamba2Mixer`). rows: which rows of the cache are continued (a slice: consecutive ones, without a copy).
-    positions: of models with attention (`attention.Positions`). begins: all rows are at their beginning.
+    mask: (batch, seq, 1), 0 at padding; None: there is none. decoding: there is one token per row, which continues a sequence
+    (see `Mamba2Mixer`). rows: which rows of the cache are continued; a slice selects consecutive ones without a copy.
+    positions: for models with attention, `shared_attention.Positions`. begins: all rows are at their beginning.
     """
 
     mask: torch.Tensor | None = None
@@ -30,12 +30,11 @@ class BatchInfo:
 
 @dataclass
 class LayerCache:
-    """One layer's state; every tensor has one row per sequence.
+    """The state of one layer; every tensor has one row per sequence.
 
-    conv: (rows, K-1, this rank's convolved channels), the model's dtype: the convolution's inputs before the next token.
-    state: at least fp32: (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2.
-    keys, values: (rows, capacity, key/value heads, head_dim), of layers that use the shared block; position p of a
-    sequence, padding not counted, at index p.
+    conv: (rows, K-1, this rank's channels), in the model's dtype: the last inputs of the convolution. state: at least fp32,
+    (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2. keys, values: (rows, capacity, key/value heads,
+    head_dim), in layers that use the shared attention block; index p holds position p of the sequence, without padding.
     """
 
     conv: torch.Tensor
@@ -44,20 +43,20 @@ class LayerCache:
     values: torch.Tensor | None = None
 
     def read(self, rows=ALL) -> tuple[torch.Tensor, torch.Tensor]:
-        """conv and state of some rows."""
+        """The conv and state of some rows."""
         return self.conv[rows], self.state[rows]
 
     def update(self, conv: torch.Tensor, state: torch.Tensor, rows=ALL) -> None:
-        """Overwrite some rows in place: a cache tensor never moves. What was computed in place is there already."""
+        """Overwrite some rows in place, unless they were computed in place: the tensors of a cache never move."""
         for held, new in ((self.conv, conv), (self.state, state)):
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
 
     def append(self, keys, values, positions, longest, rows=ALL, padded=True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).
+        """Store new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).
 
-        padded: a negative position is padding and not stored (False: there is none, and the GPU is not waited for).
-        Returns both from position 0 to `longest`: what the rows have.
+        padded: negative positions are padding, and are not stored; False: there are none, so the host need not wait for the
+        GPU. Returns all keys and values of these rows, from position 0 to `longest`.
         """
         where = torch.arange(len(self.conv), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
         if padded and not (real := positions >= 0).all():
@@ -73,10 +72,10 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One sequence's state on this rank after `length` tokens; `segments`: its keys and values, piece by piece.
+    """The state of one sequence on this rank after `length` tokens.
 
-    states: [conv, state] of each layer. A segment: [keys, values] (new, heads, head_dim) of each layer that has them.
-    Segments are shared by the snapshots of longer prefixes and must not be written to.
+    states: [conv, state] of each layer. segments: its keys and values, piece by piece; a segment is [keys, values] (new, heads,
+    head_dim) of each layer that has them. Snapshots of longer prefixes share segments, which must not be overwritten.
     """
 
     length: int
@@ -84,7 +83,7 @@ class Snapshot:
     segments: tuple[list[list[torch.Tensor]], ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything it holds."""
+        """All tensors of the snapshot."""
         pieces = [layer for segment in self.segments for layer in segment]
         return [tensor for layer in [*self.states, *pieces] for tensor in layer]
 
@@ -93,8 +92,8 @@ class Snapshot:
 class Cache:
     """The state of sequences between two calls of the model; made by `model.new_cache`.
 
-    lengths: (rows,) int64 on the CPU: the tokens each row has seen, padding not counted. max_length: the most that a
-    model with attention may store (None: room is made as needed).
+    lengths: (rows,) int64 on the CPU: how many tokens each row has seen, without padding. max_length: how many tokens a model
+    with attention can store per row; None: the cache grows as needed.
     """
 
     layers: list[LayerCache]
@@ -114,7 +113,7 @@ class Cache:
 
     @property
     def capacity(self) -> int | None:
-        """How many tokens a row has room for (None: any number, there is no attention)."""
+        """How many tokens a row can hold; None: any number, because the model has no attention."""
         return next((layer.keys.shape[1] for layer in self.layers if layer.keys is not None), None)
 
     def select(self, rows) -> "Cache":
@@ -129,11 +128,11 @@ class Cache:
         return Cache(self.layers, self.lengths, self.max_length, where)
 
     def advance(self, tokens: int, mask=None) -> None:
-        """Count a call's tokens; mask: (batch, tokens, 1), 0 where a row is padding."""
+        """Count the tokens of a call. mask: (batch, tokens, 1), 0 at padding."""
         self.lengths[self.rows] += tokens if mask is None else mask.sum((1, 2)).long().cpu()
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per row; what is stored moves if there was less. ValueError beyond max_length."""
+        """Make room for `length` tokens per row; this moves the keys and values. ValueError: it exceeds max_length."""
         if self.capacity is None or length <= self.capacity:
             return
         if self.max_length is not None:
@@ -144,14 +143,14 @@ class Cache:
             layer.keys, layer.values = keys, values
 
     def reset(self, row: int) -> None:
-        """Free a row: the start of a sequence."""
+        """Free a row, so that a new sequence can start in it."""
         for layer in self.layers:
             layer.conv[row] = 0
             layer.state[row] = 0
         self.lengths[row] = 0
 
     def reorder(self, rows) -> None:
-        """Row i becomes what row rows[i] was (indices may repeat): how beams fork and die. In place."""
+        """Copy row rows[i] to row i, for all rows at once, in place. Indices may repeat, as when beams fork."""
         rows = torch.as_tensor(rows)
         longest = int(self.lengths.max())
         where = rows.to(self.layers[0].conv.device)
@@ -164,7 +163,7 @@ class Cache:
         self.lengths.copy_(self.lengths[rows])
 
     def fork(self, source: int, target: int) -> None:
-        """Row `target` becomes a copy of row `source`."""
+        """Copy row `source` to row `target`."""
         length = int(self.lengths[source])
         for layer in self.layers:
             layer.conv[target], layer.state[target] = layer.conv[source], layer.state[source]
@@ -174,7 +173,7 @@ class Cache:
         self.lengths[target] = length
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
-        """A copy of a row's state. after: an earlier snapshot of the same sequence, whose keys and values are shared."""
+        """Copy the state of a row. after: an earlier snapshot of the same sequence, whose keys and values are shared."""
         length, start = int(self.lengths[row]), after.length if after is not None else 0
         new = [
             [layer.keys[row, start:length].clone(), layer.values[row, start:length].clone()]
@@ -185,7 +184,7 @@ class Cache:
         return Snapshot(length, states, (*(after.segments if after is not None else ()), new))
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
-        """Put a row where the snapshot was taken."""
+        """Write a snapshot into a row."""
         self.reserve(snapshot.length)
         for layer, (conv, state) in zip(self.layers, snapshot.states, strict=True):
             layer.conv[row], layer.state[row] = conv, state

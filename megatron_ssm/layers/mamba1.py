@@ -83,9 +83,9 @@ class MambaMixer(nn.Module):
         return self.out_proj(self._gated(hidden, info, cache))
 
     def _gated(self, hidden, info, cache):
-        """What out_proj takes, (batch, seq, this rank's channels); what it was made of is freed before that product."""
+        """The input of out_proj, (batch, seq, this rank's channels). Its temporaries are freed when it returns."""
         conv, state = (None, None) if cache is None else cache.read(info.rows)
-        state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan begins at zeros
+        state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan starts from zeros
         x, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
@@ -99,7 +99,7 @@ class MambaMixer(nn.Module):
         return y
 
     def _sum(self, parameters):
-        """The ranks' parts of (dt, B, C), (..., R + 2N), added up and, in Falcon-Mamba, normalized each."""
+        """The sum over the ranks of their parts of (dt, B, C), (..., R + 2N); in Falcon-Mamba, each is normalized."""
         parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
         if self.inner_norm_eps is None:
             return parameters
@@ -107,9 +107,9 @@ class MambaMixer(nn.Module):
         return torch.cat(list(parts), dim=-1)
 
     def _scan(self, x, z, head: slice, state):
-        """One head's channels (batch, seq, width) through x_proj, dt_proj and the scan: y, gated, and the state after it.
+        """x_proj, dt_proj and the scan of one head's channels (batch, seq, width): the gated output and the next state.
 
-        The state is overwritten where it is a cache's; so is x, which the convolution gave, unless others may hold it.
+        A state from a cache is overwritten. So is x, the output of the convolution, unless others may hold it.
         """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)

@@ -84,7 +84,7 @@ class Mamba2Mixer(nn.Module):
         return self._whole(linear(normed, self.out_proj.weight), squares)
 
     def _scanned(self, hidden, info, cache):
-        """The recurrence's outputs and the gate, (batch, seq, this rank's channels); what else they took is freed."""
+        """The outputs of the recurrence and the gate, (batch, seq, this rank's channels). Temporaries are freed."""
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
@@ -105,18 +105,18 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def local_norm(self) -> bool:
-        """Whether every group of this rank is here whole."""
+        """Whether this rank holds all channels of its groups."""
         return self.all_groups >= self.ranks.size
 
     @property
     def fused_norm(self) -> bool:
-        """Whether the one group's sum of squares rides in out_proj's all-reduce."""
+        """Whether the sum of squares of the only group is sent in out_proj's all-reduce."""
         return self.ranks.size > 1 and self.all_groups == 1
 
     def _normed(self, y, z):
-        """norm(y * silu(z)) * weight, the norm taken over each group's channels, wherever they are; and None.
+        """(norm(y * silu(z)) * weight, None); the norm is over all channels of a group, on all ranks that hold them.
 
-        fused_norm: without the norm's scale, and this rank's sum of squares, (batch, seq, 1).
+        With `fused_norm`: (the same without the scale of the norm, this rank's sum of squares (batch, seq, 1)).
         """
         local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
         if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
@@ -133,17 +133,17 @@ class Mamba2Mixer(nn.Module):
         return self.norm_weight * y.to(self.norm_weight.dtype), squares if fused else None
 
     def _whole(self, part, squares):
-        """One group: [out_proj's part | sum of squares] in one all-reduce, scaled by the norm afterwards."""
+        """With one group: [out_proj's part | sum of squares] in one all-reduce, and then the scale of the norm."""
         out = in_pieces(self._scaled_sum, part, squares)
         return out if self.out_proj.bias is None else out + self.out_proj.bias
 
     def _scaled_sum(self, part, squares):
-        """The ranks' parts added up, times the norm's scale of each token."""
+        """The sum over the ranks, times the scale of the norm for each token."""
         out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
         return (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
 
     def _sum_of_group(self, squares):
-        """squares (batch, seq, 1), this rank's share of its group's -> the group's, by an all-reduce of G columns."""
+        """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of G columns."""
         mine = self.ranks.slot(self.all_groups)
         columns = F.pad(squares, (mine, self.all_groups - 1 - mine))
         return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., mine : mine + 1]

@@ -134,7 +134,9 @@ def test_threads_make_graphs_at_once(oracle):
     def decode(model):
         cache = model.new_cache(2)
         start.wait(60)
-        return [model(tokens[:, t : t + 1], None, cache) for t in range(12)][-1].cpu(), model._graphs._of_thread.kept[0].steps
+        return [model(tokens[:, t : t + 1], None, cache) for t in range(12)][-1].cpu(), model._graphs._of_thread.kept[
+            0
+        ].steps
 
     with ThreadPoolExecutor(len(models)) as threads:
         results = list(threads.map(decode, models))
