@@ -1,11 +1,12 @@
-"""Checkpoints of state-spaces/mamba (pytorch_model.bin beside their config.json) to Hugging Face directories, and back.
+"""Converts checkpoints of state-spaces/mamba (pytorch_model.bin and config.json) to Hugging Face directories, and back.
 
-The mixers' tensors have the same names and shapes in both; the embedding's name, the head and the configuration differ.
-Nothing is guessed: a tensor or a configuration field that has no counterpart is an error that names it.
+The mixers' tensors have the same names and shapes in both formats; the embedding's name, the head and the configuration
+differ. Nothing is guessed: a tensor or a configuration field that has no counterpart is an error that names it.
 """
 
-import contextlib
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from megatron_ssm.configs.config import Config, read_json
 from megatron_ssm.configs.hf_fields import FieldReader
 from megatron_ssm.configs.layouts import hf_shapes, layout
 
-from .hf import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
+from .agreement import first_line
+from .hf_directory import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
 
 BIN = "pytorch_model.bin"
 EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
 EPSILON = 1e-5  # of every norm in state-spaces' models
 
-# state-spaces' `ssm_cfg` under Hugging Face's names, with state-spaces' defaults.
+# {family: {field of state-spaces' `ssm_cfg`: (Hugging Face's name, state-spaces' default)}}
 _SSM = {
     "mamba": dict(
         d_state=("state_size", 16), d_conv=("conv_kernel", 4), expand=("expand", 2), dt_rank=("time_step_rank", "auto"),
@@ -35,7 +37,7 @@ _SSM = {
         dt_limit=("time_step_limit", (0.0, math.inf)), chunk_size=("chunk_size", 256),
     ),
 }  # fmt: skip
-# What Hugging Face's classes cannot express: the values that they can; and what does not matter.
+# Fields that Hugging Face's classes do not have: the only value that is equivalent to theirs. Fields that do not matter.
 _SSM_ONLY = dict(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, d_ssm=None)
 _SSM_IRRELEVANT = {"layer", "conv_init", "A_init_range", "use_mem_eff_path", "use_fast_path", "dt_init", "dt_scale"}
 _MODEL_ONLY = dict(d_intermediate=0, rms_norm=True, attn_layer_idx=[], attn_cfg={})
@@ -45,7 +47,10 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor: its name before and after ("" for none: a copy of a tied one), shape and dtype."""
+    """One converted tensor: its names before and after, its shape and its dtype.
+
+    A name is "" where that format does not store the tensor, which is a copy of a tied one.
+    """
 
     source: str
     target: str
@@ -53,11 +58,12 @@ class Row:
     dtype: str
 
 
-def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
-    """Translate directory `source` into directory `target` (None: only check); returns one row per tensor.
+def convert(source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES) -> list[Row]:
+    """Convert directory `source` into directory `target` (None: only check); returns one row per tensor.
 
-    A Hugging Face directory of a mamba or mamba2 model becomes state-spaces' own, and the other way round. Tensors keep
-    dtype and bytes. ValueError or FileNotFoundError, with nothing written, for anything that has no counterpart.
+    A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round. Tensors
+    keep their dtype and bytes. file_bytes: the largest safetensors file to write. ValueError or FileNotFoundError, with
+    nothing written, for anything that has no counterpart, and for files that are damaged.
     """
     source = Path(source)
     if not source.is_dir():
@@ -71,18 +77,18 @@ def convert(source, target=None, file_bytes: int = FILE_BYTES) -> list[Row]:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """ValueError for a target that is a file, or has a model already."""
+    """ValueError for a target that is a file, is the source, or already holds a model."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a directory")
     if target.is_dir() and source.samefile(target):
-        raise ValueError(f"{target} is the directory to be translated; name another")
+        raise ValueError(f"{target} is the directory to be converted; name another")
     held = [name for name in ("config.json", WEIGHTS, INDEX, BIN) if (target / name).exists()]
     if held:
         raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
 
 
 def hugging_face_config(raw: dict) -> dict:
-    """state-spaces' config.json as Hugging Face's; ValueError for what it cannot say."""
+    """state-spaces' config.json as Hugging Face's; ValueError for a field or value that has no counterpart."""
     ssm = raw.get("ssm_cfg") or {}
     if not isinstance(ssm, dict):
         raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
@@ -90,8 +96,8 @@ def hugging_face_config(raw: dict) -> dict:
     family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer if isinstance(layer, str) else None)
     if family is None:
         raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
-    _only(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
-    _only(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
+    _check_fields(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
+    _check_fields(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
     multiple = raw.get("pad_vocab_size_multiple", 8)
     sizes = {name: raw.get(name) for name in ("d_model", "n_layer", "vocab_size")}
     sizes |= {"pad_vocab_size_multiple": multiple}
@@ -120,19 +126,19 @@ def hugging_face_config(raw: dict) -> dict:
 
 
 def state_spaces_config(config: Config) -> dict:
-    """A configuration as state-spaces' config.json; ValueError for what that cannot say."""
+    """A configuration as state-spaces' config.json; ValueError for a family or value that has no counterpart."""
     if config.family not in _SSM:
         raise ValueError(f"state-spaces' code has no {config.family} models (it has {' and '.join(_SSM)})")
     if config.norm_eps != EPSILON:
         raise ValueError(
-            f"layer_norm_epsilon={config.norm_eps} cannot be told to state-spaces' code: it uses {EPSILON}"
+            f"layer_norm_epsilon={config.norm_eps} has no counterpart in state-spaces' code, which uses {EPSILON}"
         )
     low, high, floor = config.dt_init
     values = dict(
         d_state=config.state_size, d_conv=config.conv_kernel, dt_min=low, dt_max=high, dt_init_floor=floor,
         conv_bias=config.conv_bias, bias=config.use_bias, dt_rank=config.dt_rank, headdim=config.head_dim,
         ngroups=config.groups, dt_limit=config.dt_limit, chunk_size=config.raw.get("chunk_size", 256),
-        expand=_whole(config.intermediate_size, config.hidden_size),
+        expand=_expand(config.intermediate_size, config.hidden_size),
     )  # fmt: skip
     ssm = {"layer": "Mamba2" if config.groups else "Mamba1"}
     automatic = math.ceil(config.hidden_size / 16)
@@ -146,25 +152,26 @@ def state_spaces_config(config: Config) -> dict:
     )  # fmt: skip
 
 
-def _whole(inner, hidden):
-    """expand: an integer where it is one (state-spaces multiplies with it)."""
+def _expand(inner: int, hidden: int) -> int:
+    """state-spaces' `expand`, an integer by which it multiplies the hidden size."""
     if inner % hidden:
         raise ValueError(
-            f"{inner} channels are no multiple of hidden_size={hidden} ({inner} % {hidden} = {inner % hidden})"
+            f"{inner} channels are not a multiple of hidden_size={hidden} ({inner} % {hidden} = {inner % hidden})"
         )
     return inner // hidden
 
 
-def _only(values, only, known, prefix) -> None:
-    """ValueError for a field that is unknown, or has a value without a counterpart."""
+def _check_fields(values: dict, supported: dict, known: Iterable[str], prefix: str) -> None:
+    """ValueError for a field that is unknown, or one of `supported` ({field: its only value}) that has another value."""
     for name, value in values.items():
-        if name in only and value not in (only[name], None):
-            raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart (only {only[name]!r})")
-        if name not in only and name not in known:
+        if name in supported and value not in (supported[name], None):
+            raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart (only {supported[name]!r})")
+        if name not in supported and name not in known:
             raise ValueError(f"config.json: {prefix}{name} is not a field of state-spaces' checkpoints")
 
 
 def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
+    """From state-spaces' files; `raw`: their config.json."""
     config_json = hugging_face_config(raw)
     config = Config.from_dict(config_json)
     tensors = _read_bin(source / BIN)
@@ -180,15 +187,15 @@ def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
     tied = config.tie_embeddings and HEAD in tensors
     if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise ValueError(f"{source / BIN}: {HEAD} differs from {EMBEDDING}, but tie_embeddings is true")
-    left = sorted(set(tensors) - set(names.values()) - ({HEAD} if tied else set()))
-    if left:
-        raise ValueError(f"{source / BIN} has {len(left)} tensors without a counterpart, such as {left[0]}")
+    unused = sorted(set(tensors) - set(names.values()) - ({HEAD} if tied else set()))
+    if unused:
+        raise ValueError(f"{source / BIN} has {len(unused)} tensors without a counterpart, such as {unused[0]}")
     rows = [_row(name, hf, tensors[name]) for hf, name in names.items()]
     rows += [_row(HEAD, "", tensors[HEAD])] if tied else []
     if target is not None:
         dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
         writer = Writer(Path(target))
-        with _told(writer):
+        with _abandoned_on_error(writer):
             writer.open()
             weight_map = _write_files(writer, {hf: tensors[name] for hf, name in names.items()}, file_bytes)
             writer.close({**config_json, "dtype": dtype}, source, weight_map)
@@ -196,19 +203,20 @@ def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
 
 
 def _to_state_spaces(source: Path, config: Config, target) -> list[Row]:
+    """From a Hugging Face directory."""
     config_json = state_spaces_config(config)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         slices = open_tensors(source, stack)
         names = match_tensors(config, slices, source)
         tensors = {hf: slices[name][:] for hf, name in names.items()}
         rows = [_row(name, EMBEDDING if hf == EMBEDDINGS else hf, tensors[hf]) for hf, name in names.items()]
         state = {row.target: tensor for row, tensor in zip(rows, tensors.values(), strict=True)}
-        if config.tie_embeddings:  # state-spaces' code asks for both names
+        if config.tie_embeddings:  # state-spaces' code reads both names
             rows.append(_row("", HEAD, state[EMBEDDING]))
             state[HEAD] = state[EMBEDDING]
         if target is not None:
             writer = Writer(Path(target))
-            with _told(writer):
+            with _abandoned_on_error(writer):
                 writer.open()
                 torch.save(state, writer.hidden / BIN)
                 writer.close(config_json, source, {})
@@ -220,20 +228,32 @@ def _row(source, target, tensor) -> Row:
 
 
 def _read_bin(path: Path) -> dict:
-    """The tensors of a pytorch_model.bin, mapped from the file; no code in it is run."""
+    """The tensors of a pytorch_model.bin, mapped from the file; the unpickler runs no code of the file.
+
+    ValueError, naming the file, for anything but a complete file of floating-point tensors that are each stored in full.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
         tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         named = all(isinstance(name, str) and torch.is_tensor(t) for name, t in tensors.items())
     except Exception as error:  # a damaged or foreign pickle may raise anything
-        raise ValueError(f"{path} is not a whole file of tensors ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
     if not named:
         raise ValueError(f"{path} holds something else than named tensors")
     for name, tensor in tensors.items():
+        _check_stored(path, name, tensor)
         if tensor.dtype not in FLOATS.values():
             raise ValueError(f"{path}: {name} is {tensor.dtype}, not a floating-point type")
     return tensors
+
+
+def _check_stored(path, name, tensor) -> None:
+    """ValueError unless the file holds each element of a tensor once, so that nothing written is larger than the file."""
+    strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        kind = "an expanded view" if strided else f"a {tensor.layout} tensor on {tensor.device}"
+        raise ValueError(f"{path}: {name} {tuple(tensor.shape)} is {kind}, not a tensor stored in full")
 
 
 def _write_files(writer, tensors: dict, file_bytes) -> dict[str, str]:
@@ -245,9 +265,9 @@ def _write_files(writer, tensors: dict, file_bytes) -> dict[str, str]:
     return weight_map
 
 
-@contextlib.contextmanager
-def _told(writer):
-    """Leave nothing half-written."""
+@contextmanager
+def _abandoned_on_error(writer: Writer) -> Iterator[None]:
+    """Remove what was written if the body raises."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,7 @@
-"""What sparse gradients have not sent yet, in a training checkpoint: a file of each rank, read by any number of replicas."""
+"""The residuals of sparse gradients (gradients that are not sent yet) in a training checkpoint: one file for each rank.
+
+A run with any number of data-parallel replicas can continue from them.
+"""
 
 import re
 from pathlib import Path
@@ -9,61 +12,62 @@ import torch.distributed as dist
 from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
-from .training import on_every_rank
+from .agreement import first_line, run_on_every_rank
 
-NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
+FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
 
 def write_pending(directory: Path, trainer) -> None:
-    """This rank's file, if its `training.Trainer` sends gradients sparsely. OSError: it cannot be written."""
+    """Write this rank's file, if its `training.Trainer` sends gradients sparsely. OSError if it cannot be written."""
     groups = trainer.groups
     if trainer.fusion is None:
         return
-    path = _file(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
+    path = _path(directory, groups.tensor_rank, groups.tensor_ranks, groups.data_rank, groups.data_ranks)
     try:
         torch.save(trainer.fusion.state_dict(), path)
-    except RuntimeError as error:  # torch's, of a full disk
+    except RuntimeError as error:  # torch's, if the disk is full
         raise OSError(str(error)) from None
 
 
 def has_pending(directory: Path) -> bool:
-    """Whether a checkpoint has any, as the first rank sees it; all ranks ask together."""
+    """Whether a checkpoint has such files, as rank 0 sees it; all ranks call it together."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return from_first(lambda: _layout(directory) is not None, group, None)
 
 
 def read_pending(directory: Path, trainer) -> None:
-    """Go on from the files of a run with as many tensor-parallel ranks, and any number of replicas.
+    """Continue from the files of a run with the same number of tensor-parallel ranks and any number of replicas.
 
-    A `training.Trainer` that sends sparsely goes on as they did, or from their mean; another adds the mean to its next
-    gradients. ValueError on every rank: there are none; another number of tensor-parallel ranks; a file that is missing,
-    damaged or of another model.
+    A `training.Trainer` that sends gradients sparsely takes the state of its own rank if the number of replicas is the same,
+    else the mean of all replicas' residuals; a trainer that sends them dense adds the mean to its next gradients. ValueError
+    on every rank: there are no files; the number of tensor-parallel ranks differs; a file is missing, damaged or of another
+    model, on any rank.
     """
-    failed = f"cannot resume from {directory}"
-    found = on_every_rank(lambda: _found(directory, trainer), failed, ValueError)
-    if trainer.fusion is None:
-        trainer.pending_gradients = mean_residuals(found, trainer.model.device)
+    failure = f"cannot resume from {directory}"
+    states = run_on_every_rank(lambda: _read_states(directory, trainer), failure, ValueError)
+    if isinstance(states, list) and trainer.fusion is None:
+        trainer.pending_gradients = mean_residuals(states, trainer.model.device)
         return
     try:
-        trainer.fusion.load_state_dict(found)
+        trainer.fusion.load_state_dict(states)
     except ValueError as error:
-        raise ValueError(f"{failed}: {error}") from None
+        raise ValueError(f"{failure}: {error}") from None
 
 
-def _found(directory, trainer) -> dict | list[dict]:
-    """This rank's state, if there were as many replicas and they send sparsely, else the list of all of its replicas'."""
+def _read_states(directory, trainer) -> dict | list[dict]:
+    """This rank's state if the trainer sends sparsely on the same number of replicas, else those of all its replicas."""
     layout, groups = _layout(directory), trainer.groups
     if layout is None:
         raise ValueError(f"{directory} has no pending gradients")
     tensor_ranks, replicas = layout
     if tensor_ranks != groups.tensor_ranks:
         raise ValueError(
-            f"{directory} has gradients that {tensor_ranks} tensor-parallel ranks had not sent; "
-            f"{groups.tensor_ranks} cannot take them. Resume on as many, or delete its pending-*.pt to drop them"
+            f"{directory} has pending gradients of {tensor_ranks} tensor-parallel ranks, which "
+            f"{groups.tensor_ranks} cannot take. Resume on as many, or delete its pending-*.pt to drop them"
         )
 
     def state(replica):
-        return _read(_file(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
+        return _read(_path(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
 
     if trainer.fusion is not None and replicas == groups.data_ranks:
         return state(groups.data_rank)
@@ -75,12 +79,12 @@ def _found(directory, trainer) -> dict | list[dict]:
 
 
 def _layout(directory) -> tuple[int, int] | None:
-    """Tensor-parallel ranks and replicas of the run that wrote there."""
-    found = (NAME.fullmatch(path.name) for path in sorted(Path(directory).glob("pending-*.pt")))
+    """The numbers of tensor-parallel ranks and of replicas in the names of the files; None if there are no files."""
+    found = (FILE_NAME.fullmatch(path.name) for path in sorted(Path(directory).glob("pending-*.pt")))
     return next(((int(match[1]), int(match[2])) for match in found if match), None)
 
 
-def _file(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:
+def _path(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:
     return Path(directory) / f"pending-tensor-{tensor_rank}-of-{tensor_ranks}-replica-{replica}-of-{replicas}.pt"
 
 
@@ -88,5 +92,5 @@ def _read(path) -> dict:
     try:
         state = torch.load(path, weights_only=True)
         return state | {"residuals": dict(state["residuals"])}
-    except Exception as error:  # of a damaged file: of any kind
-        raise ValueError(f"{path} is missing or damaged: {str(error).partition(chr(10))[0]}") from None
+    except Exception as error:  # a damaged file may raise anything
+        raise ValueError(f"{path} is missing or damaged: {first_line(error)}") from None

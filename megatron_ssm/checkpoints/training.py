@@ -1,15 +1,17 @@
-"""Resumable checkpoints: torch DCP, readable at any tensor-parallel degree.
+"""Resumable training checkpoints in the format of torch.distributed.checkpoint (DCP), for any tensor-parallel degree.
 
-A checkpoint `step-000010` holds the unpadded parameters, one entry per field of the layout, as DTensors (so DCP knows
-which rank has which rows), the same for both Adam moments, the random state, and `training.json`: the step, the length
-of the learning rate's decay, and what a resumed run must agree on. It is written under a hidden name and renamed, so a
-folder with that name is whole.
+A checkpoint is a folder such as `step-000010`. It holds the parameters without padding, one entry for each field of the
+layout; both Adam moments in the same form; the random state; and `training.json` with the step, the number of steps over
+which the learning rate decays, and what a resumed run must have in common with this one. Entries are DTensors, so that DCP
+knows which rank holds which rows. The folder is written under a hidden name and then renamed, so that a folder with the
+final name is complete.
 """
 
 import json
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 import torch
@@ -21,29 +23,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.models.model import Model
 from megatron_ssm.ops.fused_adam import counts_by_group
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
+from .agreement import first_line, run_on_every_rank, run_on_rank_0
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KEPT = 2  # the newest checkpoints stay
+KEPT_CHECKPOINTS = 2
 
 
-def save_training(directory, step: int, model, optimizer, agreement: dict, decay_steps: int = 0, more=None) -> None:
-    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `KEPT`.
+def save_training(
+    directory: str | Path,
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    requirements: dict,
+    decay_steps: int = 0,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `KEPT_CHECKPOINTS`.
 
-    agreement: what a run that resumes from here must have in common with this one (JSON values). decay_steps: see
-    `Options.decay_steps`. more: writes into the folder it is given what else belongs to this rank. Failure, on every
-    rank, if any of them cannot write.
+    requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
+    `Options.decay_steps`. write_more: writes additional files of this rank into the folder it is given. Failure on every
+    rank if any of them cannot write.
 
-    Each rank writes its own `__RANK_0.distcp`: its rows of what is split, and its share of what several ranks hold.
-    Rank 0 also writes `.metadata` (which file has which rows) and `training.json`, makes, renames and removes folders.
-    Sent over the default group, as pickles: DCP gathers every rank's plan to rank 0 and scatters the plans without
-    repetitions, gathers what was written where and broadcasts it; no tensor travels. Rank 0 broadcasts its error twice.
+    Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
+    several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows) and `training.json`, and makes, renames
+    and removes folders. Communication over the default group, as pickles: DCP gathers every rank's plan on rank 0 and
+    scatters the plans without duplicates, then gathers a list of what was written and broadcasts it; before and after, the
+    ranks gather their errors. No tensor is sent.
     """
     directory = Path(directory)
     hidden, final = directory / f".step-{step:06d}", directory / f"step-{step:06d}"
-    training = json.dumps({"step": step, "decay_steps": decay_steps, **agreement}, indent=2)
+    failure = f"cannot write {final}"
+    training = json.dumps({"step": step, "decay_steps": decay_steps, **requirements}, indent=2)
 
     def begin():
         shutil.rmtree(hidden, ignore_errors=True)
@@ -54,24 +69,23 @@ def save_training(directory, step: int, model, optimizer, agreement: dict, decay
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(directory) if path != final]
-        for old in others[: max(0, len(others) - KEPT + 1)]:
+        for old in others[: max(0, len(others) - KEPT_CHECKPOINTS + 1)]:
             shutil.rmtree(old)
 
-    _on_rank_0(begin, f"cannot write {final}")
-    if more:
-        on_every_rank(lambda: more(hidden), f"cannot write {final}")
+    run_on_rank_0(begin, failure)
+    if write_more:
+        run_on_every_rank(lambda: write_more(hidden), failure)
     try:
         dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # DCP raises it on every rank
-        cause, _ = next(iter(error.failures.values()))
-        raise Failure(f"cannot write {final}: {_one_line(cause)}") from None
-    _on_rank_0(end, f"cannot write {final}")
+        raise Failure(f"{failure}: {first_line(_cause(error))}") from None
+    run_on_rank_0(end, failure)
 
 
-def set_aside(directory) -> None:
-    """Rename DIRECTORY to DIRECTORY.old, in place of an earlier one, if it holds checkpoints: nothing resumes from them.
+def set_aside(directory: str | Path) -> None:
+    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
 
-    All ranks together; rank 0 does it and broadcasts its error. Failure, on every rank, if it cannot be done.
+    All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
     """
     directory = Path(directory)
     old = directory.with_name(f"{directory.name}.old")
@@ -82,86 +96,93 @@ def set_aside(directory) -> None:
                 shutil.rmtree(old)
             directory.rename(old)
 
-    _on_rank_0(rename, f"cannot rename {directory} to {old}")
+    run_on_rank_0(rename, f"cannot rename {directory} to {old}")
 
 
-def find_checkpoints(directory) -> list[Path]:
-    """The whole checkpoints in a directory, oldest first."""
+def find_checkpoints(directory: str | Path) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first."""
     found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
     return sorted((p for p in found if (p / "training.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
-def newest_checkpoint(directory, agreement: dict) -> tuple[Path, int]:
-    """The newest checkpoint and its step; ValueError if there is none, or if it is of another run.
+def newest_checkpoint(directory: str | Path, requirements: dict) -> tuple[Path, int]:
+    """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
 
-    Needs no process group: every rank finds the same before any communication.
+    Needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
     """
     found = find_checkpoints(directory)
     if not found:
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint")
     path = found[-1]
     step, _, saved = _read_training(path)
-    for name in {**agreement, **saved}:
-        if agreement.get(name) != saved.get(name):
-            theirs, ours = saved.get(name), agreement.get(name)
+    for name in {**requirements, **saved}:
+        if requirements.get(name) != saved.get(name):
+            theirs, ours = saved.get(name), requirements.get(name)
             raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
     return path, step
 
 
-def saved_decay_steps(path) -> int:
-    """The `Options.decay_steps` of the run that wrote a checkpoint (0: none, or it is not known)."""
+def saved_decay_steps(path: Path) -> int:
+    """The `Options.decay_steps` of the run that wrote a checkpoint (0: none, or not recorded)."""
     return _read_training(path)[1]
 
 
 def _read_training(path) -> tuple[int, int, dict]:
-    """(step, decay steps, agreement) of a checkpoint's training.json; ValueError if it is none."""
+    """(step, decay steps, settings of the run) from a checkpoint's training.json; ValueError if it cannot be read."""
+    file = path / "training.json"
     try:
-        saved = json.loads((path / "training.json").read_text(encoding="utf-8"))
+        saved = json.loads(file.read_text(encoding="utf-8"))
         return int(saved.pop("step")), int(saved.pop("decay_steps", 0)), saved
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{path / 'training.json'} is not a checkpoint's") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {first_line(error)}") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError):
+        raise ValueError(f"{file} is not a checkpoint's") from None
 
 
-def load_training(path, step: int, model, optimizer) -> None:
+def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
-    ValueError, on every rank, if it is damaged or of another model; what its table of contents and the sizes of its
-    files tell is found before any communication.
+    ValueError on every rank if it is damaged, cannot be read by one of them, or belongs to another model. Errors that the
+    table of contents and the sizes of the files show are found before a tensor is read.
 
-    Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Sent over the default group, as
-    pickles: DCP gathers every rank's plan to rank 0, scatters them back and gathers the outcome; no tensor travels.
+    Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
+    pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
+    outcome. No tensor is sent.
     """
-    _restart(optimizer, step)
+    failure = f"{path} is damaged or of another model"
+    reader = run_on_every_rank(lambda: _open_reader(path), failure, ValueError, compared=Path(path).name)
+    _reset_optimizer(optimizer, step)
     state = _state(model, optimizer)
     try:
-        reader = _Reader(path)
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{path} is damaged or of another model: {error}") from None
-    try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
+    except CheckpointException as error:  # DCP raises it on every rank
+        cause = _cause(error)
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
-            cause = ValueError("what a file holds is no tensor")
-        raise ValueError(f"{path} is damaged or of another model: {cause}") from None
+            cause = ValueError("an entry of a file is not a tensor")
+        raise ValueError(f"{failure}: {cause}") from None
     torch.set_rng_state(state["rng"])
 
 
-def _restart(optimizer, step) -> None:
-    """The count of steps and moments to be filled, as the optimizer (see `fused_adam`) has them after its own steps."""
+def _cause(error: CheckpointException) -> BaseException:
+    """The first failure of DCP's."""
+    return next(iter(error.failures.values()))[0]
+
+
+def _reset_optimizer(optimizer, step) -> None:
+    """Set the step count and allocate zero moments where the optimizer (see `fused_adam`) keeps them after its own steps."""
     grouped = counts_by_group(optimizer)
     for group in optimizer.param_groups:
         if grouped:
             group["step"] = step
         for parameter in filter(lambda p: p.requires_grad, group["params"]):
             dtype = at_least_fp32(parameter.dtype) if grouped else parameter.dtype
-            held = {} if grouped else {"step": torch.tensor(float(step), device=parameter.device, dtype=torch.float32)}
-            held |= {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
-            optimizer.state[parameter] = held
+            state = {} if grouped else {"step": torch.tensor(float(step), device=parameter.device, dtype=torch.float32)}
+            state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+            optimizer.state[parameter] = state
 
 
 def _state(model, optimizer) -> dict:
-    """{entry: DTensor or tensor}; the tensors are the model's and the optimizer's own, so loading fills them."""
+    """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these."""
     state = {"rng": torch.get_rng_state()}
     for parameter in model.parameters():
         field = field_of(parameter)
@@ -172,61 +193,40 @@ def _state(model, optimizer) -> dict:
     return state
 
 
-def _distributed(tensor, field, ranks):
-    """This rank's piece as a DTensor of the whole field over the tensor-parallel ranks (one rank: the tensor itself).
+def _distributed(tensor, field, ranks) -> torch.Tensor:
+    """This rank's part as a DTensor of the full field over the tensor-parallel ranks (one rank: the tensor itself).
 
-    The mesh is (pieces, copies): split along the field's dimension, and repeated where several ranks hold a piece.
-    It only describes; no communication goes through it.
+    The mesh is (parts, copies): split along the field's dimension, and replicated over the ranks that hold the same part.
+    It only describes the layout; no communication goes through it.
     """
     if ranks.group is None:
         return tensor
     members = torch.tensor(dist.get_process_group_ranks(ranks.group))
     mesh = members.view(-1, field.copies(ranks.size))
     placements = [Replicate() if field.split is None else Shard(field.split), Replicate()]
-    whole = torch.empty(field.shape, device="meta")
+    full = torch.empty(field.shape, device="meta")
     return DTensor.from_local(
         tensor,
         DeviceMesh(tensor.device.type, mesh, _init_backend=False),
         placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full.shape,
+        stride=full.stride(),
     )
 
 
-def _on_rank_0(action, failed: str) -> None:
-    """Run `action` on rank 0 while the others wait; its OSError is a Failure of one line on every rank."""
-    on_every_rank(action if not dist.is_initialized() or dist.get_rank() == 0 else _nothing, failed)
-
-
-def _nothing():
-    pass
-
-
-def on_every_rank(action, failed: str, kind=Failure):
-    """What `action` returns, on all ranks; the first one's OSError, or `kind`, is a `kind` of one line on every rank."""
-    found = error = None
+def _open_reader(path) -> "_Reader":
+    """A reader of this checkpoint; ValueError with one line, whatever is wrong."""
     try:
-        found = action()
-    except (OSError, kind) as reason:
-        error = f"{failed}: {_one_line(reason)}"
-    errors = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    if first := next(filter(None, errors), None):
-        raise kind(first)
-    return found
-
-
-def _one_line(error) -> str:
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        return _Reader(path)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from None
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, except that its metadata, a pickle, may name nothing but DCP's own records.
+    """DCP's reader, but it unpickles the metadata with a list of permitted classes, and checks the sizes of files.
 
-    Error if the metadata cannot be read, or a file it names is missing or shorter than it says.
+    Error if the metadata cannot be read, or a file that it names is missing or shorter than the metadata says.
     """
 
     def __init__(self, path):
@@ -234,8 +234,10 @@ class _Reader(dcp.FileSystemReader):
         with open(Path(path) / ".metadata", "rb") as file:
             self.metadata = _Unpickler(file).load()
         if not isinstance(self.metadata, Metadata):
-            raise ValueError(f"its metadata is a {type(self.metadata).__name__}")
+            raise ValueError(f"its metadata is of type {type(self.metadata).__name__}")
         for entry in self.metadata.storage_data.values():
+            if Path(entry.relative_path).name != entry.relative_path:
+                raise ValueError(f"its metadata names {entry.relative_path}, which is not a file of the checkpoint")
             size, wanted = (Path(path) / entry.relative_path).stat().st_size, entry.offset + entry.length
             if size < wanted:
                 raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
@@ -245,8 +247,8 @@ class _Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-# BytesStorageMetadata is not among them: DCP unpickles what such an entry holds, whatever that is.
-_RECORDS = {
+# The classes that metadata may name. BytesStorageMetadata is not among them: DCP would unpickle the bytes of such an entry.
+_PERMITTED = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "_MEM_FORMAT_ENCODING",
@@ -258,12 +260,12 @@ _RECORDS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads the records that describe tensors in a checkpoint, and nothing else."""
+    """Loads the records that describe the tensors of a checkpoint, and nothing else."""
 
-    def find_class(self, module, name):
-        """The class, if it may be loaded."""
+    def find_class(self, module: str, name: str) -> object:
+        """The class, if it is permitted; UnpicklingError otherwise."""
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePath  # where it was written; Python 3.13 names another module
-        if name not in _RECORDS.get(module, ()):
+            return PurePath  # the folder where it was written; Python 3.13 names another module
+        if name not in _PERMITTED.get(module, ()):
             raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
         return super().find_class(module, name)

@@ -28,6 +28,8 @@ class Model(nn.Module):
         super().__init__()
         config.check_ranks(ranks.size)
         self.config, self.ranks, self.data_group = config, ranks, data_group
+        # The ranks that share a head of Mamba-1's kind. Making their group is collective: it comes before all that may fail.
+        self.head_ranks = ranks if config.groups else ranks.sharing(config.heads)
         self.directory = None  # where it was loaded from
         self.weights = None  # "int8": its matrices are rounded, and it can only generate
         self.graphs = True  # may decode by CUDA graphs; False once a step could not be captured
@@ -35,7 +37,6 @@ class Model(nn.Module):
         where = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **where)
         self.shared = nn.ModuleList(SharedBlock(config, ranks, **where) for _ in range(config.shared_copies))
-        self.head_ranks = ranks if config.groups else ranks.sharing(config.heads)  # who share a head of Mamba-1's kind
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
             mixer = (

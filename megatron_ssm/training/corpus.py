@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.checkpoints.hf import COMPANIONS
+from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
 
@@ -31,7 +31,7 @@ class Corpus:
             folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
             tokenizer = load_tokenizer(folder)
             self.tokenizer_files = {
-                name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()
+                name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()
             }
             self.vocab_size = 1 + max(tokenizer.get_vocab().values())
             self.end_of_text_id = _end_of_text_id(tokenizer, folder)
@@ -50,7 +50,7 @@ class Corpus:
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer's files into a model's directory; files of any other tokenizer are removed."""
-        for name in COMPANIONS:
+        for name in COMPANION_FILES:
             (directory / name).unlink(missing_ok=True)
         if self.tokenizer_files is None:
             write_byte_tokenizer(directory)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
 from megatron_ssm.checkpoints.training import (
     find_checkpoints,
     load_training,
     newest_checkpoint,
-    on_every_rank,
     save_training,
     saved_decay_steps,
     set_aside,
@@ -198,7 +198,7 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
     """Write the Hugging Face directory with its tokenizer; Failure on every rank if rank 0 cannot write the tokenizer."""
     save(model, inputs.out)
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    on_every_rank(
+    run_on_every_rank(
         lambda: inputs.corpus.write_tokenizer(inputs.out) if is_first_rank else None,
         f"cannot write the tokenizer to {inputs.out}",
     )

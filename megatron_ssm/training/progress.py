@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_ssm.checkpoints.training import on_every_rank
+from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from sparsefusion.foundation.command_line import Printer
 
 from .options import Options
@@ -33,7 +33,7 @@ class Progress:
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         self._file: TextIO | None = None
         if options.log:
-            self._file = on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
+            self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
 
     @property
     def _log_error(self) -> str:
@@ -86,7 +86,7 @@ class Progress:
     def write_log(self) -> None:
         """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
         if self._line and self.options.log:
-            on_every_rank(self._write_line, self._log_error)
+            run_on_every_rank(self._write_line, self._log_error)
         self._line = None
 
     def _write_line(self) -> None:

@@ -139,6 +139,15 @@ BROKEN_STATE = {
     ),
     "is torch.int64, not a floating-point type": lambda s: s.update({"backbone.norm_f.weight": torch.arange(32)}),
     "something else than named tensors": lambda s: s.update({"step": 3}),
+    "backbone.norm_f.weight (32,) is an expanded view, not a tensor stored in full": lambda s: s.update(
+        {"backbone.norm_f.weight": torch.ones(1).expand(32)}
+    ),
+    "is a torch.sparse_coo tensor on cpu, not a tensor stored in full": lambda s: s.update(
+        {"backbone.norm_f.weight": torch.ones(32).to_sparse()}
+    ),
+    "is a torch.strided tensor on meta, not a tensor stored in full": lambda s: s.update(
+        {"backbone.norm_f.weight": torch.ones(32, device="meta")}
+    ),
 }
 BROKEN_CONFIG = {
     "ssm_cfg.layer='Mamba3' is not supported": dict(ssm_cfg={"layer": "Mamba3"}),
@@ -209,9 +218,9 @@ def test_damaged_files(theirs, tmp_path):
     path = theirs / "pytorch_model.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refused(theirs, tmp_path / "out", "is not a whole file of tensors")
+    refused(theirs, tmp_path / "out", "is not a complete file of tensors")
     path.write_bytes(pickle.dumps(_Bomb()))
-    refused(theirs, tmp_path / "out", "is not a whole file of tensors")
+    refused(theirs, tmp_path / "out", "is not a complete file of tensors")
     path.unlink()
     refused(theirs, tmp_path / "out", "pytorch_model.bin does not exist")
     (theirs / "config.json").unlink()
@@ -223,7 +232,7 @@ def test_damaged_files(theirs, tmp_path):
     [
         ("zamba2", {}, "state-spaces' code has no zamba2 models"),
         ("falcon_mamba", {}, "state-spaces' code has no falcon_mamba models"),
-        ("mamba", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06 cannot be told"),
+        ("mamba", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06 has no counterpart"),
     ],
 )
 def test_hugging_face_models_without_a_counterpart(tmp_path, family, changes, words):
@@ -238,7 +247,7 @@ def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("megatron_ssm.checkpoints.hf.save_file", fail)
+    monkeypatch.setattr("megatron_ssm.checkpoints.hf_directory.save_file", fail)
     with pytest.raises(OSError, match="No space left"):
         convert(theirs, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
@@ -246,7 +255,7 @@ def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
 
 def test_onto_itself(theirs):
     """The source is not overwritten."""
-    with pytest.raises(ValueError, match="is the directory to be translated"):
+    with pytest.raises(ValueError, match="is the directory to be converted"):
         convert(theirs, theirs)
 
 

@@ -218,7 +218,7 @@ def test_auto_measures_when_the_model_is_loaded(ranks, tp, oracle, monkeypatch):
 def test_unknown_formats(oracle):
     for wrong in ("fp8", "FP16", None, 16):
         with pytest.raises(
-            ValueError, match=f"reduce={wrong!r} is none of fp32, fp16, bf16, int8, auto, nor a callable"
+            ValueError, match=f"reduce={wrong!r} is neither one of fp32, fp16, bf16, int8, auto nor a callable"
         ):
             megatron_ssm.load(oracle("mamba").directory, reduce=wrong)
 

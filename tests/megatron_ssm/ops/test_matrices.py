@@ -132,13 +132,14 @@ def test_matrices_that_have_no_whole_blocks(tmp_path, caplog):
     """None of them: an error. Some: a line, and the others are rounded. No gradient hangs on what is left."""
     save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
     with pytest.raises(
-        ValueError, match="rounds nothing of .*none: all 3 matrices have rows, on 1 ranks, that are no multiple"
+        ValueError,
+        match="quantizes nothing of .*none: all 3 matrices have rows, on 1 ranks, whose length is not a multiple",
     ):
         megatron_ssm.load(tmp_path / "none", weights="int8")
     save_hf(tmp_path / "some", "mamba", hidden_size=32, num_hidden_layers=1)  # out_proj's rows are 64 long
     with caplog.at_level("WARNING", "megatron_ssm"):
         model = megatron_ssm.load(tmp_path / "some", weights="int8")
-    assert "2 of 3 matrices have rows, on 1 ranks, that are no multiple of 64 numbers long" in caplog.text
+    assert "2 of 3 matrices have rows, on 1 ranks, whose length is not a multiple of 64" in caplog.text
     with pytest.raises(RuntimeError, match="does not require grad"):
         model(IDS).sum().backward()
 

@@ -197,7 +197,7 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
         if world == 4:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             divided = trainer(2, global_batch_size=8)
-            with pytest.raises(ValueError, match="1 tensor-parallel ranks had not sent; 2 cannot take them"):
+            with pytest.raises(ValueError, match="pending gradients of 1 tensor-parallel ranks, which 2 cannot take"):
                 read_pending(tmp_path, divided)
         dist.barrier()
         path = tmp_path / f"pending-tensor-0-of-1-replica-{rank}-of-{world}.pt"

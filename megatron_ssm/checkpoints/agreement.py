@@ -1,0 +1,93 @@
+"""Steps that may fail on one rank alone, such as reading a file.
+
+The ranks compare outcomes afterwards, so that all raise the same error and none waits for a rank that has failed.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.foundation.command_line import Failure
+
+Result = TypeVar("Result")
+
+
+def run_and_compare(
+    action: Callable[[], Result],
+    compared: Callable[[Result], object],
+    groups: Iterable[ProcessGroup | None],
+    device: torch.device | str,
+) -> Result:
+    """What `action()` returns, after all ranks of each group have completed it.
+
+    compared: maps the result to what must be equal on all ranks (its `repr` is compared). groups: None and groups of one
+    rank are ignored. An error that all ranks raise is raised unchanged. ValueError on every rank, with the text of the first
+    failure and its rank, if the action fails on some of them only, and if the compared values differ. Each group gathers 16
+    bytes from each rank (see `agree`), on `device`.
+    """
+    groups = [group for group in groups if group is not None and group.size() > 1]
+    if not groups:
+        return action()
+    results: list[Result] = []
+    error: Exception | None = None
+
+    def outcome():
+        if error is not None:
+            raise error
+        if not results:
+            results.append(action())
+        return compared(results[0])
+
+    for group in groups:
+        try:
+            agree(partial(all_gather_small, group=group), device, outcome)
+        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
+            error = raised
+    if error is not None:
+        raise error
+    return results[0]
+
+
+def run_on_every_rank(
+    action: Callable[[], Result], failure: str, kind: type[Exception] = Failure, compared: str = ""
+) -> Result:
+    """What `action()` returns, after all ranks of the default group have completed it.
+
+    If it fails on any rank, every rank raises `kind` with one line: `failure` and the cause, both of the first rank that
+    failed. An unexpected exception (neither OSError nor `kind`) is raised unchanged on the rank where it occurred. compared:
+    what must be equal on all ranks; they raise `kind` if it is not. All-gathers one pickled line from each rank.
+    """
+    result = error = None
+    try:
+        result = action()
+    except Exception as raised:  # of any kind: the other ranks wait below
+        error = raised
+    report = (error and f"{failure}: {first_line(error)}", compared)
+    reports = [report]
+    if dist.is_initialized():
+        reports = [report] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+    if error is not None and not isinstance(error, (OSError, kind)):
+        raise error
+    if line := next((line for line, _ in reports if line), None):
+        raise kind(line)
+    if other := next((text for _, text in reports if text != reports[0][1]), None):
+        raise kind(f"the ranks differ: {reports[0][1]} on rank 0, {other} on another")
+    return result
+
+
+def run_on_rank_0(action: Callable[[], object], failure: str) -> None:
+    """Run `action` on rank 0 while the others wait; if it fails, every rank raises Failure as `run_on_every_rank` does."""
+    is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
+    run_on_every_rank(action if is_rank_0 else lambda: None, failure)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: an OSError's reason without its file, or the name of an error without a text."""
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,181 @@
+"""The files of a Hugging Face directory: safetensors found and checked against a configuration, or written completely."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 4 * 10**9
+COMPARED_ROWS = 1024  # at once
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The files that `Writer` copies from the directory a model was loaded from.
+COMPANION_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "tokenizer.model.v3", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+# Reading
+
+
+def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
+    """{name: safetensors slice} of every tensor in the directory. The files are closed with `stack`.
+
+    Opening compares each file's header with the file's size, so that no size is used before it is checked. ValueError or
+    FileNotFoundError, naming the file, if one is missing, truncated or damaged.
+    """
+    if (directory / WEIGHTS).is_file():
+        names = [WEIGHTS]
+    elif (directory / INDEX).is_file():
+        names = _files_in_index(directory / INDEX)
+    else:
+        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}")
+    tensors = {}
+    for name in names:
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is named in {INDEX} but does not exist")
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a complete safetensors file ({error})") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error})") from None
+        tensors.update((key, file.get_slice(key)) for key in file.keys())
+    return tensors
+
+
+def _files_in_index(path: Path) -> list[str]:
+    """The names of the safetensors files; ValueError unless the file is an index of files beside it."""
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        valid = all(Path(name).name == name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is not an index of safetensors files in its directory")
+    return names
+
+
+def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
+    """{Hugging Face name: name in these files}, after checking that every tensor has its shape and a floating-point dtype.
+
+    ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
+    tied tensor that differ.
+    """
+    names: dict[str, str] = {}
+    known: set[str] = set()
+    for hf, shape in hf_shapes(layout(config)).items():
+        known.update(aliases(config, hf))
+        name = next((n for n in aliases(config, hf) if n in tensors), None)
+        if name is None:
+            raise ValueError(f"{directory} has no tensor {hf} {shape}")
+        found = tuple(tensors[name].get_shape())
+        if found != shape:
+            raise ValueError(f"{directory}: {name} is {found}, its configuration says {shape}")
+        if tensors[name].get_dtype() not in FLOATS:
+            raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
+        names[hf] = name
+        _check_copies(tensors, name, set(aliases(config, hf)) & set(tensors), directory)
+    unused = sorted(set(tensors) - known)
+    if unused:
+        raise ValueError(
+            f"{directory} has {len(unused)} tensors that a {config.family} model does not use, such as {unused[0]}"
+        )
+    return names
+
+
+def _check_copies(tensors, name, copies, directory) -> None:
+    """ValueError if the files hold several copies of a tensor that is one in the model, and they differ."""
+    for other in sorted(copies - {name}):
+        first, second = tensors[name], tensors[other]
+        rows = range(0, first.get_shape()[0], COMPARED_ROWS)
+        equal = first.get_shape() == second.get_shape() and first.get_dtype() == second.get_dtype()
+        if not equal or not all(torch.equal(*(t[i : i + COMPARED_ROWS] for t in (first, second))) for i in rows):
+            raise ValueError(f"{directory}: {name} and {other} differ, but its configuration makes them one")
+
+
+# Writing
+
+
+def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """{file: its tensors}, from {tensor: its bytes}: filled in order up to `file_bytes` (a larger tensor: alone)."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if files[-1] and filled + nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += nbytes
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+class Writer:
+    """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
+
+    The hidden folder is made with mode 0700, so other users of the machine cannot change what is in it.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.hidden: Path | None = None
+
+    def attempt(self, step: Callable, *arguments) -> str | None:
+        """Run a step; an error is returned as one line of text, and leaves nothing behind."""
+        try:
+            step(*arguments)
+        except Exception as error:  # of any kind: the other ranks must learn of it
+            self.abandon()
+            return f"cannot save to {self.directory}: {error}"
+        return None
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self.hidden is not None:
+            shutil.rmtree(self.hidden, ignore_errors=True)
+
+    def open(self) -> None:
+        """Make the directory, and a hidden folder for this writer in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write one file of tensors."""
+        save_file(tensors, self.hidden / name, metadata={"format": "pt"})
+
+    def close(self, config: dict, source: Path | None, weight_map: dict[str, str]) -> None:
+        """Write the index and config.json, copy COMPANION_FILES from `source`, move all into place, remove older weights.
+
+        weight_map: {tensor: its file}, written as an index if there are several files.
+        """
+        files = set(weight_map.values())
+        if len(files) > 1:
+            size = sum((self.hidden / name).stat().st_size for name in files)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self.hidden / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (self.hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in COMPANION_FILES:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, self.hidden / name)
+        new = os.listdir(self.hidden)
+        for name in new:
+            os.replace(self.hidden / name, self.directory / name)
+        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
+            if old.name not in new:
+                old.unlink(missing_ok=True)
+        self.hidden.rmdir()
