@@ -29,7 +29,7 @@ class Block(nn.Module):
         return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
 
     def forward(self, x, info: BatchInfo, cache=None, shared=None, embeddings=None):
-        """x (batch, seq, hidden) -> the same shape. shared, embeddings: in hybrid layers, the shared block and its other input."""
+        """x (batch, seq, hidden) -> the same shape. shared, embeddings: the shared block and its other input, or None."""
         residual = x.to(self.sum_dtype)
         if self.use is not None:
             x = x + shared(x, embeddings, self.use, info, cache)

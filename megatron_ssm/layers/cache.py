@@ -1,8 +1,8 @@
 """The cache of generation: convolution inputs, recurrent states, keys and values, for this rank's channels and heads.
 
-A `Cache` has one row per sequence, and each row has its own length, so that sequences can join and leave between two calls:
-`select` chooses the rows that a call continues, `reset` frees a row, and a `Snapshot` is the state of one row, which can be
-restored into any row, any number of times.
+A `Cache` has one row per sequence, and each row has its own length, so that sequences can join and leave between two
+calls: `select` chooses the rows that a call continues, `reset` frees a row, and a `Snapshot` is the state of one row,
+which can be restored into any row, any number of times.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ ALL = slice(None)
 class BatchInfo:
     """What every layer must know about the tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 at padding; None: there is none. decoding: there is one token per row, which continues a sequence
-    (see `Mamba2Mixer`). rows: which rows of the cache are continued; a slice selects consecutive ones without a copy.
-    positions: for models with attention, `shared_attention.Positions`. begins: all rows are at their beginning.
+    mask: (batch, seq, 1), 0 at padding; None: there is none. decoding: there is one token per row, which continues a
+    sequence (see `Mamba2Mixer`). rows: which rows of the cache are continued; a slice selects consecutive ones without
+    a copy. positions: for models with attention, `shared_attention.Positions`. begins: all rows are at their beginning.
     """
 
     mask: torch.Tensor | None = None
@@ -32,9 +32,10 @@ class BatchInfo:
 class LayerCache:
     """The state of one layer; every tensor has one row per sequence.
 
-    conv: (rows, K-1, this rank's channels), in the model's dtype: the last inputs of the convolution. state: at least fp32,
-    (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2. keys, values: (rows, capacity, key/value heads,
-    head_dim), in layers that use the shared attention block; index p holds position p of the sequence, without padding.
+    conv: (rows, K-1, this rank's channels), in the model's dtype: the last inputs of the convolution. state: at least
+    fp32, (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2. keys, values: (rows, capacity,
+    key/value heads, head_dim), in layers that use the shared attention block; index p holds position p of the sequence,
+    without padding.
     """
 
     conv: torch.Tensor
@@ -55,8 +56,8 @@ class LayerCache:
     def append(self, keys, values, positions, longest, rows=ALL, padded=True) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).
 
-        padded: negative positions are padding, and are not stored; False: there are none, so the host need not wait for the
-        GPU. Returns all keys and values of these rows, from position 0 to `longest`.
+        padded: negative positions are padding, and are not stored; False: there are none, so the host need not wait for
+        the GPU. Returns all keys and values of these rows, from position 0 to `longest`.
         """
         where = torch.arange(len(self.conv), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
         if padded and not (real := positions >= 0).all():
@@ -74,8 +75,9 @@ class LayerCache:
 class Snapshot:
     """The state of one sequence on this rank after `length` tokens.
 
-    states: [conv, state] of each layer. segments: its keys and values, piece by piece; a segment is [keys, values] (new, heads,
-    head_dim) of each layer that has them. Snapshots of longer prefixes share segments, which must not be overwritten.
+    states: [conv, state] of each layer. segments: its keys and values, piece by piece; a segment is [keys, values]
+    (new, heads, head_dim) of each layer that has them. Snapshots of longer prefixes share segments, which must not be
+    overwritten.
     """
 
     length: int
@@ -92,8 +94,8 @@ class Snapshot:
 class Cache:
     """The state of sequences between two calls of the model; made by `model.new_cache`.
 
-    lengths: (rows,) int64 on the CPU: how many tokens each row has seen, without padding. max_length: how many tokens a model
-    with attention can store per row; None: the cache grows as needed.
+    lengths: (rows,) int64 on the CPU: how many tokens each row has seen, without padding. max_length: how many tokens a
+    model with attention can store per row; None: the cache grows as needed.
     """
 
     layers: list[LayerCache]
