@@ -3,7 +3,7 @@
 Names are imported on first use.
 """
 
-from sparsefusion.foundation.lazy import exporting
+from sparsefusion.foundation.lazy import lazy_exports
 
 _HOME = {name: "schedules.family" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
     "Tree": "schedules.tree",
@@ -12,4 +12,4 @@ _HOME = {name: "schedules.family" for name in ("Attention2D", "Ring", "AllGather
     "CoreAttention": "schedules.megatron",
 }
 
-__all__, __getattr__, __dir__ = exporting(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

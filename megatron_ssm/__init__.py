@@ -3,7 +3,7 @@
 Names are imported on first use, so that `import megatron_ssm` and command-line help load no torch.
 """
 
-from sparsefusion.foundation.lazy import exporting
+from sparsefusion.foundation.lazy import lazy_exports
 
 _HOME = {
     "load": "checkpoints.hf",
@@ -18,4 +18,4 @@ _HOME = {
     "Cache": "layers.cache",
 }
 
-__all__, __getattr__, __dir__ = exporting(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -3,7 +3,7 @@
 Names are imported on first use, so that command-line help loads no torch.
 """
 
-from sparsefusion.foundation.lazy import exporting
+from sparsefusion.foundation.lazy import lazy_exports
 
 # What `all_reduce` takes for its format.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
@@ -17,4 +17,4 @@ _HOME = {
     "SparseFusion": "fusion.sparse_fusion",
 }
 
-__all__, __getattr__, __dir__ = exporting(__name__, _HOME, "FORMATS", "MODES", "SPARSIFIERS")
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME, "FORMATS", "MODES", "SPARSIFIERS")

@@ -32,7 +32,7 @@ def cell(out) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    automatic = quantized.automatic(group)
+    choice = quantized.format_choice(group)
     rows = []
     for nbytes in SIZES:
         tensor = torch.randn(nbytes // 4)
@@ -43,7 +43,7 @@ def cell(out) -> None:
         calls = [lambda c=c, tensor=tensor: quantized.all_reduce(tensor, group, *c) for c in choices.values()]
         count = REPETITIONS_OF_SMALL if nbytes <= SMALL else REPETITIONS
         seconds = repetitions([timed(call) for call in calls], group, "cpu", count).median(0).values.tolist()
-        chosen = " ".join(automatic.choose(tensor.numel()))
+        chosen = " ".join(choice.choose(tensor.numel()))
         rows.append({"nbytes": nbytes, "chosen": chosen, "seconds": dict(zip(choices, seconds, strict=True))})
     if dist.get_rank() == 0:
         write_result(out, rows)

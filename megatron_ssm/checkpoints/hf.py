@@ -17,7 +17,7 @@ from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Ranks
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
-from sparsefusion.reduction.quantized import automatic
+from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
 from .hf_directory import FILE_BYTES, Writer, file_plan, match_tensors, open_tensors
@@ -125,7 +125,7 @@ def build(
     config.check_ranks(1 if group is None else group.size())
     ranks = Ranks.of(group, Counter(), reduce, share=shared_memory if torch.device(device).type == "cpu" else None)
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
-        automatic(ranks.group, device)
+        format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
     model = Model(config, ranks, data_group, dtype, device)
     prefer_huge_pages(model.parameters())

@@ -8,7 +8,7 @@ from typing import NoReturn
 from megatron_ssm.configs.config import read_for_ranks
 from megatron_ssm.parallel.local_launch import run_local_ranks
 from sparsefusion import FORMATS
-from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, quiet, run
+from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
 
 
 def parser() -> Parser:
@@ -70,7 +70,7 @@ def _generate(arguments, argv) -> int:
         code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, arguments.tp))
         return code or run_local_ranks(argv, arguments.tp)
     leave_on_interrupt()
-    quiet()
+    silence_third_parties()
 
     def command():
         from .commands import generate
@@ -83,7 +83,7 @@ def _generate(arguments, argv) -> int:
 def _convert(arguments) -> int:
     if arguments.out is None and not arguments.dry_run:
         parser().error("convert needs --out DIR, or --dry-run")
-    quiet()
+    silence_third_parties()
 
     def command():
         from .commands import convert_checkpoint
@@ -95,7 +95,7 @@ def _convert(arguments) -> int:
 
 def _doctor(arguments) -> int:
     leave_on_interrupt()
-    quiet()
+    silence_third_parties()
 
     def command():
         from megatron_ssm.diagnostics.doctor import doctor

@@ -1,6 +1,6 @@
-"""The command line: `python -m sparsefusion fabric`, `predict`, `advise` and the others.
+"""The command line: `python -m sparsefusion measure`, `fit` and `report`, about the cost of messages.
 
-In: arguments. Out: JSON or a table on stdout, files where asked, one line on stderr for an error.
+In: arguments. Out: a fabric file, a table on stdout, a report with plots; one line on stderr for an error.
 Loads torch only in the commands that communicate.
 May import: foundation, fabric.
 """

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, quiet, run
+from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -106,7 +106,7 @@ def main(argv=None) -> int:
     """Run a command line; returns its exit code."""
     arguments = parser().parse_args(argv)
     leave_on_interrupt()
-    quiet()
+    silence_third_parties()
     command = {"measure": _measure, "fit": _fit, "report": _report}[arguments.command]
     return run(f"sparsefusion {arguments.command}", lambda: command(arguments))
 

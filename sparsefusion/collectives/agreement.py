@@ -1,4 +1,4 @@
-"""Ranks that were asked different things would wait for one another for ever: compare first."""
+"""Compares what ranks were called with before they communicate; different calls would make them wait for ever."""
 
 import hashlib
 import os
@@ -7,16 +7,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-SHOWN = 320  # bytes of what each rank was asked, where they differ
+SHOWN = 320  # bytes of each rank's arguments in the error
 
 
 def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "ranks") -> int:
-    """Compare what the ranks were asked; returns a fresh number below 2^48, rank 0's on all of them.
+    """Compare the arguments of all ranks. Returns a random number below 2^48, the same on all ranks.
 
-    gather: a tensor (n,) of this rank -> those of all ranks, (P, n). asked: returns what this rank was given (its `repr` is
-    compared), or raises what is wrong with it. ValueError on every rank if they differ, with what they were given, or with
-    what is wrong with the first one that was given something wrong; what is wrong everywhere is raised as it is. Gathers 16
-    bytes of each, and SHOWN more where they differ.
+    gather: a tensor (n,) of this rank -> those of all ranks, (P, n). asked: returns this rank's arguments, whose `repr`
+    is compared, or raises an error. ValueError on every rank: the arguments differ, or are wrong on some ranks; an
+    error that occurs on all ranks is raised as it is. Gathers 16 bytes per rank, and SHOWN more if they differ.
     """
     wrong: Exception | None = None
     try:
@@ -38,9 +37,9 @@ def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "r
 
 
 def from_first(made, group, device):
-    """What `made()` returns on the first rank of `group` (None: this one), on all its ranks; its error is theirs, too.
+    """Call `made()` on the first rank of `group`, and return its result on all ranks. group None: call it here.
 
-    RuntimeError on all of them: what went wrong there. Sends it pickled, as torch does.
+    RuntimeError on all ranks: the error that it raised. The result is sent as a pickled object, as torch does.
     """
     if group is None:
         return made()
@@ -57,7 +56,7 @@ def from_first(made, group, device):
 
 
 def _gather_text(gather, device, text) -> list[str]:
-    """The first SHOWN bytes of every rank's text."""
+    """The first SHOWN bytes of each rank's text."""
     words = torch.frombuffer(bytearray(text.encode()[:SHOWN].ljust(SHOWN, b"\0")), dtype=torch.int64)
     return [
         bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")
@@ -66,7 +65,7 @@ def _gather_text(gather, device, text) -> list[str]:
 
 
 def _difference(texts, different, whose) -> str:
-    """What to say of texts that begin with 1 if they are of something wrong."""
+    """The message of the error. texts: of each rank; they begin with 1 if they describe an error."""
     for rank, text in enumerate(texts):
         if text.startswith("1"):
             return f"{text[1:]} (rank {rank})"

@@ -1,10 +1,10 @@
-"""Collectives that count what they send: the one place where bytes on the wire are added up.
+"""Collectives that count the bytes that they send.
 
-Every function takes a process group (None: one rank, nothing is sent) and a `Counter` (None: not counted), leaves its
-input alone and returns new tensors, on which no gradient hangs. All ranks call it with the same shape and dtype, unless
-it says otherwise. What a rank sends of a buffer of S bytes, among P ranks:
+Every function has a process group (None: one rank, nothing is sent) and a `Counter` (None: nothing is counted). It
+returns new tensors without gradients, and does not change its input. All ranks call it with the same shape and dtype,
+unless it says otherwise. What a rank sends of a buffer of S bytes among P ranks:
 
-| | handed in | sent |
+| | input | sent |
 |---|---|---|
 | all_reduce | S | 2 (P-1)/P S (a ring's) |
 | all_gather | S, this rank's part | (P-1) S |
@@ -24,9 +24,9 @@ STEP_BYTES = 32 * 1024
 
 @dataclass
 class Counter:
-    """What this rank did in collectives.
+    """What this rank has given to collectives.
 
-    calls: per kind of collective. nbytes: of the buffers handed in. sent: the bytes of them that left this rank.
+    calls: how many, per kind of collective. nbytes: bytes of the input buffers. sent: bytes that this rank has sent.
     """
 
     calls: Tally = field(default_factory=Tally)
@@ -34,25 +34,25 @@ class Counter:
     sent: int = 0
 
     def add(self, kind: str, nbytes: int, sent: int) -> None:
-        """Count one call of collective `kind`: the bytes handed in, and those of them that are sent."""
+        """Count one call of collective `kind`, with the bytes of its input and the bytes that it sends."""
         self.calls[kind] += 1
         self.nbytes += nbytes
         self.sent += sent
 
     def include(self, other: "Counter") -> None:
-        """Count all that another one has counted."""
+        """Add what another counter has counted."""
         self.calls.update(other.calls)
         self.nbytes += other.nbytes
         self.sent += other.sent
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set everything to zero."""
         self.calls.clear()
         self.nbytes = self.sent = 0
 
 
 def _count(counter, kind, tensor, times, ranks) -> None:
-    """Count a call in which `times`/`ranks` of the tensor is sent (rounded up: a ring's busiest rank)."""
+    """Count a call that sends `times`/`ranks` of the tensor, rounded up, as the busiest rank of a ring does."""
     if counter is not None:
         counter.add(kind, tensor.nbytes, -(-times * tensor.nbytes // ranks))
 
@@ -66,8 +66,10 @@ def all_reduce(tensor, group=None, counter=None, op=dist.ReduceOp.SUM) -> torch.
 
 
 def begin_all_reduce(total, group, counter=None, op=dist.ReduceOp.SUM) -> "Exchange":
-    """Start an `all_reduce` in place, of a contiguous tensor; `wait()` returns it in a list. All ranks start their
-    collectives in the same order."""
+    """Start an `all_reduce` of a contiguous tensor, in place; `wait()` returns [tensor].
+
+    All ranks start their collectives in the same order.
+    """
     _count(counter, "all_reduce", total, 2 * (group.size() - 1), group.size())
     return Exchange([dist.all_reduce(total, op=op, group=group, async_op=True)], (), [total])
 
@@ -80,7 +82,7 @@ def all_gather(tensor, group=None, counter=None) -> torch.Tensor:
 
 
 def begin_all_gather(tensor, group, counter=None) -> "Exchange":
-    """Start an `all_gather`, as `begin_all_reduce` does; `wait()` returns its result in a list."""
+    """Start an `all_gather`; `wait()` returns [result]. All ranks start their collectives in the same order."""
     tensor = tensor.detach().contiguous()
     _count(counter, "all_gather", tensor, group.size() - 1, 1)
     parts = tensor.new_empty(group.size(), *tensor.shape)
@@ -97,16 +99,15 @@ def begin_all_gather(tensor, group, counter=None) -> "Exchange":
 
 
 def all_gather_small(tensor, group=None) -> torch.Tensor:
-    """What `all_gather` returns of a few bytes, not counted, on CPU in ceil(log2 P) rounds instead of P - 1.
+    """An `all_gather` of a few bytes, not counted; on CPUs in ceil(log2 P) rounds instead of P - 1 (Bruck et al., 1997).
 
-    Each sends all that is here to the rank as many before (Bruck et al., 1997): 16 bytes on 8 ranks of two cores take 5 ms
-    where gloo's ring takes 13.
+    In each round a rank sends all that it holds. 16 bytes on 8 ranks of two cores take 5 ms, and 13 ms by gloo's ring.
     """
     if group is None or tensor.is_cuda:
         return all_gather(tensor, group)
     rank, ranks, held = group.rank(), group.size(), 1
     parts = tensor.new_empty(ranks, *tensor.shape)
-    parts[0] = tensor  # part i is of the rank i further, until all are here
+    parts[0] = tensor  # part i belongs to rank + i, until the end
     while held < ranks:
         more = min(held, ranks - held)
         before, after = (rank - held) % ranks, (rank + held) % ranks
@@ -135,7 +136,7 @@ def all_to_all(tensor, group=None, counter=None) -> torch.Tensor:
 def _step_by_step(message) -> bool:
     """Whether to send messages of this size to one rank after the other.
 
-    gloo's all-to-all, and its all-gather among two ranks, then reach 50 to 80 % of a link's rate, and this all of it.
+    That uses the full rate of a link; gloo's all-to-all, and its all-gather among two ranks, use 50 to 80 % of it.
     """
     return not message.is_cuda and message.nbytes >= STEP_BYTES
 
@@ -147,9 +148,9 @@ def _swap(out, into, step, group) -> None:
 
 
 def reduce_scatter(tensor, group=None, counter=None) -> torch.Tensor:
-    """tensor (P, ...), row r for rank r -> (...): the sum of every rank's row for this rank, added in rank order.
+    """tensor (P, ...), row r for rank r -> (...): the sum of the rows for this rank, added in rank order.
 
-    gloo's own reduce-scatter is an all-reduce and sends twice the bytes; here its rows go by all-to-all.
+    gloo's own reduce-scatter is an all-reduce, and sends twice as much; here an all-to-all sends the rows.
     """
     if group is None:
         return tensor[0].detach()
@@ -164,7 +165,7 @@ def reduce_scatter(tensor, group=None, counter=None) -> torch.Tensor:
 
 
 def in_rank_order(parts) -> torch.Tensor:
-    """The sum of `parts`, added one after the other: the same bits wherever it is computed."""
+    """The sum of `parts`, added in their order, so that it has the same bits on every rank."""
     total, *others = parts
     total = total.clone()
     for part in others:
@@ -179,13 +180,13 @@ def _rows_for_ranks(tensor, group) -> torch.Tensor:
 
 
 class Exchange:
-    """Messages under way; `wait()` returns the received tensors."""
+    """Messages in flight; `wait()` returns the received tensors."""
 
     def __init__(self, work, sent, received):
-        self.work, self._sent, self.received = work, sent, received  # what is sent must live until it has left
+        self.work, self._sent, self.received = work, sent, received  # sent tensors must stay alive until they are sent
 
     def wait(self) -> list[torch.Tensor]:
-        """Block until everything has left and arrived; the received tensors, in the order they were asked for."""
+        """Block until all messages are sent and received. Returns the received tensors, in the order of the request."""
         for work in self.work:
             work.wait()
         self.work = self._sent = ()

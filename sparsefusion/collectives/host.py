@@ -1,4 +1,4 @@
-"""Ranks of one host: whether they are, memory that they map together, and which of them have died."""
+"""Ranks on one host: whether they are on one, memory that they share, and which of them have died."""
 
 import errno
 import mmap
@@ -12,15 +12,15 @@ import torch.distributed as dist
 PREFIX = "sparsefusion-"  # of the file's name, while it has one; the process's number follows
 
 
-def gathered(value, group) -> list:
+def gather_objects(value, group) -> list:
     """Every rank's value, in rank order."""
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def presence(library) -> dict:
-    """What a rank tells the others of itself: where it runs, or why it cannot take part."""
+def describe_rank(library) -> dict:
+    """Where this rank runs, or why it cannot share memory; to be compared with the other ranks."""
     if not library:
         return {"why": f"no C library: {library.why}"}
     try:
@@ -36,31 +36,31 @@ def presence(library) -> dict:
         return {"why": str(error)}
 
 
-def obstacle(ranks) -> str:
-    """Why these ranks cannot share memory, from what each told; empty if nothing is known that they could not."""
-    for rank, told in enumerate(ranks):
-        if told["why"]:
-            return f"rank {rank}: {told['why']}"
-    for rank, told in enumerate(ranks):
-        for what in [*told][2:]:  # after why and pid
-            if told[what] != ranks[0][what]:
+def reason_not_to_share(ranks) -> str:
+    """Why these ranks cannot share memory, from their `describe_rank`; empty: no reason is known."""
+    for rank, description in enumerate(ranks):
+        if description["why"]:
+            return f"rank {rank}: {description['why']}"
+    for rank, description in enumerate(ranks):
+        for what in [*description][2:]:  # after why and pid
+            if description[what] != ranks[0][what]:
                 return f"ranks 0 and {rank} {what}"
     return ""
 
 
-def mapped(nbytes, pids, group):
-    """(memory, watch over the others, ""), or (None, None, why not) on every rank.
+def map_shared_file(nbytes, pids, group):
+    """(memory, watch over the other ranks, ""), or (None, None, reason) on every rank.
 
-    Rank 0 makes a file and takes its name away when all have opened it, or when anything went wrong.
+    Rank 0 creates a file, and removes its name when all ranks have opened it, or when something has failed.
     """
     path, why = _outcome(_create, nbytes) if group.rank() == 0 else (None, "")
     try:
-        named, why = gathered((path, why), group)[0]
+        named, why = gather_objects((path, why), group)[0]
         if why:
             return None, None, f"rank 0: {why}"
         memory, why = _outcome(_open, named, nbytes)
-        watch, blind = _outcome(Watch, pids, group.rank())
-        whys = gathered(why or blind, group)
+        watch, blind = _outcome(ProcessWatch, pids, group.rank())
+        whys = gather_objects(why or blind, group)
     finally:
         if path:
             os.unlink(path)
@@ -73,7 +73,7 @@ def mapped(nbytes, pids, group):
 
 
 def _outcome(function, *arguments):
-    """(what it returns, ""), or (None, the error of the operating system)."""
+    """(result, ""), or (None, the operating system's error)."""
     try:
         return function(*arguments), ""
     except OSError as error:
@@ -81,7 +81,7 @@ def _outcome(function, *arguments):
 
 
 def _create(nbytes) -> str:
-    """The path of a new file of `nbytes` zeros, which have their place, that only this user may open."""
+    """The path of a new file of `nbytes` zeros, allocated, which only this user may open."""
     problems = []
     for folder in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
         try:
@@ -101,7 +101,7 @@ def _create(nbytes) -> str:
 
 
 def _open(path, nbytes):
-    """A file as memory."""
+    """Map a file into memory."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
@@ -109,12 +109,12 @@ def _open(path, nbytes):
         os.close(descriptor)
 
 
-class Watch:
-    """Which of the other ranks' processes have died; a killed one counts as dead before anybody has reaped it."""
+class ProcessWatch:
+    """Detects which processes of the other ranks have died, even before a killed process has been reaped."""
 
     def __init__(self, pids, own):
         self.pids, self._ranks, self._poll = pids, {}, select.poll()
-        self._unseen = []  # ranks without a descriptor: of those a death shows when they have been reaped
+        self._unseen = []  # ranks without a descriptor, whose death is seen when they have been reaped
         for rank, pid in enumerate(pids):
             try:
                 if rank != own:
@@ -135,13 +135,13 @@ class Watch:
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
 
-    def dead(self) -> set[int]:
+    def dead_ranks(self) -> set[int]:
         """The ranks whose processes have ended."""
         ended = {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)} if self._ranks else set()
         return ended | {rank for rank in self._unseen if not _exists(self.pids[rank])}
 
     def close(self) -> None:
-        """Watch no more."""
+        """ProcessWatch no more."""
         while self._ranks:
             os.close(self._ranks.popitem()[0])
 

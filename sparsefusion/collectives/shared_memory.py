@@ -1,7 +1,7 @@
-"""Sums and gathers between the ranks of one machine through memory that they share: microseconds, where gloo takes hundreds.
+"""All-reduce and all-gather between ranks of one machine through shared memory, in microseconds instead of hundreds.
 
-`connect` makes a `SharedMemory` of a process group, if its ranks run on one machine and have the C library; the group is
-used for nothing but that. How ranks meet in the memory, and the formats, is in `native/shared_memory.c`.
+`connect` makes a `SharedMemory` of a process group, if its ranks run on one machine and have the C library. It uses the
+group only for that. `native/shared_memory.c` describes the protocol and the formats.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from sparsefusion.native.library import INT, POINTER, SIZE, Library
 
 from .counted import in_rank_order
-from .host import gathered, mapped, obstacle, presence
+from .host import describe_rank, gather_objects, map_shared_file, reason_not_to_share
 from .wire_formats import at_least_fp32, padded, rows_of, wire_format
 
 FORMATS = ("fp32", "fp16", "bf16", "int8")
 MINUTES_5 = 300.0
-SPINS = 100  # glances at a counter before the processor is offered to others: two ranks may sit on one
+SPINS = 100  # reads of a counter before the processor is yielded, because two ranks may run on one
 SIGNATURES = {
     "shared_memory_bytes": [INT],
     "shared_memory_channel": [],
@@ -33,7 +33,7 @@ SIGNATURES = {
     "shared_memory_peer": [POINTER, INT],
     "shared_memory_leave": [POINTER, INT],
 }
-# shared_memory.c's numbers
+# Constants of shared_memory.c.
 DONE, NOT_YET, LEFT, MISMATCH, BUSY, GONE = range(6)
 HERE, MISSING, CLOSED, FAILED = range(4)
 OPERATIONS, GATHER = {"sum": 0, "max": 1}, 2
@@ -47,27 +47,29 @@ class _Part(ctypes.Structure):
 
 @cache
 def kernels() -> Library:
-    """The package's C library, or why there is none."""
+    """The C library of the package, or the reason why it cannot be used."""
     return Library("sparsefusion", SIGNATURES)
 
 
 def connect(group, timeout=None, library=None, wanted=True):
-    """(SharedMemory, "") on every rank of `group`, or (None, why not), the same reason on every rank.
+    """(SharedMemory, "") on every rank of `group`, or (None, reason), with the same reason on every rank.
 
-    All ranks of the group call this together; it exchanges objects, so the group is gloo's. timeout: seconds that a rank
-    waits for another one in a call; None: the group's own. library: a native.Library with SIGNATURES; None: the
-    package's. wanted: False on any rank says no for all of them. ValueError: no process group, or one that this rank is
-    not in.
+    All ranks of the group call this together. It exchanges objects, so it needs a gloo group. timeout: seconds that a
+    rank waits for another one in a call; None: the group's timeout. library: a `Library` with SIGNATURES; None: the
+    package's own. wanted: False on any rank declines for all ranks. ValueError: not a process group, or one that this
+    rank is not in.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group {group!r} is no process group that this rank is a member of")
     if group.size() == 1:
         return None, "one rank has nobody to share memory with"
     library = kernels() if library is None else library
-    ranks = gathered(presence(library) if wanted else {"why": "shared_memory=False"}, group)
-    if why := obstacle(ranks):
+    ranks = gather_objects(describe_rank(library) if wanted else {"why": "shared_memory=False"}, group)
+    if why := reason_not_to_share(ranks):
         return None, why
-    memory, watch, why = mapped(library.functions.shared_memory_bytes(group.size()), [p["pid"] for p in ranks], group)
+    memory, watch, why = map_shared_file(
+        library.functions.shared_memory_bytes(group.size()), [p["pid"] for p in ranks], group
+    )
     if why:
         return None, why
     seconds = _timeout_of(group) if timeout is None else timeout
@@ -90,12 +92,12 @@ def _untraced(method):
 
 
 class SharedMemory:
-    """Memory that the ranks of one machine share; made by `connect`, used by one thread at a time.
+    """Memory that the ranks of one machine share. It is made by `connect`, and used by one thread at a time.
 
-    rank, size: this rank's number in the group, and the group's size. All ranks make the same calls in the same order,
-    with tensors on the CPU. No gradient hangs on what is returned. RuntimeError in a call, naming the rank: another one has
-    died, has closed its memory, or did not come within the timeout. ValueError: another one calls something else, or
-    with another size. After any of these the memory cannot be used any more, and every call says why.
+    rank, size: this rank's number in the group, and the size of the group. All ranks make the same calls in the same
+    order, with tensors on the CPU. Results have no gradients. RuntimeError in a call, naming the rank: another rank has
+    died, has closed its memory, or has not called within the timeout. ValueError: another rank makes another call, or
+    has another size. After an error the memory cannot be used any more, and every call gives the reason.
     """
 
     def __init__(self, functions, memory, watch, rank, timeout):
@@ -116,11 +118,11 @@ class SharedMemory:
         """The sum of every rank's `tensor`: a new tensor of its shape and dtype, equal bit for bit on all ranks.
 
         tensor: floating point, of the same shape and dtype on all ranks. The result is that of
-        `sparsefusion.all_reduce(tensor, group, format, "one_shot")`: added up in rank order, in at least float32. format:
-        one of FORMATS. counter: a `collectives.Counter`; it gets one "all_reduce" of the bytes on the wire, of which
-        all other ranks are sent a copy (fp32: of a ring's share, as `collectives.all_reduce` counts). exact: a second
-        tensor, summed in at least float32 whatever the format; then the result is (sum, exact sum). op: "sum", or with
-        fp32 and without exact "max", in which nan is the largest. ValueError: anything else, or not on the CPU.
+        `sparsefusion.all_reduce(tensor, group, format, "one_shot")`: added up in rank order, in at least float32.
+        format: one of FORMATS. counter: a `collectives.Counter`; it gets one "all_reduce" of the bytes on the wire, of
+        which all other ranks are sent a copy (fp32: of a ring's share, as `collectives.all_reduce` counts). exact: a
+        second tensor, summed in at least float32 whatever the format; then the result is (sum, exact sum). op: "sum",
+        or with fp32 and without exact "max", in which nan is the largest. ValueError: anything else, or not on the CPU.
         """
         if (
             format == "fp32"
@@ -172,7 +174,7 @@ class SharedMemory:
         return ctypes.cast(self._reduce, POINTER).value, self._channel
 
     def close(self) -> None:
-        """Give the memory back; others that wait for this rank fail at once. Once more does nothing."""
+        """Release the memory; ranks that wait for this one fail at once. A second call does nothing."""
         self._channel = None
         self._close()
 
@@ -229,11 +231,11 @@ class SharedMemory:
 
     def _check_others(self, seconds) -> None:
         """RuntimeError if one of the ranks that are waited for will not come, or has not come in `seconds`."""
-        dead = self._watch.dead()  # before their counters are read: who posted and then died was here
+        dead_ranks = self._watch.dead_ranks()  # before their counters are read: who posted and then died was here
         states = {rank: self._peer(self._channel, rank) for rank in range(self.size)}
         missing = {rank: state for rank, state in states.items() if state != HERE}
         for rank, state in sorted(missing.items(), key=lambda each: each[1]):
-            if state == MISSING and rank in dead:
+            if state == MISSING and rank in dead_ranks:
                 raise RuntimeError(f"{self._name(rank)} has died")
             if state == CLOSED:
                 raise RuntimeError(f"{self._name(rank)} has closed its shared memory")
@@ -256,9 +258,9 @@ class SumInPlace:
     """An all_reduce of a tensor, or of two of which the second is summed exactly, that C code starts again and again.
 
     C calls `reduce(channel, parts, count, 0)`, all addresses but `count`; each time, the sums of `tensors` (contiguous,
-    float32 or bfloat16, not empty) stand in their places. Unless it returns 0, `memory.wait` of
-    what it returned finishes it. `memory.check()` comes first, each time. Whoever has C do it counts it: nbytes and sent
-    (see `collectives.Counter`), in `counter`.
+    float32 or bfloat16, not empty) stand in their places. Unless it returns 0, `memory.wait` of what it returned
+    finishes it. `memory.check()` comes first, each time. Whoever has C do it counts it: nbytes and sent (see
+    `collectives.Counter`), in `counter`.
     """
 
     def __init__(self, memory, tensors, format, counter):

@@ -1,14 +1,14 @@
-"""Formats of numbers on the wire: what becomes of a float32 between two ranks.
+"""Wire formats: how float32 values are encoded between two ranks.
 
-| format | bytes per number | relative error of a heavy-tailed sum |
+| format | bytes per element | relative error of a heavy-tailed sum |
 |---|---|---|
-| fp32 | 4 (8 of a float64) | rounding only |
+| fp32 | 4 (float64: 8) | rounding only |
 | fp16 | 2, as x / ranks: finite while abs(x) and abs(sum) <= 65504 * ranks, else inf | 3e-4 |
 | bf16 | 2, float32's range | 3e-3 |
 | int8 | 1 + 4/128: blocks of 128 share a float32 scale, max(abs(x)) / 127 | 2e-2 |
 
-A format turns rows of numbers into rows of bytes and back. What is not finite stays so (in int8: its whole block).
-Source: section IV-D of the tensor-parallel SSM paper (fp16 transfer of the all-reduces that remain).
+A format encodes rows of values as rows of bytes, and decodes them. NaN and Inf stay NaN or Inf (in int8, their whole
+block). Source: section IV-D of the tensor-parallel SSM paper (fp16 transfer of the all-reduces that remain).
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BLOCK = 128  # numbers that share a scale in int8
+BLOCK = 128  # values that share a scale in int8
 LARGEST_SCALE = torch.finfo(torch.float32).max / 127 * (1 - 2**-24)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Numbers sent in another dtype. scaled: divided by the number of ranks first, so that their sum has the same range."""
+    """Values in another dtype. scaled: divided by the number of ranks first, so that their sum has the same range."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Cast:
     block = 1
 
     def nbytes(self, numel: int) -> int:
-        """The bytes of `numel` numbers."""
+        """Bytes of `numel` values."""
         return numel * self.dtype.itemsize
 
     def encode(self, x, ranks: int) -> torch.Tensor:
@@ -42,25 +42,25 @@ class Cast:
         return view_bytes(message, self.dtype).to(dtype)
 
     def encode_sum(self, total, ranks: int) -> torch.Tensor:
-        """A sum of decoded numbers -> uint8. What only the summands' rounding carried out of the range is put back."""
+        """A sum of decoded values -> uint8. If only rounding made it exceed the range, it becomes the largest value."""
         limit = torch.finfo(self.dtype).max
-        if self.scaled and (total.is_cuda or not all(abs(end) <= limit for end in _ends(total))):
+        if self.scaled and (total.is_cuda or not all(abs(end) <= limit for end in _extremes(total))):
             slack = limit * (1 + ranks * torch.finfo(self.dtype).eps)
             total = total.where(total.abs() > slack, total.clamp(-limit, limit))
         return total.to(self.dtype).view(torch.uint8)
 
     def restore(self, total, ranks: int) -> torch.Tensor:
-        """The sum that the decoded `total` stands for (may overwrite it)."""
+        """The sum of the original values, from the sum of decoded values, which may be overwritten."""
         return total.mul_(ranks) if self.scaled else total
 
     def rounded(self, total, ranks: int) -> torch.Tensor:
-        """A sum of decoded numbers as it would be if it were sent on, so that it has one value however it was made."""
+        """A sum of decoded values as if it had been sent, so that it does not depend on the algorithm."""
         return self.decode(self.encode_sum(total, ranks), total.dtype)
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Numbers as 8-bit integers, each block of 128 with a float32 scale of its own; rounding half to even.
+    """Values as 8-bit integers, with a float32 scale for each block of 128; rounds half to even.
 
     Blocks below about 1e-36 lose precision: no scale is below float32's smallest normal number.
     """
@@ -69,14 +69,14 @@ class Int8:
     block = BLOCK
 
     def nbytes(self, numel: int) -> int:
-        """The bytes of `numel` numbers, a multiple of 128: the scales, then the integers."""
+        """Bytes of `numel` values, a multiple of 128: the scales, then the integers."""
         return numel // BLOCK * 4 + numel
 
     def encode(self, x, ranks: int) -> torch.Tensor:
         """x (rows, n), n a multiple of 128 -> uint8 (rows, nbytes(n))."""
         blocks = x.float().view(len(x), -1, BLOCK)
         scale = blocks.abs().amax(-1, keepdim=True).div_(127)
-        # Of a block of zeros; and 127 of it must not overflow, unless the block does.
+        # Not 0, for a block of zeros; and 127 times the scale must not overflow, unless the block does.
         scale = scale.where(scale.isinf(), scale.clamp(torch.finfo(torch.float32).tiny, LARGEST_SCALE))
         integers = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([scale.flatten(1).view(torch.uint8), integers.flatten(1).view(torch.uint8)], dim=1)
@@ -91,11 +91,11 @@ class Int8:
     encode_sum = encode
 
     def restore(self, total, ranks: int) -> torch.Tensor:
-        """The sum that the decoded `total` stands for: itself."""
+        """The sum of the decoded values, unchanged."""
         return total
 
     def rounded(self, total, ranks: int) -> torch.Tensor:
-        """A sum keeps what it has: rounding it once more would cost as much again."""
+        """The sum, unchanged: rounding it once more would double the error."""
         return total
 
 
@@ -107,17 +107,17 @@ LOSSY = {
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, norms, statistics and sums of numbers of `dtype`: float32, or float64 if it is."""
+    """The dtype for states, norms and sums of values of `dtype`: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wire_format(name: str, dtype: torch.dtype):
-    """The format called `name`, for sums of `dtype`: float32, or float64, which "fp32" sends whole."""
+    """The format called `name`, for sums of `dtype`, float32 or float64; "fp32" sends both unchanged."""
     return LOSSY.get(name) or Cast("fp32", dtype)
 
 
-def _ends(x) -> list[float]:
-    """The smallest and the largest number (nan if there is one); none of none."""
+def _extremes(x) -> list[float]:
+    """[smallest, largest] value, NaN if there is one; [] for an empty tensor."""
     return torch.stack(x.aminmax()).tolist() if x.numel() else []
 
 
@@ -127,13 +127,13 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def rows_of(x, rows: int, multiple: int) -> torch.Tensor:
-    """x (n,) cut into `rows` rows of equal length, a multiple of `multiple`: zeros at the end."""
+    """x (n,) split into `rows` rows of equal length, a multiple of `multiple`, with zeros at the end."""
     total = padded(x.numel(), rows * multiple)
     return (F.pad(x, (0, total - x.numel())) if total > x.numel() else x).view(rows, total // rows)
 
 
 def view_bytes(message, dtype) -> torch.Tensor:
-    """The bytes of each row as numbers of `dtype`, copied where they do not lie on its boundaries."""
+    """The bytes of each row as values of `dtype`; copied if they are not aligned."""
     size = dtype.itemsize
     if message.storage_offset() % size or message.stride(0) % size or message.stride(-1) != 1:
         message = message.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Command lines that fail in one line, and print: for the packages' `python -m` and the examples. Imports no torch."""
+"""Command lines whose errors are one line, for `python -m` of the packages and for the examples. Imports no torch."""
 
 import argparse
 import difflib
@@ -9,35 +9,36 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
-RANK_0_SPEAKS_S = 5.0
+RANK_0_GRACE_S = 5.0
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class Failure(Exception):
-    """A run that cannot go on: one line, exit code 1."""
+    """The run cannot continue; it ends with one line and exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line (from rank 0) and exit code 2, and which suggests the flag that was meant."""
+    """An argparse parser whose errors are one line from rank 0, with exit code 2 and a suggestion for a misspelled flag."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message):
-        """Print the line and leave with 2."""
-        say(f"{self.prog}: {message}")
+        """Print the message and exit with code 2."""
+        print_on_rank_0(f"{self.prog}: {message}")
         sys.exit(2)
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's, with a suggestion for an unknown flag."""
+        """As argparse's method, with a suggestion for an unknown flag."""
         arguments, unknown = self.parse_known_args(args, namespace)
         self._refuse(unknown)
         return arguments
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's, but an unknown flag is an error, told before that of a missing one: it may be the one meant."""
+        """As argparse's method. An unknown flag is an error, reported before a missing one, because it may be misspelled."""
         args = sys.argv[1:] if args is None else args
         self._refuse(self._unknown_flags(args))
         return super().parse_known_args(args, namespace)
@@ -47,20 +48,20 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0], self.flags())}")
 
     def _unknown_flags(self, words) -> list[str]:
-        """The words, up to -- or a command, that argparse takes for flags (with a space: for a value) and that are none."""
+        """Words up to `--` or a command that argparse would read as flags, and that are unknown."""
         known = {flag for action in self._actions for flag in action.option_strings}
         own = takewhile(lambda w: w != "--" and (w.startswith("-") or not self._subparsers), words)
         return [w for w in own if w.startswith("--") and " " not in w and w.split("=")[0] not in known]
 
     def flags(self) -> list[str]:
-        """Every --flag this parser and its commands take and show."""
+        """Every --flag of this parser and its commands that the help shows."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         below = [p for a in shown if isinstance(a.choices, dict) for p in a.choices.values()]
         own = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
         return own + [flag for parser in below for flag in parser.flags()]
 
 
-def did_you_mean(name: str, known) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the known name closest to `name`, or nothing."""
     close = difflib.get_close_matches(name.split("=")[0], list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
@@ -71,19 +72,19 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def say(line: str) -> None:
-    """One line on stderr, from rank 0, before an end that all ranks have in common.
+def print_on_rank_0(line: str) -> None:
+    """Print a line to stderr on rank 0, before an exit that all ranks have in common.
 
-    Launchers end all ranks with the first that leaves, so the others wait for that: rank 0 could be late to speak.
+    Launchers end all ranks when the first one exits. So the other ranks wait a moment, in case rank 0 is late.
     """
     if this_rank() == 0:
         print(line, file=sys.stderr, flush=True)
     else:
-        time.sleep(RANK_0_SPEAKS_S)
+        time.sleep(RANK_0_GRACE_S)
 
 
-def quiet() -> None:
-    """Keep third parties' warnings off the terminal, in Python and in C++; ours are logged, by rank 0. Before torch."""
+def silence_third_parties() -> None:
+    """Turn off warnings of other packages, in Python and C++; log ours on rank 0. Call it before torch is imported."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -93,38 +94,38 @@ def quiet() -> None:
 
 
 class Printer:
-    """UTF-8 on stdout, flushed at once; a reader who has gone is no error, and the ranks finish together."""
+    """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently."""
 
-    def __init__(self, speaks: bool):
-        self.speaks = speaks and sys.stdout is not None  # None: closed before the start
+    def __init__(self, is_enabled: bool):
+        self.is_enabled = is_enabled and sys.stdout is not None  # None: closed before the start
 
     def print(self, text: str) -> None:
-        """Write `text`, or nothing on the ranks that are silent."""
-        if not self.speaks or not text:
+        """Write `text`, if this printer is enabled."""
+        if not self.is_enabled or not text:
             return
         try:
             sys.stdout.buffer.write(text.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            self.speaks = False
+            self.is_enabled = False
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once with 130: as an exception it gets lost in imports and in collectives."""
+    """Let Ctrl-C end this process at once with code 130; as an exception it could be lost in imports or collectives."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
-def run(name: str, command) -> int:
-    """Run `command()`; the exit code: 0; 2 and one line for bad input; 130 after Ctrl-C; else 1 and a traceback."""
+def run(name: str, command: Callable[[], object]) -> int:
+    """Run `command()` and return the exit code: 0; 2 with one line for bad input; 130 after Ctrl-C; 1 with a traceback."""
     try:
         command()
         return 0
     except INPUT_ERRORS as error:
-        say(f"{name}: {' '.join(str(error).split())}")
+        print_on_rank_0(f"{name}: {' '.join(str(error).split())}")
         return 2
     except Failure as error:
-        say(f"{name}: {error}")
+        print_on_rank_0(f"{name}: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,11 +1,11 @@
-"""Packages whose names are imported on first use, so that importing one, or its command-line help, loads no torch."""
+"""Lazy exports: a package imports a name on first use, so that importing the package loads no torch."""
 
 import importlib
 import sys
 
 
-def exporting(package: str, homes: dict, *own: str):
-    """(__all__, __getattr__, __dir__) of a package: `homes` maps a name to the module it lives in; `own` are its own."""
+def lazy_exports(package: str, homes: dict, *own: str):
+    """(__all__, __getattr__, __dir__) of a package. homes: {name: its module}. own: names of the package itself."""
     names = sorted([*own, *homes])
 
     def attribute(name):

@@ -1,8 +1,8 @@
 """Finds and loads a package's C library with ctypes, or says why it cannot be used.
 
-A package's kernels are the C files in its `native` folder. If there is a compiler, setup.py compiles them into one shared
-library in the same folder, `libkernels.so`. Every kernel has an equivalent in torch, which runs when the library is missing.
-With MEGATRON_SSM_SKIP_NATIVE=1 no library is built or loaded.
+A package's kernels are the C files in its `native` folder. If there is a compiler, setup.py compiles them into one
+shared library in the same folder, `libkernels.so`. Every kernel has an equivalent in torch, which runs when the library
+is missing. With MEGATRON_SSM_SKIP_NATIVE=1 no library is built or loaded.
 """
 
 import ctypes
@@ -17,32 +17,34 @@ SIZE, POINTER, INT, FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, cty
 
 
 def skipped() -> bool:
-    """Whether MEGATRON_SSM_SKIP_NATIVE asks for no C kernels."""
+    """Whether MEGATRON_SSM_SKIP_NATIVE turns the C kernels off."""
     return os.environ.get("MEGATRON_SSM_SKIP_NATIVE", "") not in ("", "0")
 
 
 def sources(package: str, root=ROOT) -> list[Path]:
-    """The C files of a package's library; none in an installed wheel."""
+    """The C files of a package's library. An installed wheel has none."""
     own = Path(root, package, "native").glob("*.[ch]")
     return sorted({*own, *(path for name in COMMON if (path := Path(root, name)).is_file())})
 
 
 def digest(package: str, root=ROOT) -> str:
-    """Of its C files: what a library built from them carries (empty without any)."""
+    """The digest of a package's C files, which a library built from them contains; empty if there are none."""
     texts = [path.read_bytes() for path in sources(package, root)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else ""
 
 
 def file_of(package: str) -> Path | None:
-    """The file of a package's library, or None if it was not built. It does not depend on the version of Python."""
+    """The file of a package's library, or None if it was not built. One file serves every version of Python."""
     path = ROOT / package / "native" / LIBRARY_NAME
     return path if path.is_file() else None
 
 
 class Library:
-    """A package's C library. `functions` is it, or None, and `why` then says why; signatures: {name: argument types}.
+    """The C library of a package. True if it can be used.
 
-    path: another library than the package's own (tests build some for older processors).
+    Attributes: functions, the ctypes library, or None; why, the reason if it cannot be used; variant, the instruction
+    set of its kernels. signatures: {name: argument types} of the functions. path: another library than the package's
+    own, as tests build for older processors.
     """
 
     def __init__(self, package: str, signatures: dict, path=None):

@@ -1,6 +1,6 @@
 """The quantized all-reduce: a sum over ranks in float16, bfloat16 or 8-bit integers, with the same bits on every rank.
 
 In: a tensor, a process group and a wire format.
-Out: the sum, in place, on every rank.
+Out: the sum as a new tensor, on every rank.
 May import: collectives, fabric.
 """

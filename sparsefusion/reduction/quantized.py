@@ -1,17 +1,18 @@
 """The quantized all-reduce: fewer bytes for a sum, and the same bits on every rank.
 
-Three algorithms move the bytes; P ranks, n numbers, b(n) the bytes of n numbers in the format (`quantize`):
+There are three algorithms. P is the number of ranks, n that of elements, and b(n) the bytes of n elements in the format
+(see `collectives.wire_formats`):
 
 | algorithm | what happens | a rank sends | rounds |
 |---|---|---|---|
-| native | one all-reduce of the library's, in the format's dtype (not int8) | 2 (P-1)/P b(n) | its own |
-| one_shot | all-gather of all numbers; everyone adds them up in rank order | (P-1) b(n) | 1 |
+| native | one all-reduce of gloo or NCCL, in the dtype of the format (not int8) | 2 (P-1)/P b(n) | depends |
+| one_shot | all-gather of all elements; every rank adds them up in rank order | (P-1) b(n) | 1 |
 | two_shot | all-to-all of P chunks; a chunk's owner adds it up; all-gather of the sums | 2 (P-1) b(n/P) | 2 |
 
-one_shot and two_shot add in at least fp32, whatever is sent; native fp16 sends x / P^2, so that no sum on the way
-overflows, and loses precision below about 1e-4 P^2. Numbers that must not be rounded (`exact`) ride in the same
-messages. Every rank decodes the same bytes in the same order, its own included, so results agree bit for bit; fp16 and
-bf16 give the same bits by one_shot and by two_shot.
+one_shot and two_shot add in at least fp32. native fp16 sends x / P^2, so that no partial sum overflows, and loses
+precision below about 1e-4 P^2. Values that must not be rounded (`exact`) are sent in the same messages. Every rank
+decodes the same bytes in the same order, including its own, so all results have the same bits. fp16 and bf16 give the
+same bits by one_shot and by two_shot.
 """
 
 import logging
@@ -29,8 +30,8 @@ from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import measure
 
 ALGORITHMS = ("native", "one_shot", "two_shot")
-KNEE_BYTES = 32 * 1024  # what can be sent while a round's latency passes (alpha / beta), roughly
-# What `auto` chooses from, the most exact first.
+KNEE_BYTES = 32 * 1024  # about as many bytes as can be sent during the latency of a round (alpha / beta)
+# From which `auto` chooses, the most exact first.
 CANDIDATES = (
     ("fp32", "native"), ("fp32", "one_shot"), ("fp16", "native"), ("fp16", "one_shot"), ("fp16", "two_shot"),
     ("bf16", "one_shot"), ("bf16", "two_shot"), ("int8", "one_shot"), ("int8", "two_shot"),
@@ -42,16 +43,17 @@ log = logging.getLogger(__name__)
 
 
 def all_reduce(tensor, group=None, format="fp16", algorithm=None, counter=None, exact=None):
-    """The sum of every rank's `tensor`: a new tensor, equal bit for bit on all ranks.
+    """The sum of the ranks' tensors: a new tensor with the same bits on all ranks.
 
-    tensor: floating point, of the same shape and dtype on all ranks; the sum has both. group: None is torch's default
-    group, or one rank where there is none. format: fp32, fp16, bf16, int8 (see `quantize`), or auto: whichever format
-    and algorithm is fastest on this group's links, measured in the first such call (a few seconds) and the same on
-    all ranks. algorithm: one of ALGORITHMS; None: `default_algorithm`. counter: a `collectives.Counter`. exact: a second
-    floating-point tensor, summed in at least fp32 whatever the format; then the result is (sum, exact sum).
-    Backward is the identity and sends nothing: the sum is whole, and every rank is taken to use it alike (Megatron's g).
-    ValueError: an unknown format or algorithm, int8 with native, a tensor that is not floating point, a group that this
-    rank is not in.
+    tensor: floating point, with the same shape and dtype on all ranks, which the sum has too. group: None is torch's
+    default group, or one rank if there is none. format: fp32, fp16, bf16, int8 (see `collectives.wire_formats`), or
+    auto: the format and algorithm that are fastest on the links of this group, measured in the first such call (a few
+    seconds), and the same on all ranks. algorithm: one of ALGORITHMS; None: `default_algorithm`. counter: a `Counter`.
+    exact: a second floating-point tensor, which is summed in at least fp32; then the result is (sum, exact sum).
+
+    Backward is the identity and sends nothing, because every rank uses the same sum in the same way (Megatron's g).
+    ValueError: an unknown format or algorithm; int8 with native; a tensor that is not floating point; a group that this
+    rank does not belong to.
     """
     _check(tensor, group, format, algorithm, exact)
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -59,7 +61,7 @@ def all_reduce(tensor, group=None, format="fp16", algorithm=None, counter=None, 
     if group is None or group.size() == 1 or nothing:
         return (tensor.clone(), exact.clone()) if exact is not None else tensor.clone()
     if format == "auto":
-        format, algorithm = automatic(group, tensor.device).choose(tensor.numel())
+        format, algorithm = format_choice(group, tensor.device).choose(tensor.numel())
     algorithm = algorithm or default_algorithm(format, tensor.numel(), group.size(), tensor.device.type)
     sums = _AllReduce.apply if torch.is_grad_enabled() else _sums
     total, exact_total = sums(tensor, exact, group, format, algorithm, counter)
@@ -83,10 +85,10 @@ def _check(tensor, group, format, algorithm, exact) -> None:
 
 
 def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") -> str:
-    """The algorithm of a fixed format: a function of sizes alone, so that results can be repeated.
+    """The algorithm of a format. It depends on sizes only, so that results are reproducible.
 
-    fp32, and fp16 and bf16 on CUDA: native. Else one_shot while it sends at most KNEE_BYTES more than two_shot, which has
-    one round more: always among two ranks, and for small messages.
+    fp32, and fp16 and bf16 on CUDA, use native. The others use one_shot as long as it sends at most KNEE_BYTES more
+    than two_shot, which has one more round: among two ranks always, and for small messages.
     """
     if format == "fp32" or (format != "int8" and device == "cuda"):
         return "native"
@@ -95,7 +97,7 @@ def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") 
 
 
 def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int = 0) -> int:
-    """The bytes a rank sends for one float32 all-reduce of `numel` numbers and `exact` float32 beside them."""
+    """Bytes that a rank sends for an all-reduce of `numel` float32 elements, and of `exact` more that are not rounded."""
     form = wire_format(format, torch.float32)
     if algorithm == "native":
         calls = [4 * (numel + exact)] if format == "fp32" else [form.nbytes(numel), 4 * exact]
@@ -107,17 +109,18 @@ def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int =
 
 
 @dataclass
-class Automatic:
-    """Which format and algorithm is fastest for a size, from a fabric that holds CANDIDATES' times."""
+class FormatChoice:
+    """The fastest format and algorithm for each size, from a fabric with the times of CANDIDATES."""
 
     fabric: Fabric
     ranks: int
     _known: dict = field(default_factory=dict)
 
     def choose(self, numel: int) -> tuple[str, str]:
-        """(format, algorithm) for `numel` numbers: the most exact of those within 5 % of the fastest.
+        """(format, algorithm) for `numel` elements: the most exact of those within 5 % of the fastest.
 
-        Beyond the sizes that were measured, as at the last one; what was dropped before a size is no candidate for it.
+        Larger sizes than those measured count as the largest one. A candidate that was dropped at a smaller size is
+        left out.
         """
         if numel not in self._known:
             curves = [self.fabric.curve(operation(*each), self.ranks) for each in CANDIDATES]
@@ -134,25 +137,25 @@ class Automatic:
         return ", ".join(f"from {size} {choice}" for choice, size in choices.items())
 
 
-_AUTOMATIC = weakref.WeakKeyDictionary()  # {group: Automatic}: a group's links are measured once
+_CHOICES = weakref.WeakKeyDictionary()  # {group: FormatChoice}, because the links of a group are measured once
 
 
-def automatic(group, device="cpu") -> Automatic:
-    """The `Automatic` of a group, measured on its links if that has not been done (all ranks call this together)."""
-    if group not in _AUTOMATIC:
+def format_choice(group, device="cpu") -> FormatChoice:
+    """The `FormatChoice` of a group. The first call measures its links; all ranks call it together."""
+    if group not in _CHOICES:
         calls = {operation(*each): _candidate(group, device, *each) for each in CANDIDATES}
-        _AUTOMATIC[group] = Automatic(measure(group, calls, AUTO_SIZES, device, race=True), group.size())
-        log.info("all-reduce among %d ranks: %s", group.size(), _AUTOMATIC[group])
-    return _AUTOMATIC[group]
+        _CHOICES[group] = FormatChoice(measure(group, calls, AUTO_SIZES, device, race=True), group.size())
+        log.info("all-reduce among %d ranks: %s", group.size(), _CHOICES[group])
+    return _CHOICES[group]
 
 
 def operation(format: str, algorithm: str) -> str:
-    """What a fabric calls the all-reduce in this format by this algorithm."""
+    """The name, in a fabric, of the all-reduce in this format by this algorithm."""
     return "all_reduce" if (format, algorithm) == ("fp32", "native") else f"all_reduce {format} {algorithm}"
 
 
 def _candidate(group, device, format, algorithm):
-    """nbytes -> a function that performs one such all-reduce of that many bytes of float32."""
+    """A function: nbytes -> a function that does one such all-reduce of that many bytes of float32."""
 
     def prepare(nbytes):
         tensor = torch.ones(nbytes // 4, device=device)
@@ -174,7 +177,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _sums(tensor, exact, group, format, algorithm, counter):
-    """The sums of `tensor`, in a format, and of `exact` (or None), in the shapes and dtypes they came in."""
+    """The sums of `tensor`, in a format, and of `exact` (or None), with their shapes and dtypes."""
     wide = at_least_fp32(tensor.dtype)
     x = tensor.detach().to(wide).reshape(-1).contiguous()
     beside = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()
@@ -186,14 +189,14 @@ def _sums(tensor, exact, group, format, algorithm, counter):
 
 
 def _native(x, beside, form, group, counter):
-    """The library's own all-reduce; what rides beside needs one of its own, unless nothing is rounded."""
+    """The all-reduce of gloo or NCCL. Exact values need a second one, unless nothing is rounded."""
     if form.name == "fp32" and beside.numel() == 0:
         return collectives.all_reduce(x, group, counter), beside
     if form.name == "fp32" and beside.dtype == x.dtype:
         both = collectives.all_reduce(torch.cat([x, beside]), group, counter)
         return both.split([x.numel(), beside.numel()])
     ranks = group.size()
-    # Sums in fp16 on the way may reach `ranks` times the largest number, of either sign.
+    # Partial sums in fp16 may reach `ranks` times the largest value.
     shrink = ranks if form.name == "fp16" else 1
     total = view_bytes(form.encode(x[None], ranks * shrink), form.dtype)
     total = collectives.all_reduce(total, group, counter).to(x.dtype).mul_(shrink)
@@ -203,7 +206,7 @@ def _native(x, beside, form, group, counter):
 
 
 def _one_shot(x, beside, form, group, counter):
-    """Everything to everyone."""
+    """Send everything to every rank."""
     ranks = group.size()
     message = _pack(beside[None], form.encode(rows_of(x, 1, form.block), ranks))
     total, beside = _sum(collectives.all_gather(message[0], group, counter), beside.numel(), x, beside, form)
@@ -211,7 +214,7 @@ def _one_shot(x, beside, form, group, counter):
 
 
 def _two_shot(x, beside, form, group, counter):
-    """A chunk to each owner, its sum to everyone."""
+    """Send each chunk to its owner, and its sum to every rank."""
     ranks = group.size()
     beside = rows_of(beside, ranks, 1)
     message = _pack(beside, form.encode(rows_of(x, ranks, form.block), ranks))
@@ -222,12 +225,12 @@ def _two_shot(x, beside, form, group, counter):
 
 
 def _pack(beside, encoded):
-    """Rows of exact numbers and rows of encoded bytes as one message."""
+    """Join rows of exact values and rows of encoded bytes into one message."""
     return torch.cat([beside.view(torch.uint8), encoded], dim=1) if beside.shape[1] else encoded
 
 
 def _unpack(message, exact: int, dtype):
-    """(rows, exact) numbers of dtype, and the encoded bytes behind them."""
+    """(exact values (rows, exact) of dtype, the encoded bytes behind them)."""
     if not exact:
         return message.new_empty(len(message), 0, dtype=dtype), message
     front = exact * dtype.itemsize
@@ -235,7 +238,7 @@ def _unpack(message, exact: int, dtype):
 
 
 def _sum(received, exact: int, x, beside, form):
-    """Add up the rows of a (ranks, bytes) message, in rank order: (decoded numbers (1, n), exact numbers)."""
+    """Add up the rows of a message (ranks, bytes), in rank order: (decoded values (1, n), exact values)."""
     beside, encoded = _unpack(received, exact, beside.dtype)
     total = form.decode(encoded[:1], x.dtype)
     for rank in range(1, len(encoded)):

@@ -268,8 +268,8 @@ def test_ranks_wait_for_rank_0_to_speak_under_any_launcher(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        command_line.say(f"rank {rank}")
-    assert (capsys.readouterr().err, waited) == ("rank 0\n", [command_line.RANK_0_SPEAKS_S])
+        command_line.print_on_rank_0(f"rank {rank}")
+    assert (capsys.readouterr().err, waited) == ("rank 0\n", [command_line.RANK_0_GRACE_S])
 
 
 def without_tokenizer(directory):
@@ -372,7 +372,7 @@ def test_a_printer_whose_reader_has_gone_falls_silent(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stdout)
         printer = command_line.Printer(True)
         printer.print("a")
-        assert not printer.speaks
+        assert not printer.is_enabled
         command_line.Printer(True).print("b")  # to nowhere, as what is left in the buffer
         monkeypatch.undo()
 

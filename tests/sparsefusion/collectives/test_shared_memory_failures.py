@@ -126,8 +126,8 @@ def test_a_rank_that_dies_while_ranks_connect(ranks, world):
     def run(rank):
         if rank < world - 1:
             return error_of(lambda: connect(dist.group.WORLD))[0], os.getpid()
-        host.gathered(host.presence(shared_memory.kernels()), dist.group.WORLD)
-        path, _ = host.gathered((None, ""), dist.group.WORLD)[0]
+        host.gather_objects(host.describe_rank(shared_memory.kernels()), dist.group.WORLD)
+        path, _ = host.gather_objects((None, ""), dist.group.WORLD)[0]
         assert Path(path).name.startswith("sparsefusion-") and Path(path).stat().st_mode & 0o777 == 0o600
         die()
         return RuntimeError, os.getpid()
@@ -152,10 +152,10 @@ def test_a_rank_in_a_network_namespace_of_its_own(ranks, world):
 
 def test_ranks_that_differ():
     """In anything that each tells of itself but its process."""
-    here = host.presence(shared_memory.kernels())
-    assert host.obstacle([here, here | {"pid": 1}]) == ""
+    here = host.describe_rank(shared_memory.kernels())
+    assert host.reason_not_to_share([here, here | {"pid": 1}]) == ""
     for what in here.keys() - {"why", "pid"}:
-        assert host.obstacle([here, here, here | {what: "other"}]) == f"ranks 0 and 2 {what}"
+        assert host.reason_not_to_share([here, here, here | {what: "other"}]) == f"ranks 0 and 2 {what}"
     for what in ("machines", "network namespaces", "process namespaces", "sources"):
         assert any(name.endswith(what) for name in here)
 

@@ -213,7 +213,7 @@ def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
         cache = model.new_cache(2)
         model(IDS, cache=cache)
         expected = decode(model, deepcopy(cache), 1)[0]
-        wait, called = shared_memory.SharedMemory.wait, native_step.Steps.__call__
+        wait, called = shared_memory.SharedMemory.wait, native_step.NativeLayers.__call__
         told = []
 
         def tell(memory, code):
@@ -230,7 +230,7 @@ def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
         if rank < tp - 1:
             monkeypatch.setattr(shared_memory.SharedMemory, "wait", tell)
         else:
-            monkeypatch.setattr(native_step.Steps, "__call__", come)
+            monkeypatch.setattr(native_step.NativeLayers, "__call__", come)
         if ending == "comes late":
             logits = decode(model, cache, 1)[0]
             assert told and torch.equal(logits, expected)

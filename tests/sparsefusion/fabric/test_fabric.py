@@ -364,7 +364,7 @@ def test_degrees_that_cannot_be():
 def command(monkeypatch, capsys):
     """command(*words): (exit code, stdout, stderr) of the command line, in this process."""
     monkeypatch.setattr(commands, "leave_on_interrupt", lambda: None)
-    monkeypatch.setattr(commands, "quiet", lambda: None)
+    monkeypatch.setattr(commands, "silence_third_parties", lambda: None)
 
     def run(*words):
         try:

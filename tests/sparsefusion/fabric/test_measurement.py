@@ -277,7 +277,7 @@ def test_measure_under_torchrun(tmp_path, started, counts):
 def test_errors_before_ranks_meet(flags, world, message, tmp_path, monkeypatch, capsys):
     """Exit code 2 and one line, on every rank."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sparsefusion.foundation.command_line.RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setattr("sparsefusion.foundation.command_line.RANK_0_GRACE_S", 0.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)

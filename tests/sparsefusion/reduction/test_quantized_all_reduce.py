@@ -16,10 +16,10 @@ from sparsefusion.fabric.curve import Curve
 from sparsefusion.reduction import quantized
 from sparsefusion.reduction.quantized import (
     CANDIDATES,
-    Automatic,
+    FormatChoice,
     all_reduce,
-    automatic,
     default_algorithm,
+    format_choice,
     operation,
     wire_bytes,
 )
@@ -571,13 +571,13 @@ def fabric_of(world=2, **seconds):
 ])  # fmt: skip
 def test_auto_takes_the_most_exact_of_the_fastest(seconds, chosen):
     """Fastest within 5 %."""
-    assert Automatic(fabric_of(**seconds), 2).choose(1000) == chosen
+    assert FormatChoice(fabric_of(**seconds), 2).choose(1000) == chosen
 
 
 def test_auto_chooses_by_size():
     """Few rounds for few bytes, few bytes for many; by the bytes of float32."""
     fabric = fabric_of(fp32_native=(1e-4, 1e-8), fp16_one_shot=(2e-4, 5e-9), int8_two_shot=(4e-4, 2e-9))
-    chooser = Automatic(fabric, 2)
+    chooser = FormatChoice(fabric, 2)
     for numel in [1 << bits for bits in range(22)]:
         seconds = {
             ("fp32", "native"): 1e-4 + 1e-8 * 4 * numel,
@@ -607,17 +607,17 @@ def test_all_ranks_choose_alike(ranks, world, quickly, monkeypatch):
     monkeypatch.setattr(quantized, "measure", lambda *given, **named: measured.append(1) or measure(*given, **named))
 
     def run(rank):
-        chooser = automatic(dist.group.WORLD)
+        chooser = format_choice(dist.group.WORLD)
         for n in (5, 2000, 100_000):
             x, counter = heavy(n, rank), Counter()
             total = all_reduce(x, None, "auto", counter=counter, exact=x)[0]
             format, algorithm = chooser.choose(n)
             assert counter.sent == bytes_by_hand(format, algorithm, n, world, n)
             assert torch.allclose(total, all_reduce(x, None, format, algorithm), rtol=1e-5, atol=1e-5)
-        assert automatic(dist.group.WORLD) is chooser and len(measured) == 1
+        assert format_choice(dist.group.WORLD) is chooser and len(measured) == 1
         other = dist.new_group(range(world))
         all_reduce(x, other, "auto")
-        assert automatic(other) is not chooser and len(measured) == 2
+        assert format_choice(other) is not chooser and len(measured) == 2
         return chooser.fabric, [chooser.choose(n) for n in NUMELS], str(chooser)
 
     first, *others = ranks(run, world)
@@ -641,7 +641,7 @@ def test_a_slow_rank_is_everybodys(ranks, world, quickly):
                 return original(tensor, *arguments, **keywords)
 
             collectives.all_reduce = slow
-        chooser = automatic(dist.group.WORLD)
+        chooser = format_choice(dist.group.WORLD)
         return [chooser.choose(n) for n in NUMELS]
 
     first, *others = ranks(run, world)
