@@ -15,7 +15,7 @@ from pathlib import Path
 from corpus import HELD_OUT, NGRAM, write_corpus
 
 from megatron_ssm.training.data import bigram_nats_per_byte, longest_shared, ngram_overlap
-from sparsefusion.foundation.command_line import quiet, run
+from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
@@ -118,5 +118,5 @@ def compare_with_transformers(model) -> None:
 
 
 if __name__ == "__main__":
-    quiet()
+    silence_third_parties()
     sys.exit(run("demo", lambda: main(*sys.argv[1:])))

@@ -7,14 +7,14 @@ import os
 import sys
 
 from megatron_ssm.training.options import parse_options
-from sparsefusion.foundation.command_line import leave_on_interrupt, quiet, run
+from sparsefusion.foundation.command_line import leave_on_interrupt, run, silence_third_parties
 
 
 def main():
     """Parse the options before torch is imported, then train; returns the exit code."""
     options = parse_options()
     leave_on_interrupt()
-    quiet()
+    silence_third_parties()
 
     def command():
         from megatron_ssm.training.pretraining import pretrain

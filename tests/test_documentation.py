@@ -5,6 +5,8 @@ import importlib.util
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,19 @@ def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="no page of docs/ has a table 'colours'"):
         published.publish("colours", "| a |")
     assert {page: page.read_text() for page in pages} == texts
+
+
+IMPORT_ALL = """
+import os, runpy, sys, torch
+path = list(sys.path)
+for script in sys.argv[1:]:
+    sys.path[:] = [os.path.dirname(script), *path]
+    runpy.run_path(script, run_name="imported")
+"""
+
+
+def test_benchmarks_and_examples_import():
+    """What they import exists, also where a function of ours was renamed. They do nothing without __main__."""
+    scripts = [*BENCHMARKS, *sorted((ROOT / "examples").glob("*.py"))]
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *map(str, scripts)]
+    subprocess.run(command, cwd=ROOT, check=True)

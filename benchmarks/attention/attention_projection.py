@@ -9,12 +9,12 @@ H100's 989 TFLOP/s, all ranks alike; where they take longer than messages, an ov
 from pathlib import Path
 
 import matplotlib
-from projection import h100s
 
 from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
+from benchmarks.paper.projection import h100s
 from benchmarks.support.tables import markdown, publish
 
 matplotlib.use("Agg")

@@ -12,10 +12,10 @@ import tempfile
 
 import torch
 import transformers
-from speed import NEW, theirs
 from transformers import AutoModelForCausalLM
 
 import megatron_ssm
+from benchmarks.generation.speed import NEW, theirs
 from benchmarks.support.shapes import FAMILIES, PROMPT, PUBLISHED, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
 from megatron_ssm.diagnostics.doctor import kernels_line

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from agreement import compare, logits, train, windows_of, write_corpus
 
 import megatron_ssm
+from benchmarks.communication.agreement import compare, logits, train, windows_of, write_corpus
 from benchmarks.support.tables import markdown, publish
 
 FORMATS = {
