@@ -33,7 +33,7 @@ def serve(model, slots):
     """All requests through an engine of so many slots."""
     engine = megatron_ssm.Engine(model, slots=slots)
     requests = [engine.add(random_ids(PROMPT, seed), max_new_tokens=NEW) for seed in range(REQUESTS)]
-    while engine.busy:
+    while engine.is_busy:
         engine.step()
     return [request.tokens for request in requests]
 

@@ -1,6 +1,6 @@
-"""Generation of a batch of prompts: one request each, all in the same `Engine`."""
+"""Generation for a batch of prompts: each is a request, and all run in the same `Engine`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -9,17 +9,34 @@ from .language_model import LanguageModel
 from .sampling import Sampling
 
 
-def generate(model: LanguageModel, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None,
-             top_p=None, repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0,
-             min_new_tokens=0) -> torch.Tensor:  # fmt: skip
-    """The tokens that follow input_ids (batch, seq): (batch, new), int64, the same on every rank.
+def generate(
+    model: LanguageModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop_tokens: int | Iterable[int] = (),
+    stop_strings: str | Iterable[str] = (),
+    seed: int | None = None,
+    pad_token_id: int = 0,
+    min_new_tokens: int = 0,
+) -> torch.Tensor:
+    """The tokens that follow input_ids (batch, seq): (batch, new), int64 on the CPU, the same on every rank.
 
-    attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` it produces, or the
-    token that completes one of `stop_strings` (found in the text of the new tokens; needs the checkpoint's
-    tokenizer.json), and is filled with pad_token_id; there are fewer columns when all rows have ended. None of the first
-    min_new_tokens is a stop token.
-    Greedy takes the lowest id among equals. Sampling draws one uniform per token from a generator of the row's own,
-    seeded seed + row (None: fresh seeds, the same on all ranks), so a row does not depend on its neighbours.
+    attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` that it produces, or
+    with the token that completes one of `stop_strings` (found in the text of the new tokens; this needs the checkpoint's
+    tokenizer.json). It is then filled with pad_token_id; there are fewer columns when all rows have ended. The first
+    min_new_tokens tokens are no stop tokens.
+
+    temperature 0 is greedy search, which takes the lowest id among equal logits. Otherwise a token is sampled: one uniform
+    number is drawn from a generator of the row's own, seeded with seed + row (None: fresh seeds, the same on all ranks), so
+    that a row does not depend on its neighbours. top_k, then top_p, restrict the candidates. repetition_penalty divides
+    positive and multiplies negative logits of ids that the row already contains.
+
+    ValueError on every rank, before the model runs, for arguments that are wrong or differ between ranks.
     """
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
@@ -28,18 +45,30 @@ def generate(model: LanguageModel, input_ids, attention_mask=None, max_new_token
     return torch.stack(columns, dim=1)
 
 
-def stream(model: LanguageModel, input_ids, attention_mask=None, max_new_tokens=64, temperature=0.0, top_k=None,
-           top_p=None, repetition_penalty=1.0, stop_tokens=(), stop_strings=(), seed=None, pad_token_id=0,
-           min_new_tokens=0) -> Iterator[torch.Tensor]:  # fmt: skip
-    """As `generate`, but yields each step's (batch,) tokens as soon as they are known. Every rank must draw as many.
+def stream(
+    model: LanguageModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop_tokens: int | Iterable[int] = (),
+    stop_strings: str | Iterable[str] = (),
+    seed: int | None = None,
+    pad_token_id: int = 0,
+    min_new_tokens: int = 0,
+) -> Iterator[torch.Tensor]:
+    """Like `generate`, but yields each step's (batch,) tokens as soon as they are known. All ranks must take as many.
 
-    What the ranks were given is compared at once (16 bytes of each): ValueError on all of them if it differs.
+    The ranks compare their arguments when this is called: it gathers 16 bytes from each.
     """
     engine, requests = None, []
 
-    def asked():
+    def compared():
         nonlocal engine
-        model.check(input_ids, attention_mask)
+        model.check_inputs(input_ids, attention_mask)
         batch, length = input_ids.shape
         if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
             raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
@@ -47,19 +76,22 @@ def stream(model: LanguageModel, input_ids, attention_mask=None, max_new_tokens=
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         for row, ids in enumerate(input_ids.tolist()):
             prompt = ids if attention_mask is None else ids[length - int(attention_mask[row].sum()) :]
-            own_seed = None if seed is None else seed + row
+            row_seed = None if seed is None else seed + row
             requests.append(
-                engine.request(prompt, max_new_tokens, sampling, stop_tokens, stop_strings, own_seed, min_new_tokens)
+                engine.make_request(
+                    prompt, max_new_tokens, sampling, stop_tokens, stop_strings, row_seed, min_new_tokens
+                )
             )
-        return [request.said for request in requests]
+        return engine.fingerprint(requests)
 
-    fresh = model.ranks.agree(model.device, asked)
+    drawn_seed = model.ranks.agree(model.device, compared)
     for row, request in enumerate(requests):
-        engine.queue(request, fresh + row)
+        engine.enqueue(request, drawn_seed + row)
     return _columns(engine, requests, pad_token_id)
 
 
-def _columns(engine, requests, pad_token_id):
-    while engine.busy:
-        advanced = set(engine.step())
+def _columns(engine, requests, pad_token_id) -> Iterator[torch.Tensor]:
+    """Step the engine until all requests are finished; yields the new token of each request, or pad_token_id."""
+    while engine.is_busy:
+        advanced = set(engine.step(compare_ranks=False))  # compared above; nothing is added or cancelled later
         yield torch.tensor([r.tokens[-1] if r in advanced else pad_token_id for r in requests])

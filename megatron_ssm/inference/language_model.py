@@ -1,4 +1,4 @@
-"""What generation needs of a model: the interface that `Engine`, `generate` and beam search are written against."""
+"""What generation needs from a model: the interface that `Engine`, `generate` and beam search are written against."""
 
 from pathlib import Path
 from typing import Protocol
@@ -30,8 +30,24 @@ class LanguageModel(Protocol):
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
         """An empty cache for `batch` sequences; max_length: the most tokens per sequence (None: it grows)."""
 
-    def check(self, input_ids, attention_mask=None, cache=None) -> torch.Tensor | None:
+    def check_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, before anything is sent; returns the mask as (batch, seq, 1), or None."""
 
-    def local_logits(self, input_ids, attention_mask=None, cache=None, logits_to_keep=0, prompt=False) -> torch.Tensor:
-        """This rank's slice of the logits: (batch, kept, ceil(vocab_size / ranks))."""
+    def local_logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+        prompt: bool = False,
+    ) -> torch.Tensor:
+        """This rank's slice of the logits: (batch, kept, ceil(vocab_size / ranks)).
+
+        logits_to_keep: only the last positions (0: all). prompt: the tokens are part of a prompt, even if there is only one
+        per row; a single token counts as a decoding step otherwise.
+        """

@@ -1,8 +1,9 @@
-"""Snapshots of prompts, found again by their tokens, within a bound of bytes."""
+"""The prefix cache: snapshots of the cache after the beginnings of prompts, found by their tokens."""
 
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 import torch
 
@@ -10,31 +11,31 @@ from megatron_ssm.layers.cache import Snapshot
 
 
 class PrefixCache:
-    """{prefix: (snapshot, this rank's logits after it)}; the least recently used are dropped beyond `max_bytes`.
+    """{prefix: (snapshot, this rank's logits after it)}; the least recently used entries are dropped beyond `max_bytes`.
 
-    Keys and values that several snapshots share count once. Equal calls leave equal contents on every rank, since
-    snapshots of a prefix have the same size on all of them.
+    Keys and values that several snapshots share count once in `nbytes`. Ranks that make the same calls have the same
+    prefixes, because the snapshots of a prefix have the same size on all ranks.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
         self._entries: OrderedDict[bytes, tuple[Snapshot, torch.Tensor]] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
-        self._holders: Counter[int] = Counter()  # of each tensor, by its id
+        self._lengths: Counter[int] = Counter()  # {length: how many prefixes have it}
+        self._references: Counter[int] = Counter()  # {id of a tensor: how many entries hold it}
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, prefix) -> Snapshot | None:
-        """The snapshot of exactly this prefix."""
+    def get(self, prefix: Sequence[int]) -> Snapshot | None:
+        """The snapshot of exactly this prefix, or None."""
         key = _digest(prefix)
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
-    def longest(self, tokens) -> tuple[Snapshot, torch.Tensor] | None:
-        """The entry of the longest prefix of `tokens` that there is."""
+    def longest(self, tokens: Sequence[int]) -> tuple[Snapshot, torch.Tensor] | None:
+        """The snapshot and the logits of the longest prefix of `tokens` that is kept, or None."""
         found, state, start = None, hashlib.sha256(), 0
         for length in sorted(n for n in self._lengths if n <= len(tokens)):
             state.update(array("q", tokens[start:length]).tobytes())
@@ -46,28 +47,28 @@ class PrefixCache:
         self._entries.move_to_end(found)
         return self._entries[found]
 
-    def add(self, prefix, snapshot: Snapshot, logits: torch.Tensor) -> bool:
-        """Keep a snapshot, unless it is larger than all there is room for; whether it was kept."""
+    def add(self, prefix: Sequence[int], snapshot: Snapshot, logits: torch.Tensor) -> bool:
+        """Keep a new entry, unless it is larger than `max_bytes`; returns whether it was kept."""
         if sum(t.numel() * t.element_size() for t in [*snapshot.tensors(), logits]) > self.max_bytes:
             return False
         self._entries[_digest(prefix)] = snapshot, logits
         self._lengths[snapshot.length] += 1
-        self._hold(snapshot, logits, 1)
+        self._count(snapshot, logits, 1)
         while self.nbytes > self.max_bytes:
             _, (old, old_logits) = self._entries.popitem(last=False)
             self._lengths -= Counter([old.length])
-            self._hold(old, old_logits, -1)
+            self._count(old, old_logits, -1)
         return True
 
-    def _hold(self, snapshot, logits, change) -> None:
-        """Count an entry's tensors in or out."""
+    def _count(self, snapshot, logits, change) -> None:
+        """Add `change` to the references of an entry's tensors; count their bytes from the first reference to the last."""
         for tensor in [*snapshot.tensors(), logits]:
-            before = self._holders[id(tensor)]
-            self._holders[id(tensor)] += change
+            before = self._references[id(tensor)]
+            self._references[id(tensor)] += change
             if 0 in (before, before + change):
                 self.nbytes += change * tensor.numel() * tensor.element_size()
             if before + change == 0:
-                del self._holders[id(tensor)]
+                del self._references[id(tensor)]
 
 
 def _digest(tokens) -> bytes:

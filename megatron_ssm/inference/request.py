@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what comes of it."""
+"""A request to an engine, and the tokens generated for it so far."""
 
 from dataclasses import dataclass, field
 
@@ -7,11 +7,13 @@ from .sampling import Sampling
 
 @dataclass(eq=False)
 class Request:
-    """A sequence being continued.
+    """A sequence that an engine continues. For the arguments, up to min_new_tokens, see `generate`.
 
-    id: counts the engine's requests. tokens: the new ids so far. finished: None while there are more to come, then "stop"
-    (one of the stop tokens, or the completion of a stop string, is the last of `tokens`), "length" or "cancelled".
-    reused: tokens of the prompt that a prefix cache spared.
+    id: how many requests the engine took before this one. tokens: the new ids so far. finished: None while more tokens are
+    to come; then "stop" (the last of `tokens` is a stop token or completes a stop string), "length" or "cancelled". reused:
+    how many tokens of the prompt a prefix cache has saved from being read.
+
+    ValueError for arguments that are out of range or of a wrong type.
     """
 
     prompt: tuple[int, ...]
@@ -40,12 +42,12 @@ class Request:
             raise ValueError(f"seed={self.seed} must fit in 64 bits")
 
     @property
-    def said(self) -> tuple:
-        """What was asked for, in an order that does not depend on a set's."""
+    def arguments(self) -> tuple:
+        """What the request was made from; equal requests have equal `repr`s, on every rank."""
         return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
                 self.min_new_tokens)  # fmt: skip
 
     @property
-    def longest(self) -> int:
-        """The most positions it will have in the cache: its last token is not read."""
+    def max_cached_tokens(self) -> int:
+        """The most tokens it will have in the cache; the last new token is not read."""
         return len(self.prompt) + self.max_new_tokens - 1

@@ -1,10 +1,12 @@
-"""The choice of the next token, the same on every rank.
+"""Choosing the next token, the same on every rank.
 
-No rank samples alone. Greedy: each rank offers its slice's (largest logit, id), 2 numbers per sequence; with top-k its
-k best; otherwise its whole slice. From what they gathered, all ranks compute the same choice.
+Each rank holds the logits of its slice of the vocabulary. The ranks gather candidates: with greedy search the largest logit
+of each slice and its id, with top-k the k largest of each slice, otherwise all logits. From the same candidates, all ranks
+compute the same choice.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from megatron_ssm.parallel.layers import Ranks, gather_last
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: temperature 0 is greedy; top_k, then top_p, cut the distribution (None: they do not)."""
+    """How a token is chosen; see `generate`. ValueError for a value that is out of range or of a wrong type."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -36,70 +38,75 @@ class Sampling:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite")
 
 
-def choose(local, sampling: Sampling, generators, seen, ranks: Ranks) -> torch.Tensor:
-    """(batch,) token ids on the CPU, from every rank's (batch, width) slice of the logits.
+def choose_tokens(
+    local: torch.Tensor,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator | None],
+    seen: torch.Tensor | None,
+    ranks: Ranks,
+) -> torch.Tensor:
+    """(batch,) token ids on the CPU, the same on every rank. local: (batch, width), this rank's slice of the logits.
 
-    generators: one per row (not used at temperature 0). seen: (batch, width) bool, the ids each row has met (None: no
-    repetition penalty).
+    generators: one per row (not used at temperature 0). seen: (batch, width) bool, which ids of the slice the repetition
+    penalty applies to (None: there is no penalty). Gathers, per row and rank: 2 values with greedy search, 2 * top_k with
+    top-k, else the slice.
     """
     if seen is not None:
-        local = penalize(local, seen, sampling.repetition_penalty)
+        local = apply_repetition_penalty(local, seen, sampling.repetition_penalty)
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
     return _sample(values.cpu(), ids.cpu(), sampling, generators)
 
 
-def penalize(scores, seen, penalty: float):
-    """Scores with those of the ids already met moved down: divided by the penalty, or multiplied where negative."""
+def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Scores, those where `seen` is True divided by the penalty, or multiplied by it where they are negative."""
     return scores.where(~seen, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
-def offers(values, ids, ranks: Ranks):
-    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids go as the values' floats."""
+def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids are sent in the dtype of the values."""
     parts = ranks.gather(torch.stack([values, ids.to(values.dtype)]))
     values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
 
 
-def _greedy(local, ranks: Ranks):
-    """(batch,) ids of the largest logits, the lowest id among equals. Sends 2 numbers per sequence."""
+def _greedy(local, ranks: Ranks) -> torch.Tensor:
+    """(batch,) ids of the largest logits, the lowest id among equals."""
     index = local.argmax(-1, keepdim=True)
-    values, ids = offers(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
+    values, ids = gather_candidates(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
     return ids.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def _candidates(local, top_k, ranks: Ranks):
-    """Logits and ids (batch, n) that may be drawn, by falling logit, then id: all, or the top_k of all.
-
-    Sends the whole slice, or 2 top_k numbers per sequence.
-    """
+def _candidates(local, top_k, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits and ids (batch, n) that may be drawn, all or the top_k, by descending logit, then by ascending id."""
     width = local.shape[-1]
     if top_k is None or top_k >= width * ranks.size:
         values, ids = gather_last(local, ranks), None
     else:
         values, index = _largest(local, min(top_k, width))
-        values, ids = offers(values, index + ranks.rank * width, ranks)
-    values, order = values.sort(dim=-1, descending=True, stable=True)  # ranks hold rising ids: equals stay in order
+        values, ids = gather_candidates(values, index + ranks.rank * width, ranks)
+    # A higher rank holds higher ids, so a stable sort keeps equal logits in the order of their ids.
+    values, order = values.sort(dim=-1, descending=True, stable=True)
     return values[:, :top_k], (order if ids is None else ids.gather(-1, order))[:, :top_k]
 
 
 def _largest(local, count):
-    """The `count` largest of each row and their places, by falling value, then place."""
+    """The `count` largest values of each row and their indices, by descending value, then by ascending index."""
     values, index = local.topk(count, dim=-1)
-    exact = values.diff(dim=-1).all() and (local >= values[:, -1:]).sum() == values.numel()
-    if not exact:  # equal logits, whose order topk leaves open
+    is_unique = values.diff(dim=-1).all() and (local >= values[:, -1:]).sum() == values.numel()
+    if not is_unique:  # topk does not define the order of equal logits
         values, index = (t[:, :count] for t in local.sort(dim=-1, descending=True, stable=True))
     return values, index
 
 
 def _sample(values, ids, sampling: Sampling, generators):
-    """(batch,) ids: each row's uniform, inverted through its float64 distribution over the candidates."""
+    """(batch,) ids: each row's uniform number is mapped through the inverse of its float64 distribution."""
     probability = torch.softmax(values.double() / sampling.temperature, dim=-1)
     below = probability.cumsum(-1) - probability
     if sampling.top_p is not None:
         probability = probability.masked_fill(below >= sampling.top_p, 0)
     edges = probability.cumsum(-1)
     drawn = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    place = (edges <= (drawn * edges[:, -1]).unsqueeze(-1)).sum(-1, keepdim=True)
-    return ids.gather(-1, place.clamp(max=ids.shape[-1] - 1)).squeeze(-1)
+    index = (edges <= (drawn * edges[:, -1]).unsqueeze(-1)).sum(-1, keepdim=True)
+    return ids.gather(-1, index.clamp(max=ids.shape[-1] - 1)).squeeze(-1)

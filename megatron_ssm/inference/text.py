@@ -1,13 +1,19 @@
-"""Token ids to text: reading and writing tokenizer files, and text that appears while tokens are generated.
+"""From token ids to text: reading and writing tokenizer files, and text that appears while tokens are generated.
 
-Nothing here imports torch, and `tokenizers` is imported only where it is used: the command line must start fast.
+This module does not import torch, and imports `tokenizers` only where it is used, so that the command line starts fast.
 """
 
 import codecs
 import json
 import os
 import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT_ID = 256
@@ -17,8 +23,8 @@ REPLACEMENT = "\ufffd"
 # Tokenizer files
 
 
-def load_tokenizer(directory):
-    """The `tokenizers.Tokenizer` in directory/tokenizer.json, which neither truncates nor pads, whatever the file says.
+def load_tokenizer(directory: str | Path) -> "Tokenizer":
+    """The `tokenizers.Tokenizer` in directory/tokenizer.json; truncation and padding are off, whatever the file says.
 
     FileNotFoundError if that file does not exist, ValueError if it cannot be read as a tokenizer; both name it.
     """
@@ -36,12 +42,13 @@ def load_tokenizer(directory):
     return tokenizer
 
 
-def write_byte_tokenizer(directory):
+def write_byte_tokenizer(directory: str | Path) -> None:
     """Write a byte-level tokenizer: ids 0..255 are the byte values, 256 is <|endoftext|> (special).
 
     The files are tokenizer.json, tokenizer_config.json and generation_config.json; transformers' AutoTokenizer loads
     them. A text becomes its UTF-8 bytes, except that the literal <|endoftext|> in a text becomes id 256, as with any
-    special token (`tokenizer.encode_special_tokens = True` encodes it as text). The directory is made if necessary.
+    special token (`tokenizer.encode_special_tokens = True` encodes it as text). The directory is made if necessary. Each
+    file is complete when it appears under its name.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,12 +60,19 @@ def write_byte_tokenizer(directory):
         "clean_up_tokenization_spaces": False,
     }
     special_ids = {name: BYTE_END_OF_TEXT_ID for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _replace(directory / "tokenizer.json", _byte_tokenizer().to_str())
-    _replace(directory / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2) + "\n")
-    _replace(directory / "generation_config.json", json.dumps(special_ids, indent=2) + "\n")
+    texts = {
+        "tokenizer.json": _byte_tokenizer().to_str(),
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
+        "generation_config.json": json.dumps(special_ids, indent=2) + "\n",
+    }
+    # Written into a folder that only this user can write to, whoever else may write to the directory.
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as hidden:
+        for name, text in texts.items():
+            (Path(hidden) / name).write_text(text, encoding="utf-8")
+            os.replace(Path(hidden) / name, directory / name)
 
 
-def _byte_tokenizer():
+def _byte_tokenizer() -> "Tokenizer":
     """A BPE model with the 256 bytes as its vocabulary and no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -69,8 +83,8 @@ def _byte_tokenizer():
     return tokenizer
 
 
-def _byte_of_character():
-    """The alphabet of byte-level vocabularies (GPT-2's): a character for each byte, printable bytes for themselves."""
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level vocabularies (GPT-2's): one character per byte, which is itself for printable bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -80,20 +94,13 @@ def _byte_of_character():
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-def _replace(path, text):
-    """Write `text` to a temporary name beside `path` and rename it: `path` is never half written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 # Streaming
 
 
-def find_stop(text, stop_strings):
-    """Where to cut `text`: the start of the stop string that is completed first, or None.
+def find_stop(text: str, stop_strings: Iterable[str]) -> int | None:
+    """The index at which to cut `text`: the start of the stop string that is completed first, or None.
 
-    Of several that end at the same character the longest counts. So the cut does not depend on how the text arrived.
+    Of several that end at the same character the longest counts, so the cut does not depend on how the text was split.
     """
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_strings if stop in text]
     return min(found)[1] if found else None
@@ -102,20 +109,20 @@ def find_stop(text, stop_strings):
 class TextStream:
     """Incremental detokenizer: ids go in one by one, text comes out as soon as it is certain.
 
-    Held back are the bytes of an incomplete UTF-8 character (at most three) and any suffix of the text that may begin a
-    stop string. All text that came out, with `finish`, is what the tokenizer decodes from all the ids at once, special
-    tokens left out, up to the first completed stop string. The differences are where no text was valid: an id that
-    the tokenizer lacks prints as U+FFFD, and beside invalid bytes no valid character is lost (the ByteFallback decoder
-    replaces the whole run of bytes).
+    It holds back the bytes of an incomplete UTF-8 character (at most three) and any suffix of the text that may begin a
+    stop string. All text that comes out, including that of `finish`, is what the tokenizer decodes from all ids at once
+    without special tokens, up to the first completed stop string. It differs only where the text is not valid: an id that
+    the tokenizer lacks becomes U+FFFD, and valid characters next to invalid bytes are kept (the ByteFallback decoder would
+    replace the whole run of bytes).
 
-    A push costs the same however much was generated before. For tokenizers of bytes (ByteLevel; the <0xE2> tokens of
-    ByteFallback) the bytes go through an incremental UTF-8 decoder. Any other token is decoded together with the token
-    before it, and that one's text is taken off: where decoding depends on a neighbour (the leading space of Metaspace,
-    the ## of WordPiece), it is this one.
+    The cost of a push does not depend on how much was generated before. For tokenizers of bytes (ByteLevel; the <0xE2>
+    tokens of ByteFallback) the bytes go through an incremental UTF-8 decoder. Any other token is decoded together with the
+    previous one, and the previous one's text is removed; where decoding depends on a neighbour (the leading space of
+    Metaspace, the ## of WordPiece), it depends on this one.
     """
 
-    def __init__(self, tokenizer, stop_strings=(), special_ids=()):
-        """special_ids: ids not to be printed besides the tokenizer's own special tokens (they may exceed its size).
+    def __init__(self, tokenizer: "Tokenizer", stop_strings: str | Iterable[str] = (), special_ids: Iterable[int] = ()):
+        """special_ids: ids that are not printed, in addition to the tokenizer's special tokens (they may exceed its size).
 
         ValueError if a stop string is empty.
         """
@@ -128,25 +135,25 @@ class TextStream:
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._previous = []  # the last id that the tokenizer knows
+        self._previous: list[int] = []  # the last id that the tokenizer knows
         self._held = ""
 
-    def push(self, token_id):
-        """Take one id (int); return the text (str, often empty) that has become certain."""
+    def push(self, token_id: int) -> str:
+        """Take one id; return the text, often empty, that has become certain."""
         if self.stopped or token_id in self._special_ids:
             return ""
         return self._release(self._detokenize(token_id))
 
-    def finish(self):
-        """After the last id: return what was held back, incomplete UTF-8 as U+FFFD. Empty after a stop string."""
+    def finish(self) -> str:
+        """After the last id: return what was held back, with incomplete UTF-8 as U+FFFD; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._flush_bytes()) + self._held
         self._held = ""
         return text
 
-    def _detokenize(self, token_id):
-        """The text that this id adds, as far as its characters are complete."""
+    def _detokenize(self, token_id: int) -> str:
+        """The text that this id adds, up to the last complete character."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return self._flush_bytes() + REPLACEMENT
@@ -159,29 +166,29 @@ class TextStream:
         self._previous = [token_id]
         return text
 
-    def _flush_bytes(self):
+    def _flush_bytes(self) -> str:
         return self._utf8.decode(b"", final=True)
 
-    def _release(self, text):
-        """Add `text` to what is held; return the part that can belong to no stop string."""
+    def _release(self, text: str) -> str:
+        """Add `text` to what is held; return the part that cannot belong to a stop string."""
         text = self._held + text
         cut = find_stop(text, self._stop_strings)
         self.stopped = cut is not None
         if not self.stopped:
-            cut = len(text) - _begun_stop(text, self._stop_strings)
+            cut = len(text) - _begun_stop_length(text, self._stop_strings)
         self._held = "" if self.stopped else text[cut:]
         return text[:cut]
 
 
-def _begun_stop(text, stop_strings):
+def _begun_stop_length(text: str, stop_strings: Sequence[str]) -> int:
     """The length of the longest suffix of `text` that begins a stop string without completing it."""
     longest = max((len(stop) - 1 for stop in stop_strings), default=0)
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stop_strings)), 0)
 
 
-def _byte_reader(tokenizer):
-    """The function from a token to its bytes, or to None where the token stands for text."""
+def _byte_reader(tokenizer: "Tokenizer") -> Callable[[str], bytes | None]:
+    """The function that maps a token to its bytes, or to None if the token stands for text."""
     decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()  # JSON
     if b'"ByteLevel"' in decoder:
         return _byte_level_bytes
@@ -190,13 +197,13 @@ def _byte_reader(tokenizer):
     return lambda token: None
 
 
-def _byte_level_bytes(token):
-    """Each character stands for a byte; an added token with any other character stands for itself."""
+def _byte_level_bytes(token: str) -> bytes:
+    """Each character stands for a byte; an added token that contains any other character stands for itself."""
     if all(character in _BYTE_OF_CHARACTER for character in token):
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     return token.encode()
 
 
-def _byte_fallback_bytes(token):
+def _byte_fallback_bytes(token: str) -> bytes | None:
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(match[1]) if match else None

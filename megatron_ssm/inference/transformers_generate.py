@@ -1,21 +1,23 @@
-"""`model.generate` with transformers' arguments, defaults and result."""
+"""`model.generate` with the arguments, defaults and result of transformers' `generate`."""
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_ssm.configs.config import token_ids
 
-from .beam_search import Beams, beam_search
+from .beam_search import BeamSettings, beam_search
 from .generation import generate
 from .language_model import LanguageModel
 from .request import Request
 from .sampling import Sampling
 
-# transformers 5.23's defaults of what is implemented here.
+# The arguments that are implemented, with the defaults of transformers 5.24.
 DEFAULTS = dict(
     max_length=None, max_new_tokens=None, min_length=0, min_new_tokens=None, do_sample=False, num_beams=1,
     num_return_sequences=1, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, length_penalty=1.0,
@@ -23,8 +25,8 @@ DEFAULTS = dict(
 )  # fmt: skip
 DEFAULT_NEW_TOKENS = 20
 
-# What would change the tokens and is not implemented: the values that do not.
-_NEUTRAL = dict(
+# Arguments that are not implemented, with the value that does not change the tokens.
+_NOT_IMPLEMENTED = dict(
     num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, min_p=None, top_h=None,
     epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
     encoder_repetition_penalty=1.0, bad_words_ids=None, force_words_ids=None, constraints=None,
@@ -36,7 +38,7 @@ _NEUTRAL = dict(
     output_hidden_states=False, streamer=None, inputs_embeds=None, past_key_values=None, negative_prompt_ids=None,
 )  # fmt: skip
 # Fields of a generation configuration that do not change the tokens.
-_IRRELEVANT = frozenset(
+_IGNORED = frozenset(
     """use_cache cache_implementation cache_config max_cache_len bos_token_id decoder_start_token_id transformers_version
     _from_model_config is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
     max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
@@ -46,95 +48,112 @@ _IRRELEVANT = frozenset(
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What a call means: `beams`, or `options` of `megatron_ssm.generate`; each prompt `sequences` times."""
+class _Call:
+    """A call in terms of this package: beam search with `beams` if it is given, else `generate` with `options`.
+
+    repetitions: how many sequences each prompt gets (`num_return_sequences`).
+    """
 
     attention_mask: torch.Tensor | None
-    sequences: int
-    beams: Beams | None
+    repetitions: int
+    beams: BeamSettings | None
     options: dict
 
 
 def transformers_generate(
-    model: LanguageModel, input_ids, attention_mask, generation_config, seed, arguments
+    model: LanguageModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    generation_config: Any,
+    seed: int | None,
+    arguments: Mapping[str, Any],
 ) -> torch.Tensor:
-    """See `Model.generate`."""
-    plans = []
+    """See `Model.generate`. The ranks compare what they are called with first: it gathers 16 bytes from each."""
+    calls = []
 
-    def asked():
-        values = _settings(model, generation_config, arguments)
-        plans.append(_plan(model, input_ids, attention_mask, values, seed))
-        mask = plans[0].attention_mask
-        return plans[0].beams, plans[0].options, input_ids.tolist(), None if mask is None else mask.tolist()
+    def compared():
+        values = _merged_arguments(model, generation_config, arguments)
+        call = _as_call(model, input_ids, attention_mask, values, seed)
+        calls.append(call)
+        mask = None if call.attention_mask is None else call.attention_mask.tolist()
+        return call.beams, call.options, call.repetitions, input_ids.tolist(), mask
 
-    model.ranks.agree(model.device, asked)
-    plan = plans[0]
-    rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(plan.sequences)
-    if plan.beams is not None:
-        new = beam_search(model, input_ids, plan.attention_mask, plan.beams)
+    model.ranks.agree(model.device, compared)
+    call = calls[0]
+    rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(call.repetitions)
+    if call.beams is not None:
+        new = beam_search(model, input_ids, call.attention_mask, call.beams)
     else:
-        mask = None if plan.attention_mask is None else plan.attention_mask[rows]
-        new = generate(model, input_ids[rows], mask, **plan.options)
+        mask = None if call.attention_mask is None else call.attention_mask[rows]
+        new = generate(model, input_ids[rows], mask, **call.options)
     return torch.cat([input_ids[rows], new.to(input_ids.device)], dim=1)
 
 
-def _plan(model, input_ids, attention_mask, values, seed) -> _Plan:
-    """The settings as what is to be done; ValueError for what cannot be."""
+def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
+    """What the arguments mean for these prompts; ValueError for what is wrong or not implemented."""
     eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
-    model.check(input_ids)
+    model.check_inputs(input_ids)
     if attention_mask is None and pad is not None and pad not in eos:
         attention_mask = (input_ids != pad).long()
-        if (attention_mask.diff(dim=1) < 0).any():  # transformers would hide them, and go on as if nothing was
+        if (attention_mask.diff(dim=1) < 0).any():  # transformers would mask them without a warning
             raise ValueError(f"pad_token_id={pad} stands after other tokens of a prompt: pass an attention_mask")
-    model.check(input_ids, attention_mask)
+    model.check_inputs(input_ids, attention_mask)
     length = input_ids.shape[1]
     longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
     shortest = max(0, values["min_length"] - length) if shortest is None else shortest
     sampling = Sampling(0.0, repetition_penalty=values["repetition_penalty"])
     if values["do_sample"]:
         sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p")})
-    Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError if it cannot be
-    sequences = values["num_return_sequences"]
+    Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError for a value out of range
+    repetitions = values["num_return_sequences"]
     if values["num_beams"] > 1:
-        fill = (pad or eos[0]) if eos else -1  # transformers' own: pad id 0 counts as none
-        beams = Beams(
+        fill = (pad or eos[0]) if eos else -1  # as transformers does, which takes a pad_token_id of 0 for none
+        beams = BeamSettings(
             values["num_beams"], longest, eos, fill, values["length_penalty"], values["early_stopping"],
-            values["repetition_penalty"], shortest, sequences,
+            values["repetition_penalty"], shortest, repetitions,
         )  # fmt: skip
-        return _Plan(attention_mask, sequences, beams, {})
+        return _Call(attention_mask, repetitions, beams, {})
     options = dict(
         vars(sampling), max_new_tokens=longest, min_new_tokens=shortest, stop_tokens=eos, seed=seed,
         stop_strings=values["stop_strings"] or (), pad_token_id=pad if pad is not None else (eos or (0,))[0],
     )  # fmt: skip
-    return _Plan(attention_mask, sequences, None, options)
+    return _Call(attention_mask, repetitions, None, options)
 
 
-def _settings(model, generation_config, arguments) -> dict:
-    """DEFAULTS, overruled by the checkpoint's generation configuration, then by the one given, then by the arguments.
+def _merged_arguments(model, generation_config, arguments) -> dict[str, Any]:
+    """DEFAULTS, overridden by the checkpoint's generation configuration, then by the one given, then by the arguments.
 
-    A checkpoint's own configuration may have fields that nobody knows, as in transformers.
+    A checkpoint's own configuration may have unknown fields, as in transformers. ValueError for a value that is wrong, or
+    that would change the tokens and is not implemented.
     """
-    values, checkpoint = dict(DEFAULTS), _of_checkpoint(model)
+    values: dict[str, Any] = dict(DEFAULTS)
+    checkpoint = _checkpoint_configuration(model)
     for source in (checkpoint, _as_dict(generation_config), arguments):
         for name, value in source.items():
             value = value.tolist() if torch.is_tensor(value) and name in DEFAULTS else value
-            if name in _NEUTRAL and value not in (None, [], _NEUTRAL[name]):
+            if name in _NOT_IMPLEMENTED and value not in (None, [], _NOT_IMPLEMENTED[name]):
                 raise ValueError(f"generate: {name}={value!r} is not implemented")
-            if name not in DEFAULTS and name not in _NEUTRAL and name not in _IRRELEVANT and source is not checkpoint:
+            if (
+                name not in DEFAULTS
+                and name not in _NOT_IMPLEMENTED
+                and name not in _IGNORED
+                and source is not checkpoint
+            ):
                 close = difflib.get_close_matches(name, DEFAULTS, 1)
                 raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
             if name in DEFAULTS and (value is not None or source is arguments):
-                values[name] = value  # type: ignore[assignment]
+                values[name] = value
     for name in ("temperature", "repetition_penalty", "length_penalty", "early_stopping", "do_sample", "min_length"):
         values[name] = DEFAULTS[name] if values[name] is None else values[name]
-    _check(values)
+    _check_values(values)
     sampled = values["do_sample"]
     values["top_k"] = values["top_k"] if sampled and values["top_k"] else None
     values["top_p"] = values["top_p"] if sampled and values["top_p"] not in (None, 1.0) else None
     return values
 
 
-def _check(values) -> None:
+def _check_values(values) -> None:
+    """ValueError for a value of another type, and for combinations that are not implemented."""
     if isinstance(values["length_penalty"], bool) or not isinstance(values["length_penalty"], int | float):
         raise ValueError(f"length_penalty={values['length_penalty']!r} must be a number")
     for name in ("num_beams", "num_return_sequences"):
@@ -164,19 +183,19 @@ def _new_tokens(values, length) -> int:
     return values["max_length"] - length
 
 
-def _of_checkpoint(model) -> dict:
-    """The checkpoint's generation_config.json; without one, what its config.json says of generation."""
+def _checkpoint_configuration(model) -> dict[str, Any]:
+    """The checkpoint's generation_config.json; without one, the fields of its config.json that concern generation."""
     path = Path(model.directory or ".") / "generation_config.json"
     if model.directory is None or not path.is_file():
-        return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NEUTRAL}
+        return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NOT_IMPLEMENTED}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
 
 
-def _as_dict(generation_config) -> dict:
-    """A transformers GenerationConfig, a dictionary, or None."""
+def _as_dict(generation_config) -> dict[str, Any]:
+    """The fields of a transformers GenerationConfig, a dictionary, or None."""
     if generation_config is None:
         return {}
     return dict(generation_config if isinstance(generation_config, dict) else generation_config.to_dict())

@@ -1,4 +1,4 @@
-"""New parameters, drawn so that they do not depend on the number of ranks."""
+"""Initial values of parameters, which do not depend on the number of ranks."""
 
 import math
 import zlib
@@ -12,42 +12,46 @@ from .model import Model
 
 @torch.no_grad()
 def initialize(model: Model, seed: int = 0) -> Model:
-    """Draw every parameter as state-spaces' Mamba does; each field from its own generator, whole, then cut to this rank."""
+    """Draw every parameter as state-spaces' Mamba does, in place; returns the model.
+
+    Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
+    ranks must use the same seed. Sends nothing.
+    """
     for parameter in model.parameters():
         field = field_of(parameter)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # it uses only 32 bits
-        whole = _DRAWS[field.init](model.config, field.shape, generator)
-        parameter.copy_(whole[field.piece(model.ranks.rank, model.ranks.size)])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
+        full = _DRAWS[field.init](model.config, field.shape, generator)
+        parameter.copy_(full[field.piece(model.ranks.rank, model.ranks.size)])
     return model
 
 
-def _uniform(shape, bound, generator):
+def _uniform(shape, bound, generator) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
 
 
-def _linear(config, shape, generator):
-    """torch's own: uniform within 1/sqrt(inputs); a convolution's inputs are its taps."""
+def _linear(config, shape, generator) -> torch.Tensor:
+    """torch's default: uniform in +-1/sqrt(inputs); the inputs of a convolution are its taps."""
     return _uniform(shape, shape[-1] ** -0.5, generator)
 
 
-def _out_proj(config, shape, generator):
+def _out_proj(config, shape, generator) -> torch.Tensor:
     """Scaled down by the square root of the number of residual additions (GPT-2)."""
     return _linear(config, shape, generator) / math.sqrt(config.num_layers)
 
 
-def _embedding(config, shape, generator):
+def _embedding(config, shape, generator) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
 
 
-def _a_log(config, shape, generator):
+def _a_log(config, shape, generator) -> torch.Tensor:
     """Mamba-1: A = -1 .. -N for every channel (S4D-real); Mamba-2: one A per head, uniform in [1, 16]."""
     if len(shape) == 2:
         return torch.arange(1, shape[1] + 1, dtype=torch.float64).log().expand(shape)
     return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
 
 
-def _dt_bias(config, shape, generator):
-    """softplus^-1 of a step size drawn log-uniformly from the configuration's range."""
+def _dt_bias(config, shape, generator) -> torch.Tensor:
+    """The inverse softplus of a step size that is drawn log-uniformly from the configuration's range."""
     low, high, floor = config.dt_init
     drawn = torch.rand(shape, dtype=torch.float64, generator=generator)
     dt = torch.exp(drawn * math.log(high / low) + math.log(low)).clamp(min=floor)

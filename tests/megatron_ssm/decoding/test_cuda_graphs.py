@@ -546,7 +546,7 @@ def test_generation(family, made):
     def served(model):
         engine = Engine(model, slots=2, chunk=4)
         requests = [engine.add(prompt, max_new_tokens=5 + i) for i, prompt in enumerate(prompts)]
-        while engine.busy:
+        while engine.is_busy:
             engine.step()
         return [request.tokens for request in requests]
 

@@ -83,7 +83,7 @@ def stops(draw, solo, directory):
 def play(model, settings, arrivals):
     """(tokens, end, reused) of each request, and the engine; every step is checked on the way."""
     engine, requests, step = Engine(model, **settings), {}, 0
-    while len(requests) < len(arrivals) or engine.busy:
+    while len(requests) < len(arrivals) or engine.is_busy:
         for index, arrival in enumerate(arrivals):
             if arrival.step == step:
                 requests[index] = engine.add(arrival.prompt, **arrival.options)
@@ -95,7 +95,7 @@ def play(model, settings, arrivals):
         assert [request.id for request in advanced] == sorted({request.id for request in advanced})
         for request, count in before.items():
             assert len(request.tokens) == count + (request in advanced)
-        assert engine.prefixes.nbytes <= settings["prefix_bytes"]
+        assert engine.prefix_cache.nbytes <= settings["prefix_bytes"]
         step += 1
     return [(r.tokens, r.finished, r.reused) for _, r in sorted(requests.items())], engine
 
@@ -149,7 +149,7 @@ def run_scenarios(ranks, world, directory, seeds, **options):
 
 def test_an_idle_engine_does_nothing():
     engine = Engine(load(checkpoint("mamba2")))
-    assert engine.step() == [] and not engine.busy
+    assert engine.step() == [] and not engine.is_busy
     request = engine.add([1, 2], max_new_tokens=2)
     assert list(engine.stream(request)) == list(engine.stream(request)) == request.tokens
     engine.cancel(request)  # too late
@@ -161,7 +161,7 @@ def test_slots_are_given_in_the_order_of_arrival_and_free_at_once():
     engine = Engine(load(checkpoint("zamba")), slots=2)
     first, second, third = (engine.add([i + 1], max_new_tokens=n) for i, n in enumerate((2, 4, 2)))
     steps = []
-    while engine.busy:
+    while engine.is_busy:
         steps.append(engine.step())
     assert steps == [[first, second], [first, second], [second, third], [second, third]]
 
@@ -180,7 +180,7 @@ def test_cancelling():
     assert {r.finished for r in (decoding, reading, waiting)} == {"cancelled"}
     assert list(engine.stream(reading)) == []
     assert list(engine.stream(last)) == generate(model, torch.tensor([prompt[:5]]), max_new_tokens=3)[0].tolist()
-    assert (engine.prefilled_tokens, len(decoding.tokens), engine.busy) == (1 + 2 + 5, 1, False)
+    assert (engine.prefilled_tokens, len(decoding.tokens), engine.is_busy) == (1 + 2 + 5, 1, False)
 
 
 def test_two_streams_of_one_engine():
@@ -199,7 +199,7 @@ def test_without_a_seed_all_ranks_draw_the_same_and_each_request_others(ranks, w
         engine = Engine(model, slots=4)
         requests = [engine.add([1, 2], 8, temperature=2.0) for _ in range(3)]
         again = engine.add([1, 2], 8, temperature=2.0, seed=requests[1].seed)
-        while engine.busy:
+        while engine.is_busy:
             engine.step()
         return [request.tokens for request in (*requests, again)]
 
@@ -223,7 +223,7 @@ def served(engine, draw, requests):
         if number % 4 == 0:
             engine.step()
         running = [request for request in running if request.finished is None]
-    while engine.busy:
+    while engine.is_busy:
         engine.step()
 
 
@@ -241,7 +241,7 @@ def test_a_thousand_requests_leave_nothing_behind(family, prefix_bytes):
     served(engine, draw, 100)
     count, nbytes = tensors()
     served(engine, draw, 1000)
-    assert engine.prefixes.nbytes <= prefix_bytes
+    assert engine.prefix_cache.nbytes <= prefix_bytes
     count_after, nbytes_after = tensors()
     kept, work = PLANS * 4, PLANS * 2**14  # what decoding some rows of the cache leaves, of one layer's size
     assert abs(nbytes_after - nbytes) <= prefix_bytes + work and count_after <= count + prefix_bytes // 1000 + kept

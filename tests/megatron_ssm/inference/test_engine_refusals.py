@@ -1,12 +1,13 @@
 """What an engine refuses. Oracles: tables of mistakes; the tokens of a good request that comes after them."""
 
 import resource
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ssm import Engine, load
+from megatron_ssm import Engine, generate, load
 from serving import VOCAB, attempt, checkpoint, on_ranks
 
 several_ranks = pytest.mark.parametrize("world", (2, 4))
@@ -46,7 +47,7 @@ def add_all(model, cases):
     """What each request is answered; then one that is good must be as if there had been no others."""
     engine = Engine(model, slots=2, max_length=12)
     answers = [attempt(engine.add, **case) for case in cases]
-    assert not engine.busy
+    assert not engine.is_busy
     good = engine.add(**GOOD)
     assert good.id == 0
     return answers, list(engine.stream(good))
@@ -112,7 +113,7 @@ def test_a_request_that_is_too_large_for_memory(ranks, world):
         engine = Engine(model)
         before = list(engine.stream(engine.add(**GOOD))), engine.cache.nbytes
         error = attempt(engine.add, [1, 2], max_new_tokens=10**9)
-        assert error is not None and not engine.busy
+        assert error is not None and not engine.is_busy
         assert (list(engine.stream(engine.add(**GOOD))), engine.cache.nbytes) == before
         return error[0]
 
@@ -155,7 +156,7 @@ def test_engines_that_differ_between_ranks(ranks, world):
         model = load(checkpoint("mamba2"), dist.group.WORLD)
         engines = [Engine(model, **({name: value} if rank == 1 else {})) for name, value in OPTIONS.items()]
         answers = [attempt(engine.add, **GOOD) for engine in engines]
-        assert not any(engine.busy for engine in engines)
+        assert not any(engine.is_busy for engine in engines)
         return answers, served(Engine(model), **GOOD)
 
     checkpoint("mamba2")
@@ -184,6 +185,81 @@ def test_a_request_that_one_rank_cancels(ranks, world, running):
     alone = on_ranks(ranks, 1, checkpoint("zamba2"), lambda model: served(Engine(model), prompt=[3], max_new_tokens=5))
     for answers, tokens in ranks(run, world):
         assert len(answers) == 2 and all(differ(answer, [world - 1]) for answer in answers) and tokens == alone
+
+
+# Calls that differ between ranks
+
+
+def answers_of_calls(world, calls):
+    """On every rank: the answers of `calls`(engine, request, is_odd), of which the last rank is the odd one."""
+    directory = checkpoint("zamba2")
+
+    def run(rank):
+        engine = Engine(load(directory, dist.group.WORLD), slots=2)
+        return calls(engine, engine.add([1, 2], 5), rank == world - 1)
+
+    return run
+
+
+@several_ranks
+@pytest.mark.parametrize("is_running", (False, True))
+def test_a_step_after_one_rank_alone_cancelled(ranks, world, is_running):
+    """It is an error on every rank, until the others cancel the request too."""
+
+    def calls(engine, first, is_odd):
+        second = engine.add([3], 5)
+        if is_running:
+            engine.step()
+        if is_odd:
+            engine.cancel(first)
+        answers = [
+            attempt(engine.step),
+            attempt(next, engine.stream(second)) if not is_running else attempt(engine.step),
+        ]
+        engine.cancel(first)
+        return answers, list(engine.stream(second))
+
+    alone = on_ranks(ranks, 1, checkpoint("zamba2"), lambda model: served(Engine(model), prompt=[3], max_new_tokens=5))
+    for answers, tokens in ranks(answers_of_calls(world, calls), world, timeout=30):
+        assert len(answers) == 2 and all(differ(answer, [world - 1]) for answer in answers), answers
+        assert "unfinished requests" in answers[0][1] and tokens == alone
+
+
+@several_ranks
+def test_a_rank_that_adds_while_the_others_step(ranks, world):
+    def calls(engine, first, is_odd):
+        answer = attempt(engine.add, [3], 5) if is_odd else attempt(engine.step)
+        return answer, list(engine.stream(first))
+
+    alone = on_ranks(
+        ranks, 1, checkpoint("zamba2"), lambda model: served(Engine(model), prompt=[1, 2], max_new_tokens=5)
+    )
+    for answer, tokens in ranks(answers_of_calls(world, calls), world, timeout=30):
+        assert answer is not None and differ(answer, [world - 1]) and tokens == alone
+
+
+@several_ranks
+def test_ranks_with_different_tokenizers(ranks, world, tmp_path):
+    """They would find a stop string at different tokens: a request that has one is refused by all, also by `generate`."""
+    same, other = checkpoint("mamba2"), tmp_path / "other"
+    shutil.copytree(same, other)
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":97', '"a":98').replace('"b":98', '"b":97', 1))
+    assert path.read_text() != (same / "tokenizer.json").read_text()
+
+    def run(rank):
+        model = load(other if rank == world - 1 else same, dist.group.WORLD, dtype=torch.float64)
+        engine, prompt = Engine(model), torch.tensor([[1, 2, 3]])
+        answers = [
+            attempt(engine.add, [1, 2, 3], stop_strings=["a"]),
+            attempt(generate, model, prompt, max_new_tokens=3, stop_strings="a"),
+        ]
+        return answers, served(engine, prompt=[1, 2, 3], max_new_tokens=3)
+
+    alone = on_ranks(ranks, 1, same, lambda model: served(Engine(model), prompt=[1, 2, 3], max_new_tokens=3))
+    for answers, tokens in ranks(run, world, timeout=30):
+        assert all(answer is not None and differ(answer, [world - 1]) for answer in answers), answers
+        assert tokens == alone
 
 
 def test_a_request_of_another_engine():

@@ -105,8 +105,8 @@ def test_all_ranks_keep_the_same_prefixes(ranks, world):
         for _ in range(25):
             request = engine.add(stem[: draw.randint(1, 12)] + [draw.randrange(3)], max_new_tokens=1)
             list(engine.stream(request))
-            found.append((request.reused, len(engine.prefixes), engine.prefixes.nbytes))
-        assert engine.prefixes.nbytes == distinct_bytes(engine.prefixes._entries.values())
+            found.append((request.reused, len(engine.prefix_cache), engine.prefix_cache.nbytes))
+        assert engine.prefix_cache.nbytes == distinct_bytes(engine.prefix_cache._entries.values())
         return found
 
     found = on_ranks(ranks, world, checkpoint("zamba2"), run)
@@ -124,10 +124,10 @@ class Recording(Engine):
         super().__init__(*args, **kwargs)
         self.logits = {}
 
-    def _choose(self, slots):
+    def _choose_tokens(self, slots):
         for slot in slots:
             self.logits.setdefault(slot.request.id, []).append(slot.logits.clone())
-        super()._choose(slots)
+        super()._choose_tokens(slots)
 
 
 def serve(engine, prompt, **options):
@@ -215,11 +215,11 @@ def test_equal_prompts_that_arrive_together(ranks, world):
     def run(model):
         engine = Recording(model, slots=3, prefix_bytes=10**7, block=BLOCK)
         together = [engine.add(PROMPT, max_new_tokens=3) for _ in range(3)]
-        while engine.busy:
+        while engine.is_busy:
             engine.step()
         later, _, read = serve(engine, PROMPT, max_new_tokens=3)
         assert {len(PROMPT)} == {engine.prefilled_tokens // 3} and read == 0
-        return [request.tokens for request in (*together, later)], len(engine.prefixes)
+        return [request.tokens for request in (*together, later)], len(engine.prefix_cache)
 
     tokens, entries = on_ranks(ranks, world, checkpoint("zamba2"), run)
     assert all(row == tokens[0] for row in tokens)

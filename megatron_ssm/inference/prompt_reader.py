@@ -1,0 +1,70 @@
+"""Reads the prompts of an `Engine` piece by piece, and keeps snapshots of them in a prefix cache."""
+
+from collections.abc import Iterable
+
+from megatron_ssm.layers.cache import Cache
+
+from .language_model import LanguageModel
+from .prefix_cache import PrefixCache
+from .slot import Slot, run_model
+
+
+class PromptReader:
+    """Reads up to `chunk` tokens (None: all) of each prompt per step, into the rows of `cache`.
+
+    block: with a prefix cache, snapshots are taken after every `block` tokens and at the end of a prompt.
+    """
+
+    def __init__(self, model: LanguageModel, cache: Cache, prefix_cache: PrefixCache, chunk: int | None, block: int):
+        self.model, self.cache, self.prefix_cache = model, cache, prefix_cache
+        self.chunk, self.block = chunk, block
+        self.tokens_read = 0  # of all prompts
+
+    def begin(self, slot: Slot) -> None:
+        """Clear the slot's row, or restore the longest prefix of its prompt that the prefix cache has."""
+        self.cache.reset(slot.row)
+        entry = self.prefix_cache.longest(slot.request.prompt)
+        if entry is not None:
+            slot.snapshot, logits = entry
+            self.cache.restore(slot.row, slot.snapshot)
+            slot.tokens_read = slot.request.reused = slot.snapshot.length
+            slot.logits = None if slot.is_reading else logits
+
+    def read(self, slots: Iterable[Slot]) -> None:
+        """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
+
+        Calls the model once for all pieces of the same length.
+        """
+        slots = sorted(slots, key=lambda slot: slot.row)
+        budgets = {slot: self.chunk or len(slot.request.prompt) for slot in slots}
+        while budgets:
+            groups: dict[int, list[Slot]] = {}
+            for slot, budget in budgets.items():
+                groups.setdefault(self._piece_length(slot, budget), []).append(slot)
+            for length, group in groups.items():
+                pieces = [slot.request.prompt[slot.tokens_read : slot.tokens_read + length] for slot in group]
+                run_model(self.model, self.cache, group, pieces, prompt=True)
+                for slot in group:
+                    budgets[slot] -= length
+                    self._finish_piece(slot, length)
+            budgets = {slot: budget for slot, budget in budgets.items() if budget and slot.is_reading}
+
+    def _piece_length(self, slot, budget) -> int:
+        """How many tokens of a prompt to read in one call; a piece ends where a snapshot is taken."""
+        length = min(budget, len(slot.request.prompt) - slot.tokens_read)
+        return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
+
+    def _finish_piece(self, slot, length) -> None:
+        """Count a piece that was read, and take a snapshot if it ends where one is due."""
+        slot.tokens_read += length
+        self.tokens_read += length
+        if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
+            prefix = slot.request.prompt[: slot.tokens_read]
+            snapshot = self.prefix_cache.get(prefix)
+            if snapshot is None:
+                snapshot = self.cache.snapshot(slot.row, slot.snapshot)
+                was_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone())
+                snapshot = snapshot if was_kept else None
+            slot.snapshot = snapshot
+        if slot.is_reading:
+            slot.logits = None
