@@ -1,6 +1,5 @@
-"""The command line: `python -m megatron_ssm generate`, `doctor`, `convert` and the others.
+"""The command line: `python -m megatron_ssm generate`, `convert` and `doctor`. Imports torch after it has checked the flags.
 
-In: arguments. Out: text or JSON on stdout, one line on stderr for an error.
-Loads torch only once the arguments have been checked.
+In: arguments. Out: text or JSON on stdout, one line on stderr for an error, and an exit code.
 May import: configs, parallel, inference, checkpoints, diagnostics.
 """

@@ -3,47 +3,86 @@
 import json
 import logging
 import time
+from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.convert import convert
 from megatron_ssm.checkpoints.hf import load
 from megatron_ssm.configs.config import Config, read_for_ranks, token_ids
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.inference.text import TextStream, load_tokenizer
-from megatron_ssm.parallel.groups import check_world, device_of_rank, launched_ranks, replicas, shut_down
+from megatron_ssm.parallel.groups import check_world, device_of_rank, join, launched_ranks, replicas, shut_down
 from sparsefusion.foundation.command_line import Printer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-def generate(arguments) -> None:
-    """`generate`: on every rank; rank 0 prints. Everything that can be wrong is found before ranks communicate."""
-    directory = Path(arguments.model)
+# generate
+
+
+def generate(arguments: Namespace) -> None:
+    """Run `generate` on every rank of the launcher, or alone; rank 0 prints.
+
+    The ranks join before they read their inputs and compare what they have read, so an input that one rank alone cannot read
+    is one error on all of them.
+    """
     tensor = arguments.tp or launched_ranks()
-    config = read_for_ranks(arguments.model, tensor)
-    tokenizer = load_tokenizer(directory)
-    prompt = _prompt_ids(arguments, tokenizer, config)
-    eos = () if arguments.ignore_eos else _stop_tokens(directory, config)
     check_world(tensor, launched_ranks())
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
     try:
-        groups = replicas(tensor, device, init_method=arguments.rendezvous)
+        join(tensor, device, init_method=arguments.rendezvous)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        inputs = run_and_compare(
+            lambda: _Inputs.read(arguments, tensor), _Inputs.fingerprint, [world], device_of_rank(device)
+        )
+        groups = replicas(tensor, device)
         dtype = getattr(torch, arguments.dtype)
-        model = load(directory, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce,
+        model = load(arguments.model, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
-        with model:  # and without its graphs before its groups go
-            _continue(model, tokenizer, prompt, eos, arguments, speaks=groups.rank == 0)
+        with model:  # its CUDA graphs are released before the groups are destroyed
+            _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
     finally:
         shut_down()
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What `generate` reads besides the weights. stop_tokens: the ids that end the text."""
+
+    config: Config
+    tokenizer: "Tokenizer"
+    prompt: list[int]
+    stop_tokens: tuple[int, ...]
+
+    @classmethod
+    def read(cls, arguments, tensor_ranks: int) -> "_Inputs":
+        """Read them on this rank; ValueError or OSError if one of them is wrong."""
+        directory = Path(arguments.model)
+        config = read_for_ranks(arguments.model, tensor_ranks)
+        tokenizer = load_tokenizer(directory)
+        prompt = _prompt_ids(arguments, tokenizer, config)
+        stop_tokens = () if arguments.ignore_eos else _stop_tokens(directory, config)
+        return cls(config, tokenizer, prompt, stop_tokens)
+
+    def fingerprint(self) -> tuple:
+        """What must be equal on all ranks."""
+        return self.config, self.stop_tokens, self.prompt
+
+
 def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
-    """The prompt as ids that the model knows."""
+    """The prompt as ids of the model's vocabulary."""
     if arguments.prompt_file is not None:
         name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()
     else:
@@ -62,55 +101,75 @@ def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
 
 
 def _stop_tokens(directory: Path, config: Config) -> tuple[int, ...]:
-    """The checkpoint's eos_token_id: generation_config.json's, else config.json's."""
+    """The checkpoint's eos_token_id: from generation_config.json, else from config.json."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return config.eos_token_ids
     try:
         return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
 
 
-def _continue(model, tokenizer, prompt, eos, arguments, speaks) -> None:
-    """Generate, printing text as it becomes certain, or one JSON object at the end."""
-    text = TextStream(tokenizer, arguments.stop, eos)
-    out = Printer(speaks and not arguments.json)
-    tokens, pieces, times, sent = [], [], [], []
+@dataclass
+class _Progress:
+    """What was generated so far. times: seconds at each token. sent: bytes that this rank had sent at each token."""
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many tokens were decoded: the first one comes from the prompt."""
+        return len(self.tokens) - 1
+
+
+def _generate_and_print(model, inputs, arguments, is_printing) -> None:
+    """Generate, and print the text as it becomes certain, or one JSON object at the end."""
+    text = TextStream(inputs.tokenizer, arguments.stop, inputs.stop_tokens)
+    out = Printer(is_printing and not arguments.json)
+    progress = _Progress()
     start = time.perf_counter()
     columns = stream(
-        model, torch.tensor([prompt], device=model.device), None, arguments.max_new_tokens, arguments.temperature,
-        arguments.top_k, arguments.top_p, arguments.repetition_penalty, eos, arguments.stop, arguments.seed,
+        model, torch.tensor([inputs.prompt], device=model.device), None, arguments.max_new_tokens, arguments.temperature,
+        arguments.top_k, arguments.top_p, arguments.repetition_penalty, inputs.stop_tokens, arguments.stop, arguments.seed,
     )  # fmt: skip
-    log.info(kernels_line(model.device, model.dtype, model.ranks.transport))  # now that nothing can be wrong any more
+    log.info(kernels_line(model.device, model.dtype, model.ranks.transport))  # after the last possible error
     for column in columns:
-        times.append(time.perf_counter())
-        sent.append(model.counter.nbytes)
-        tokens.append(int(column[0]))
-        pieces.append(text.push(tokens[-1]))
-        out.print(pieces[-1])
-    pieces.append(text.finish())
-    out.print(pieces[-1] + "\n")
-    steps = len(tokens) - 1
+        progress.times.append(time.perf_counter())
+        progress.sent.append(model.counter.nbytes)
+        progress.tokens.append(int(column[0]))
+        progress.pieces.append(text.push(progress.tokens[-1]))
+        out.print(progress.pieces[-1])
+    progress.pieces.append(text.finish())
+    out.print(progress.pieces[-1] + "\n")
+    if arguments.json:
+        report = _report(model, inputs, arguments, progress, start)
+        Printer(is_printing).print(json.dumps(report) + "\n")
+
+
+def _report(model, inputs, arguments, progress, start) -> dict:
+    """What --json prints. On every rank, because it may have to run the model to count what a decoded token sends."""
+    steps, times, sent = progress.steps, progress.times, progress.sent
     sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
-    if speaks and arguments.json:
-        report = {
-            "text": "".join(pieces),
-            "tokens": tokens,
-            "prompt_tokens": len(prompt),
-            "ttft_s": times[0] - start,
-            "tpot_s": (times[-1] - times[0]) / steps if steps else None,
-            "tokens_per_s": len(tokens) / (times[-1] - start),
-            "tp": model.ranks.size,
-            "reduce": arguments.reduce,
-            "bytes_sent_per_token": sent_per_token,
-            "cache_bytes": model.new_cache(1, len(prompt) + arguments.max_new_tokens - 1).nbytes,
-        }
-        Printer(True).print(json.dumps(report) + "\n")
+    return {
+        "text": "".join(progress.pieces),
+        "tokens": progress.tokens,
+        "prompt_tokens": len(inputs.prompt),
+        "ttft_s": times[0] - start,
+        "tpot_s": (times[-1] - times[0]) / steps if steps else None,
+        "tokens_per_s": len(progress.tokens) / (times[-1] - start),
+        "tp": model.ranks.size,
+        "reduce": arguments.reduce,
+        "bytes_sent_per_token": sent_per_token,
+        "cache_bytes": model.new_cache(1, len(inputs.prompt) + arguments.max_new_tokens - 1).nbytes,
+    }
 
 
 def _bytes_of_a_step(model, arguments) -> int:
-    """What one decoded token sends, when none was decoded: a prompt of one token sends the same. On every rank."""
+    """What one decoded token sends, measured with a prompt of one token, which sends the same."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip
     before = model.counter.nbytes
@@ -118,8 +177,11 @@ def _bytes_of_a_step(model, arguments) -> int:
     return model.counter.nbytes - before
 
 
-def convert_checkpoint(arguments) -> None:
-    """Run `megatron_ssm convert`: a table with one line per tensor, and what was written."""
+# convert
+
+
+def convert_checkpoint(arguments: Namespace) -> None:
+    """Run `convert`: print a table with one line per tensor, and what was written."""
     rows = convert(arguments.model, None if arguments.dry_run else arguments.out)
     table = [("tensor", "becomes", "shape", "dtype")]
     table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]

@@ -1,4 +1,7 @@
-"""`python -m megatron_ssm COMMAND`: see README.md for the contract of each command."""
+"""The command line `python -m megatron_ssm COMMAND`, also installed as `megatron-ssm`: its flags and exit codes.
+
+Flags are checked before torch is imported.
+"""
 
 import argparse
 import os
@@ -12,11 +15,26 @@ from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run
 
 
 def parser() -> Parser:
-    """The command line. Formats and dtypes are names here, so that --help loads no torch."""
+    """The parser of the command line. Formats and dtypes are names in it, so that --help does not import torch."""
     main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
-    _hide(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
+    _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
+    _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
+    about = "Convert a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
+    convert = commands.add_parser(
+        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
+    )
+    convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
+    convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")
+    convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
+    doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return main
+
+
+def _add_generate(generate) -> None:
+    """The flags of `generate`."""
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
@@ -35,27 +53,17 @@ def parser() -> Parser:
     generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
-    _hide(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last for our own ranks
-    about = "Translate a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
-    convert = commands.add_parser(
-        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
-    )
-    convert.add_argument("--model", required=True, metavar="DIR", help="what to translate; its kind is recognized")
-    convert.add_argument("--out", metavar="DIR", help="receives the translation (not needed with --dry-run)")
-    convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
-    about = "Versions, the kernels that run on this machine and why, and what is known to go wrong: for a bug report."
-    doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    return main
+    _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 
 
-def _hide(parser, *flags) -> None:
+def _add_hidden(parser, *flags) -> None:
+    """Flags that launchers pass, and that the help does not show."""
     for flag in flags:
         parser.add_argument(flag, help=argparse.SUPPRESS)
 
 
-def main(argv=None) -> int:
-    """Run a command line; returns its exit code."""
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line (None: that of the process); returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
     if arguments.command == "generate":
@@ -66,7 +74,7 @@ def main(argv=None) -> int:
 def _generate(arguments, argv) -> int:
     if arguments.tp is not None and arguments.tp < 1:
         parser().error(f"--tp {arguments.tp} must be at least 1")
-    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # what can be known before ranks start, and torch
+    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # checked before ranks start and import torch
         code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, arguments.tp))
         return code or run_local_ranks(argv, arguments.tp)
     leave_on_interrupt()
@@ -106,10 +114,10 @@ def _doctor(arguments) -> int:
 
 
 def run_and_exit() -> NoReturn:
-    """Run the command line and leave the process with its exit code.
+    """Run the command line and end the process with its exit code.
 
-    It leaves with `os._exit`: while the interpreter shuts down normally, gloo's thread may still free a tensor, which aborts
-    the process because it no longer gets the interpreter's lock.
+    The process ends with `os._exit`: while the interpreter shuts down normally, gloo's thread may still free a tensor, and
+    the process aborts because that thread can no longer take the interpreter's lock.
     """
     try:
         code = main()

@@ -1,6 +1,6 @@
-"""`python -m megatron_ssm doctor`: what is installed, which kernels run here, and what is known to go wrong.
+"""`python -m megatron_ssm doctor`: what is installed, which kernels run on this machine, and known problems.
 
-A report is a dictionary of plain values, printed as a page or as JSON. Whatever cannot be found out is "unknown (why)".
+A report is a dictionary of plain values, printed as a page or as JSON. What cannot be found out is "unknown (the error)".
 """
 
 import json
@@ -9,12 +9,13 @@ import platform
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_ssm.ops.optional_imports import version_of
 from sparsefusion.foundation.command_line import Printer, this_rank
 from sparsefusion.native.library import Library, file_of
 
-from .known_problems import LIBRARIES, known, torch_build, usable_cores, warnings
+from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown
 
 PACKAGES = (
     "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
@@ -24,23 +25,28 @@ PACKAGES = (
 TYPES = ("float32", "bfloat16", "float64")
 
 
-def kernels_line(device, dtype, all_reduce=None, trains=False) -> str:
-    """Which kernels a job runs, for the first line it prints; all_reduce: how its ranks add up (None: one rank)."""
+def kernels_line(device: Any, dtype: Any, all_reduce: str | None = None, trains: bool = False) -> str:
+    """Which kernels a job runs: the first line that it prints.
+
+    device, dtype: of torch, or their names. all_reduce: how its ranks sum (None or "": there is one rank). trains: whether
+    the line names the AdamW.
+    """
     device, dtype = str(device).split(":")[0], str(dtype).removeprefix("torch.")
     kernels = _kernels_of_cuda(dtype) if device == "cuda" else _kernels_of_cpu(device, dtype)
     adamw = f"; AdamW {_adamw_of_cuda(dtype)}" if trains and device == "cuda" else ""
     return f"megatron-ssm: kernels {kernels}{adamw}" + (f"; all-reduce {all_reduce}" if all_reduce else "")
 
 
-def _kernels_of_cpu(device, dtype) -> str:
+def _kernels_of_cpu(device: str, dtype: str) -> str:
+    """The C kernels' variant, or torch and the reason."""
     from megatron_ssm.native.kernels import LIBRARY
 
-    other = device if device != "cpu" else dtype if dtype not in TYPES[:2] else LIBRARY.why
-    return f"torch ({other})" if other else f"C ({LIBRARY.variant})"
+    why_torch = device if device != "cpu" else dtype if dtype not in TYPES[:2] else LIBRARY.why
+    return f"torch ({why_torch})" if why_torch else f"C ({LIBRARY.variant})"
 
 
 def _kernels_of_cuda(dtype) -> str:
-    """The packages whose kernels are all there, else torch and why."""
+    """The packages whose kernels are all installed, then torch with the reasons why others are not."""
     from megatron_ssm.ops import cuda_kernels
 
     if dtype not in map(_name, cuda_kernels.TYPES):
@@ -48,10 +54,10 @@ def _kernels_of_cuda(dtype) -> str:
     whys = {}
     for kernel in map(cuda_kernels.load_kernel, cuda_kernels.KERNELS):
         whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
-    good = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
+    complete = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
     missing = [why for package in whys.values() for why in sorted(package)]
-    torchs = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
-    return ", ".join([*good, *torchs])
+    fallback = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
+    return ", ".join([*complete, *fallback])
 
 
 def _adamw_of_cuda(dtype) -> str:
@@ -74,23 +80,23 @@ def doctor(as_json: bool) -> None:
 
 
 def report() -> dict:
-    """Everything that the doctor knows."""
+    """Everything that `doctor` finds out, by part."""
     parts = {
         "versions": versions,
         "kernels": libraries,
         "operations": operations,
         "launchers": launchers,
         "threads": threads,
-        "warnings": warnings,
+        "warnings": find_problems,
     }
-    return {name: known(part) for name, part in parts.items()}
+    return {name: value_or_unknown(part) for name, part in parts.items()}
 
 
-# What is there
+# What is installed
 
 
 def versions() -> dict:
-    """Of the machine and of the packages."""
+    """The versions of the machine and of the packages."""
     machine = {
         "python": platform.python_version,
         "platform": platform.platform,
@@ -98,11 +104,13 @@ def versions() -> dict:
         "cores for this process": usable_cores,
         "torch build": torch_build,
     }
-    return {name: known(find) for name, find in machine.items()} | {name: known(version_of, name) for name in PACKAGES}
+    return {name: value_or_unknown(find) for name, find in machine.items()} | {
+        name: value_or_unknown(version_of, name) for name in PACKAGES
+    }
 
 
 def _cpu_model() -> str:
-    """Linux tells it, except of some processors; then the architecture."""
+    """The processor's name where Linux knows it, and the architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -110,8 +118,8 @@ def _cpu_model() -> str:
 
 
 def libraries() -> dict:
-    """{package: its C library}."""
-    return {package: known(_library_of, package) for package in LIBRARIES}
+    """{package: whether its C library is loaded, which variant, from which file, and why not}."""
+    return {package: value_or_unknown(_library_of, package) for package in LIBRARIES}
 
 
 def _library_of(package) -> dict:
@@ -120,8 +128,8 @@ def _library_of(package) -> dict:
 
 
 def launchers() -> dict:
-    """Where each is: beside this Python, or in PATH."""
-    found = {name: known(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
+    """{launcher: its path}, beside this Python or in PATH."""
+    found = {name: value_or_unknown(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
     if found["torchrun"] == "not found" and version_of("torch") != "not installed":
         found["torchrun"] = "not found; python -m torch.distributed.run is the same"
     return found
@@ -133,21 +141,21 @@ def _launcher(name) -> str:
 
 
 def threads() -> dict:
-    """How many each operation uses, and what asks for it."""
+    """The number of threads of torch, and the environment variable that sets it."""
 
     def of_torch():
         import torch
 
         return torch.get_num_threads()
 
-    return {"torch": known(of_torch), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
+    return {"torch": value_or_unknown(of_torch), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
 
 
 # Which implementation runs
 
 
 def operations() -> list[dict]:
-    """One row for each operation on each device that is here."""
+    """One row for each operation on each kind of device that this machine has."""
     import torch
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -155,42 +163,54 @@ def operations() -> list[dict]:
 
 
 def operations_on(device: str) -> list[dict]:
-    """What runs each operation on "cpu" or "cuda", and why."""
+    """What runs each operation on "cpu" or "cuda" in inference and in training, and why."""
     rows = _on_cpu() if device == "cpu" else _on_cuda()
     return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
             for name, *row in rows]  # fmt: skip
 
 
 def _on_cuda() -> list[tuple]:
-    """As `_on_cpu`, of the code that chooses in `cuda_kernels` and `fused_adam`."""
+    """Like `_on_cpu`, from the conditions in `cuda_kernels`, `cuda_scans`, `cuda_convolution` and `fused_adam`."""
     from megatron_ssm.ops import cuda_convolution, cuda_scans
     from megatron_ssm.ops.fused_adam import adamw_on_cuda
 
     state, taps = cuda_scans.LARGEST_STATE, " or ".join(map(str, cuda_convolution.WIDTHS))
-    alone, (adamw, why) = "in training one token", adamw_on_cuda()
-    given = {
-        "selective scan": _borrowed("selective_scan_fn", "selective_state_update",
-                                    f"float64, states of more than {state} numbers, {alone} and a state that is continued"),
-        "SSD": _borrowed("mamba_chunk_scan_combined", "selective_state_update",
-                         f"float64, float32 where products may not be TF32 (one token may), {alone}"),
-        "convolution": _borrowed("causal_conv1d_fn", "causal_conv1d_update",
-                                 f"float64, not {taps} taps, channels not a multiple of {cuda_convolution.VECTOR}, {alone}"),
+    vector = cuda_convolution.VECTOR
+    adamw, why = adamw_on_cuda()
+    rows = {
+        "selective scan": _optional_kernels(
+            "selective_scan_fn",
+            "selective_state_update",
+            f"float64, states of more than {state} values, one token in training and a state that is continued",
+        ),
+        "SSD": _optional_kernels(
+            "mamba_chunk_scan_combined",
+            "selective_state_update",
+            "float64, float32 where products may not be TF32 (one token may), one token in training",
+        ),
+        "convolution": _optional_kernels(
+            "causal_conv1d_fn",
+            "causal_conv1d_update",
+            f"float64, not {taps} taps, channels not a multiple of {vector}, one token in training",
+        ),
         "matrix product": ("torch", "torch", "cuBLAS"),
         "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
         "AdamW": ("none: it trains", adamw, why or "float64: torch"),
         "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
-    }  # fmt: skip
-    return [
-        (
-            name,
-            *given.get(name, ("torch", training if training.startswith("none") else "torch", "our C is for the CPU")),
-        )
-        for name, _, training, _ in _on_cpu()
-    ]
+    }
+    return [(name, *rows.get(name, _torch_on_cuda(training))) for name, _, training, _ in _on_cpu()]
 
 
-def _borrowed(several, one, left) -> tuple[str, str, str]:
-    """(inference, training, why) of an operation with a kernel for several tokens and one for one; left: to torch."""
+def _torch_on_cuda(training) -> tuple[str, str, str]:
+    """(inference, training, why) of an operation for which only torch has a CUDA kernel; training: as on the CPU."""
+    return "torch", training if training.startswith("none") else "torch", "the C kernels are for the CPU"
+
+
+def _optional_kernels(several: str, one: str, exceptions: str) -> tuple[str, str, str]:
+    """(inference, training, why) of an operation with a kernel for several tokens and one for one token.
+
+    exceptions: for what torch is used although the kernels are installed.
+    """
     from megatron_ssm.ops.cuda_kernels import load_kernel
 
     parts = {"several tokens": load_kernel(several), "one token": load_kernel(one)}
@@ -198,25 +218,25 @@ def _borrowed(several, one, left) -> tuple[str, str, str]:
     training = parts["several tokens"].package if parts["several tokens"].item else "torch"
     whys = dict.fromkeys(kernel.why for kernel in parts.values() if kernel.why)
     if not whys:
-        return training, training, f"torch: {left}"
+        return training, training, f"torch: {exceptions}"
     return ", ".join([*runs, "torch"]), training, "; ".join(whys)
 
 
 def _on_cpu() -> list[tuple]:
-    """(operation, inference, training, why), of the code that chooses in `kernels`."""
+    """(operation, inference, training, why), from the conditions in `kernels`."""
     import torch
 
     from megatron_ssm.native import kernels
 
     library = kernels.LIBRARY
     types = [name for name in TYPES if kernels.usable(torch.empty(1, dtype=getattr(torch, name)))]
-    ours, gradient = (f"C ({', '.join(types)})", "C (float32)") if types else ("torch", "torch")
+    inference, training = (f"C ({', '.join(types)})", "C (float32)") if types else ("torch", "torch")
     state, taps = kernels.LARGEST_STATE, kernels.LONGEST_KERNEL
     rows = [
-        ("selective scan", ours, gradient, f"torch: float64, states of more than {state} numbers"),
-        ("SSD", ours, gradient, f"torch: float64, states of more than {state} numbers"),
-        ("convolution", ours, gradient, f"torch: float64, more than {taps} taps, training in bfloat16"),
-        ("RMS norm", ours, "torch", "torch: float64; the C kernel has no gradient"),
+        ("selective scan", inference, training, f"torch: float64, states of more than {state} values"),
+        ("SSD", inference, training, f"torch: float64, states of more than {state} values"),
+        ("convolution", inference, training, f"torch: float64, more than {taps} taps, training in bfloat16"),
+        ("RMS norm", inference, "torch", "torch: float64; the C kernel has no gradient"),
         *_products(library, {dtype: kernels.most_rows(dtype) for dtype in kernels.ROWS}),
     ]
     rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
@@ -229,7 +249,7 @@ def _on_cpu() -> list[tuple]:
 
 
 def _products(library, most_rows) -> list[tuple]:
-    """Matrix-vector products, by the type of the matrix."""
+    """A row for matrix-vector products with each dtype of the matrix."""
     rows = []
     for dtype, count in most_rows.items():
         name = _name(dtype)
@@ -242,7 +262,7 @@ def _products(library, most_rows) -> list[tuple]:
 def _matrix_product(kernels) -> tuple:
     widened = [_name(dtype) for dtype in kernels.HALVES if kernels.widens(dtype)]
     if not widened:
-        return "torch", "torch", "of more rows: torch's is faster"
+        return "torch", "torch", "with more rows, torch is faster"
     names = " and ".join(widened)
     return f"torch ({names} in float32)", "torch", f"this processor has no instructions for {names}"
 
@@ -257,15 +277,15 @@ def _all_reduce() -> tuple:
 # The page
 
 
-def page(found: dict) -> str:
-    """The report for people."""
+def page(found: dict[str, Any]) -> str:
+    """The report as text."""
     titles = {"kernels": "C kernels", "operations": "what runs each operation"}
     parts = [f"{titles.get(name, name).capitalize()}\n{_part(part)}" for name, part in found.items()]
     return "megatron-ssm doctor\n\n" + "\n\n".join(parts) + "\n"
 
 
 def _part(part) -> str:
-    """Text, {name: value}, rows of one table, or lines."""
+    """The text of a part: a string, {name: value}, rows of a table, or lines."""
     if isinstance(part, dict):
         return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
     if isinstance(part, list) and part and isinstance(part[0], dict):
@@ -274,7 +294,7 @@ def _part(part) -> str:
 
 
 def _library_line(library: dict) -> str:
-    """One of `kernels` in words."""
+    """A row of `kernels` in words."""
     where = f", {library['file']}" if library["file"] else ""
     return f"C ({library['variant']}){where}" if library["loaded"] else f"torch ({library['why not']}){where}"
 

@@ -1,4 +1,4 @@
-"""What is known to go wrong on a machine, each with what helps: the doctor's warnings."""
+"""Known problems of a machine, each with its remedy: the warnings of `doctor`."""
 
 import importlib.util
 import os
@@ -6,20 +6,22 @@ import shlex
 import shutil
 import sysconfig
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ssm.ops.optional_imports import nvidia_apex, version_of
 from sparsefusion.native.library import Library, skipped
 
 LIBRARIES = ("sparsefusion", "megatron_ssm")
-MINUTES_10 = 600.0  # after which a build's lock is taken for one that a killed build left
-SHARED_BYTES = 8 * 2**20
+STALE_LOCK_S = 600.0  # a build's lock that is older is taken for one that a killed build has left
+SHARED_BYTES = 8 * 2**20  # what the ranks of one machine may need in /dev/shm
 NVIDIA_APEX = "pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex"
 REINSTALL = "`make -B env` or `pip install -e .`"
 
 
-def known(function, *arguments):
-    """What the function returns, or "unknown (why)"."""
+def value_or_unknown(function: Callable, *arguments) -> Any:
+    """What the function returns, or "unknown (the error)" if it raises."""
     try:
         return function(*arguments)
     except Exception as error:  # a broken package may raise anything
@@ -27,12 +29,12 @@ def known(function, *arguments):
 
 
 def usable_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def torch_build() -> str:
-    """For CUDA, with the devices it finds, for ROCm, or for the CPU."""
+    """What torch was built for: CUDA, with the devices it finds, ROCm, or the CPU."""
     import torch
 
     if not torch.version.cuda:
@@ -41,16 +43,19 @@ def torch_build() -> str:
     return f"CUDA {torch.version.cuda}; devices: {', '.join(names) or 'none'}"
 
 
-def warnings() -> list[str]:
-    """One line for each thing that is wrong, with what helps."""
+def find_problems() -> list[str]:
+    """One line for each problem that is found, with its remedy."""
     checks = (foreign_apex, stale_locks, cpu_torch, omp_threads, missing_kernels, shared_memory, skipped_kernels)
-    found = {check.__name__: known(check) for check in checks}
-    lines = ([f"{name}: {told}"] if isinstance(told, str) else told for name, told in found.items())
-    return [line for each in lines for line in each]
+    found = {check.__name__: value_or_unknown(check) for check in checks}
+    lines = ([f"{name}: {result}"] if isinstance(result, str) else result for name, result in found.items())
+    return [line for group in lines for line in group]
 
 
 def foreign_apex() -> list[str]:
-    """Another project has the name on PyPI, and Megatron's `import apex` takes it for NVIDIA's. Imports neither."""
+    """An apex that is not NVIDIA's: another project has this name on PyPI, and Megatron imports it as if it were NVIDIA's.
+
+    It is found without importing it.
+    """
     spec, version = importlib.util.find_spec("apex"), version_of("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     installed = version != "not installed"
@@ -62,26 +67,26 @@ def foreign_apex() -> list[str]:
 
 
 def stale_locks() -> list[str]:
-    """Locks of torch's extension builds that nobody holds any more; each later build of that extension waits for it."""
+    """Locks that killed builds of torch's extensions have left; every later build of the extension waits for them."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions").expanduser())
     paths = [path for depth in range(4) for path in root.glob("*/" * depth + "lock")]
     ages = {path: time.time() - path.stat().st_mtime for path in sorted(paths) if path.is_file()}
     return [
-        f"{path} is {age / 60:.0f} minutes old, and a build waits for it to go: delete it unless a compiler is running"
+        f"{path} is {age / 60:.0f} minutes old, and builds wait until it is gone: delete it unless a compiler is running"
         for path, age in ages.items()
-        if age > MINUTES_10
+        if age > STALE_LOCK_S
     ]
 
 
 def cpu_torch() -> list[str]:
-    """A CUDA device that torch was not built for."""
+    """A CUDA device on a machine whose torch was built for the CPU."""
     devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-    return cpu_torch_beside(devices, known(torch_build))
+    return cpu_torch_beside(devices, value_or_unknown(torch_build))
 
 
-def cpu_torch_beside(devices, build) -> list[str]:
-    """The same, of device files and a build of torch."""
+def cpu_torch_beside(devices: Sequence[str], build: str) -> list[str]:
+    """The warning of `cpu_torch` for these device files and this build of torch."""
     if not devices or build != "CPU":
         return []
     return [
@@ -90,7 +95,7 @@ def cpu_torch_beside(devices, build) -> list[str]:
 
 
 def omp_threads() -> list[str]:
-    """More threads than cores slow each other down."""
+    """An OMP_NUM_THREADS of more threads than cores, which slow each other down."""
     asked, cores = os.environ.get("OMP_NUM_THREADS", "").split(",")[0], usable_cores()
     if not asked:
         return []
@@ -104,7 +109,7 @@ def omp_threads() -> list[str]:
 
 
 def missing_kernels() -> list[str]:
-    """Libraries that could be there."""
+    """C libraries that are not built, although they could be."""
     if skipped():
         return []
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
@@ -113,16 +118,18 @@ def missing_kernels() -> list[str]:
     return [f"{package} has no C kernels ({why}): {remedy}" for package, why in whys.items() if why]
 
 
-def shared_memory(path="/dev/shm", needed=SHARED_BYTES) -> list[str]:
-    """Ranks of one machine meet there."""
+def shared_memory(path: str | Path = "/dev/shm", needed: int = SHARED_BYTES) -> list[str]:
+    """A /dev/shm, where the ranks of one machine share memory, that is missing or has too little space (in bytes)."""
     if not os.access(path, os.W_OK | os.X_OK):
-        return [f"{path} is not there or not writable, so that ranks meet in a file on disk: mount a tmpfs there"]
+        return [
+            f"{path} is not there or not writable, so ranks share memory through a file on disk: mount a tmpfs there"
+        ]
     size = os.statvfs(path)
     if (free := size.f_bavail * size.f_frsize) >= needed:
         return []
-    return [f"{path} has {free >> 20} MB free, of {needed >> 20} needed: mount it larger (docker run --shm-size=1g)"]
+    return [f"{path} has {free >> 20} MB free, of {needed >> 20} needed: mount a larger one (docker run --shm-size=1g)"]
 
 
 def skipped_kernels() -> list[str]:
-    """The switch that keeps C out."""
-    return ["MEGATRON_SSM_SKIP_NATIVE is set, so that torch does the C kernels' work: unset it"] if skipped() else []
+    """The environment variable that turns off the C kernels."""
+    return ["MEGATRON_SSM_SKIP_NATIVE is set, so torch does the work of the C kernels: unset it"] if skipped() else []

@@ -22,6 +22,7 @@ from megatron_ssm.cli import main as __main__
 from megatron_ssm.inference.text import write_byte_tokenizer
 from megatron_ssm.parallel.local_launch import GRACE_S, _wait
 from megatron_ssm.training.options import parse_options
+from serving import attempt
 from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -253,12 +254,54 @@ def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, mo
         assert re.fullmatch(f"megatron_ssm generate: {pattern}\n", capsys.readouterr().err)
 
 
-def test_a_launchers_ranks_find_that_they_cannot_share_the_model(directory, monkeypatch):
-    """Each on its own: these have no process group."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    given = __main__.parser().parse_args(["generate", "--model", str(directory), "--prompt", "a"])
-    with pytest.raises(ValueError, match="8 heads do not divide over 3"):
-        commands.generate(given)
+def errors_of_ranks(ranks, world, monkeypatch, flags_of):
+    """What `generate` raises on each rank of a launcher, with the flags that are given to that rank."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+
+    def run(rank):
+        given = __main__.parser().parse_args(["generate", *map(str, flags_of(rank))])
+        return attempt(commands.generate, given)
+
+    return ranks(run, world, timeout=30)
+
+
+@pytest.mark.parametrize("world", (3, 5))
+def test_a_launchers_ranks_find_that_they_cannot_share_the_model(ranks, world, directory, monkeypatch):
+    errors = errors_of_ranks(ranks, world, monkeypatch, lambda rank: ["--model", directory, "--prompt", "a"])
+    words = f"8 heads do not divide over {world} tensor-parallel ranks (8 % {world} = {8 % world})"
+    assert errors == [("ValueError", words)] * world
+
+
+HARMED_ON_ONE_RANK = {  # file of the model: what the error says
+    "config.json": "config.json does not exist",
+    "tokenizer.json": "tokenizer.json does not exist",
+    "model.safetensors": "holds neither model.safetensors nor",
+    "prompt": "No such file or directory",
+}
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("file", HARMED_ON_ONE_RANK)
+def test_a_file_that_one_rank_cannot_read(ranks, world, file, directory, tmp_path, monkeypatch):
+    """All of them say so, rank 0 too, which is the one that prints it."""
+    shutil.copytree(directory, tmp_path / "harmed")
+    (tmp_path / "harmed" / "prompt").write_text("a")
+    shutil.copytree(tmp_path / "harmed", tmp_path / "good")
+    (tmp_path / "harmed" / file).unlink()
+
+    def flags(rank):
+        model = tmp_path / ("harmed" if rank == world - 1 else "good")
+        return ["--model", model, "--prompt-file", model / "prompt", "--max-new-tokens", 2]
+
+    first, *others = errors_of_ranks(ranks, world, monkeypatch, flags)
+    assert first is not None and first[0] == "ValueError" and HARMED_ON_ONE_RANK[file] in first[1], first
+    assert first[1].endswith(f"(rank {world - 1})") and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_with_different_prompts(ranks, world, directory, monkeypatch):
+    errors = errors_of_ranks(ranks, world, monkeypatch, lambda rank: ["--model", directory, "--prompt", "ab"[rank % 2]])
+    assert all(error is not None and error[0] == "ValueError" and error == errors[0] for error in errors)
 
 
 def test_ranks_wait_for_rank_0_to_speak_under_any_launcher(monkeypatch, capsys):

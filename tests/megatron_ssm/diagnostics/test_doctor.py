@@ -113,8 +113,8 @@ def test_the_type_of_matrix_products(widened, monkeypatch):
     assert names in row["why"]
 
 
-def borrowing(monkeypatch, adams=(), **whys):
-    """Kernels of CUDA that are there, unless a reason is given for one of that name; whose FusedAdam is there."""
+def with_kernels(monkeypatch, adams=(), **whys):
+    """Pretend that all CUDA kernels are installed, but those for which a reason is given; adams: the FusedAdams."""
     packages = {name: package for name, (package, _) in cuda_kernels.KERNELS.items()}
     kernels = {
         name: OptionalImport(package, not whys.get(name), whys.get(name, "")) for name, package in packages.items()
@@ -138,8 +138,8 @@ NO_TE, NO_APEX = (
 )
 
 
-def test_on_cuda_with_nothing_borrowed_everything_is_torchs(monkeypatch):
-    borrowing(monkeypatch, (NO_TE, NO_APEX), **NOTHING)
+def test_on_cuda_without_optional_kernels_torch_does_everything(monkeypatch):
+    with_kernels(monkeypatch, (NO_TE, NO_APEX), **NOTHING)
     rows = on_cuda()
     assert rows.pop("all-reduce between ranks")[:2] == ("NCCL", "NCCL")
     assert rows.pop("AdamW")[1:] == ("torch", "transformer-engine is not installed; apex is not installed")
@@ -152,8 +152,8 @@ def test_on_cuda_with_nothing_borrowed_everything_is_torchs(monkeypatch):
     assert line.endswith("; AdamW torch (transformer-engine is not installed; apex is not installed)")
 
 
-def test_on_cuda_with_everything_borrowed(monkeypatch):
-    borrowing(monkeypatch, (NO_TE, OptionalImport("apex", object())))
+def test_on_cuda_with_all_optional_kernels(monkeypatch):
+    with_kernels(monkeypatch, (NO_TE, OptionalImport("apex", object())))
     rows = on_cuda()
     assert rows["selective scan"][:2] == rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
     assert (
@@ -168,10 +168,10 @@ def test_on_cuda_with_everything_borrowed(monkeypatch):
     )
 
 
-def test_on_cuda_with_some_kernels_borrowed(monkeypatch):
+def test_on_cuda_with_some_optional_kernels(monkeypatch):
     """mamba-ssm without its compiled part has what Triton compiles."""
     why = "mamba-ssm cannot be used (ImportError: it was built without selective_scan_cuda)"
-    borrowing(monkeypatch, (OptionalImport("transformer-engine", object()),), selective_scan_fn=why)
+    with_kernels(monkeypatch, (OptionalImport("transformer-engine", object()),), selective_scan_fn=why)
     rows = on_cuda()
     assert rows["selective scan"] == ("mamba-ssm (one token), torch", "torch", why)
     assert rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
@@ -213,7 +213,7 @@ def test_without_kernels_it_says_torch_and_why(harmed):
         assert re.search(rf"^  {package} +torch \(MEGATRON_SSM_SKIP_NATIVE is set\)", page, re.MULTILINE)
     assert lines_of(page, "selective scan", "cpu", "torch", "torch", "megatron_ssm's C kernels are not loaded")
     assert lines_of(page, "all-reduce between ranks", "cpu", "gloo", "gloo", "sparsefusion's C kernels are not loaded")
-    assert "  MEGATRON_SSM_SKIP_NATIVE is set, so" in page and "reinstall" not in page
+    assert "  MEGATRON_SSM_SKIP_NATIVE is set, so torch" in page and "reinstall" not in page
 
 
 def unbuilt(directory):
