@@ -23,7 +23,7 @@ from benchmarks.support.shapes import PROMPT, random_model
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.ops.scan import selective_scan
-from megatron_ssm.parallel.layers import gather_last
+from megatron_ssm.parallel.operators import gather_last
 from sparsefusion.fabric.measurement import repetitions, timed
 
 matplotlib.use("Agg")

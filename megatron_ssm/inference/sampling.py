@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ssm.parallel.layers import Ranks, gather_last
+from megatron_ssm.parallel.operators import gather_last
+from megatron_ssm.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> 
     return values, ids.long()
 
 
-def _greedy(local, ranks: Ranks) -> torch.Tensor:
+def _greedy(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """(batch,) ids of the largest logits, the lowest id among equals."""
     index = local.argmax(-1, keepdim=True)
     values, ids = gather_candidates(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
     return ids.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def _candidates(local, top_k, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+def _candidates(local: torch.Tensor, top_k: int | None, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits and ids (batch, n) that may be drawn, all or the top_k, by descending logit, then by ascending id."""
     width = local.shape[-1]
     if top_k is None or top_k >= width * ranks.size:
@@ -91,7 +92,7 @@ def _candidates(local, top_k, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]
     return values[:, :top_k], (order if ids is None else ids.gather(-1, order))[:, :top_k]
 
 
-def _largest(local, count):
+def _largest(local: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest values of each row and their indices, by descending value, then by ascending index."""
     values, index = local.topk(count, dim=-1)
     is_unique = values.diff(dim=-1).all() and (local >= values[:, -1:]).sum() == values.numel()
@@ -100,7 +101,7 @@ def _largest(local, count):
     return values, index
 
 
-def _sample(values, ids, sampling: Sampling, generators):
+def _sample(values, ids, sampling: Sampling, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
     """(batch,) ids: each row's uniform number is mapped through the inverse of its float64 distribution."""
     probability = torch.softmax(values.double() / sampling.temperature, dim=-1)
     below = probability.cumsum(-1) - probability

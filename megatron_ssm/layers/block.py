@@ -1,4 +1,4 @@
-"""One residual block of the language model: a norm and a mixer, and in hybrid layers the shared attention block."""
+"""One residual block of the language model: a norm and a mixer; in hybrid layers also the shared attention block."""
 
 import torch
 from torch import nn
@@ -7,16 +7,25 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.layers import RMSNorm
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo
+from .cache import BatchInfo, LayerCache
+from .shared_attention import SharedBlock, SharedBlockInvocation
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), or in hybrid layers x + mixer(norm(x + shared attention block)). The same on every rank.
+    """x + mixer(norm(x)), or in hybrid layers x + mixer(norm(x + shared_block(x))). x is the same on every rank.
 
-    use: the hybrid layer's own part of the shared block, or None. Its name is part of the names of parameters.
+    mixer: a `MambaMixer` or a `Mamba2Mixer`. use: what a hybrid layer has of its own for its use of the shared block, or
+    None. (Parameters of checkpoints have the names of these attributes.) Sends what the mixer and the shared block send.
     """
 
-    def __init__(self, config: Config, mixer, use=None, dtype=None, device=None):
+    def __init__(
+        self,
+        config: Config,
+        mixer: nn.Module,
+        use: SharedBlockInvocation | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.mixer, self.use = mixer, use
@@ -28,9 +37,20 @@ class Block(nn.Module):
         dtype = self.norm.weight.dtype
         return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
 
-    def forward(self, x, info: BatchInfo, cache=None, shared=None, embeddings=None):
-        """x (batch, seq, hidden) -> the same shape. shared, embeddings: the shared block and its other input, or None."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        info: BatchInfo,
+        cache: LayerCache | None = None,
+        shared: SharedBlock | None = None,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x (batch, seq, hidden) -> the same shape. cache: of this layer; it is read and updated.
+
+        shared, embeddings: for hybrid layers, the shared block and its second input (batch, seq, hidden).
+        """
         residual = x.to(self.sum_dtype)
         if self.use is not None:
+            assert shared is not None and embeddings is not None, "a hybrid layer needs the shared block and its input"
             x = x + shared(x, embeddings, self.use, info, cache)
         return residual + self.mixer(self.norm(x), info, cache)

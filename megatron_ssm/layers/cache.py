@@ -5,26 +5,33 @@ calls: `select` chooses the rows that a call continues, `reset` frees a row, and
 which can be restored into any row, any number of times.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from .shared_attention import Positions
+
 ALL = slice(None)
+
+Rows = slice | torch.Tensor  # rows of a cache: consecutive ones, or (batch,) int64 indices
 
 
 @dataclass(frozen=True)
 class BatchInfo:
     """What every layer must know about the tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 at padding; None: there is none. decoding: there is one token per row, which continues a
-    sequence (see `Mamba2Mixer`). rows: which rows of the cache are continued; a slice selects consecutive ones without
-    a copy. positions: for models with attention, `shared_attention.Positions`. begins: all rows are at their beginning.
+    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether there is one token per row, which
+    continues a sequence (see `Mamba2Mixer.forward`). rows: the rows of the cache that are continued; consecutive ones are a
+    slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
     """
 
     mask: torch.Tensor | None = None
     decoding: bool = False
-    rows: slice | torch.Tensor = field(default_factory=lambda: ALL)
-    positions: object = None
+    rows: Rows = field(default_factory=lambda: ALL)
+    positions: "Positions | None" = None
     begins: bool = False
 
 
@@ -32,10 +39,10 @@ class BatchInfo:
 class LayerCache:
     """The state of one layer; every tensor has one row per sequence.
 
-    conv: (rows, K-1, this rank's channels), in the model's dtype: the last inputs of the convolution. state: at least
-    fp32, (rows, N, channels) for Mamba-1, (rows, heads, N, head_dim) for Mamba-2. keys, values: (rows, capacity,
-    key/value heads, head_dim), in layers that use the shared attention block; index p holds position p of the sequence,
-    without padding.
+    conv: (rows, K-1, this rank's channels) in the model's dtype, the last inputs of the convolution of K taps. state: at
+    least fp32; (rows, N, this rank's channels) for Mamba-1, (rows, this rank's heads, N, head_dim) for Mamba-2. keys,
+    values: in layers that use the shared attention block, (rows, capacity, this rank's key/value heads, head_dim) in the
+    model's dtype; index p holds position p of the sequence, where padding is not counted.
     """
 
     conv: torch.Tensor
@@ -43,41 +50,54 @@ class LayerCache:
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
-    def read(self, rows=ALL) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, rows: Rows = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """The conv and state of some rows."""
         return self.conv[rows], self.state[rows]
 
-    def update(self, conv: torch.Tensor, state: torch.Tensor, rows=ALL) -> None:
-        """Overwrite some rows in place, unless they were computed in place: the tensors of a cache never move."""
+    def update(self, conv: torch.Tensor, state: torch.Tensor, rows: Rows = ALL) -> None:
+        """Overwrite the conv and state of some rows in place; nothing to do if they were computed in place."""
         for held, new in ((self.conv, conv), (self.state, state)):
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
 
-    def append(self, keys, values, positions, longest, rows=ALL, padded=True) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        longest: int,
+        rows: Rows = ALL,
+        padded: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values (batch, new, heads, head_dim) of some rows at `positions` (batch, new).
 
-        padded: negative positions are padding, and are not stored; False: there are none, so the host need not wait for
-        the GPU. Returns all keys and values of these rows, from position 0 to `longest`.
+        padded: negative positions are padding, which is not stored. False: there are none, so that the host need not wait
+        for the GPU to find out. Returns the keys and values of these rows at positions 0 to longest - 1.
         """
+        assert self.keys is not None and self.values is not None, "the layer has no attention"
         where = torch.arange(len(self.conv), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
         if padded and not (real := positions >= 0).all():
             where, positions, keys, values = where[real], positions[real], keys[real], values[real]
-        self.keys[where, positions] = keys.detach()
-        self.values[where, positions] = values.detach()
+        self.keys[where, positions] = keys.detach().to(self.keys.dtype)  # under autocast they may be narrower
+        self.values[where, positions] = values.detach().to(self.values.dtype)
         return self.keys[rows, :longest], self.values[rows, :longest]
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of this layer."""
-        return [t for t in (self.conv, self.state, self.keys, self.values) if t is not None]
+        return [self.conv, self.state, *self.keys_and_values()]
+
+    def keys_and_values(self) -> list[torch.Tensor]:
+        """[keys, values], or [] in a layer without attention."""
+        return [tensor for tensor in (self.keys, self.values) if tensor is not None]
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state of one sequence on this rank after `length` tokens.
 
-    states: [conv, state] of each layer. segments: its keys and values, piece by piece; a segment is [keys, values]
-    (new, heads, head_dim) of each layer that has them. Snapshots of longer prefixes share segments, which must not be
-    overwritten.
+    states: [conv, state] of each layer. segments: the keys and values, for consecutive parts of the sequence; a segment is
+    [keys, values] (tokens, heads, head_dim) of each layer that has them. Snapshots of longer prefixes of the same sequence
+    share segments, so these must not be overwritten.
     """
 
     length: int
@@ -92,20 +112,21 @@ class Snapshot:
 
 @dataclass
 class Cache:
-    """The state of sequences between two calls of the model; made by `model.new_cache`.
+    """The state of sequences between two calls of the model, for this rank's channels and heads; see `model.new_cache`.
 
-    lengths: (rows,) int64 on the CPU: how many tokens each row has seen, without padding. max_length: how many tokens a
-    model with attention can store per row; None: the cache grows as needed.
+    lengths: (rows,) int64 on the CPU, how many tokens each row has read, without padding; the same on all ranks. max_length:
+    how many tokens a model with attention can store per row; None: the cache grows as needed. rows: those that the next call
+    of the model continues.
     """
 
     layers: list[LayerCache]
     lengths: torch.Tensor
     max_length: int | None = None
-    rows: slice | torch.Tensor = field(default_factory=lambda: ALL)
+    rows: Rows = field(default_factory=lambda: ALL)
 
     @property
     def nbytes(self) -> int:
-        """Bytes this rank holds."""
+        """The bytes of the cache on this rank."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())
 
     @property
@@ -118,10 +139,13 @@ class Cache:
         """How many tokens a row can hold; None: any number, because the model has no attention."""
         return next((layer.keys.shape[1] for layer in self.layers if layer.keys is not None), None)
 
-    def select(self, rows) -> "Cache":
-        """A view of some rows (distinct indices), to be continued by one call; the storage is shared."""
+    def select(self, rows: Iterable[int]) -> "Cache":
+        """A view of some rows, which a call of the model then continues; the storage is shared.
+
+        ValueError unless they are distinct rows of a cache that is not itself a selection.
+        """
         rows = [int(row) for row in rows]
-        if self.rows != ALL:
+        if not isinstance(self.rows, slice) or self.rows != ALL:
             raise ValueError("rows are selected from a whole cache, not from a selection")
         if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
             raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
@@ -129,39 +153,42 @@ class Cache:
         where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
         return Cache(self.layers, self.lengths, self.max_length, where)
 
-    def advance(self, tokens: int, mask=None) -> None:
-        """Count the tokens of a call. mask: (batch, tokens, 1), 0 at padding."""
-        self.lengths[self.rows] += tokens if mask is None else mask.sum((1, 2)).long().cpu()
+    def advance(self, tokens: int, mask: torch.Tensor | None = None) -> None:
+        """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding."""
+        # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
+        self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per row; this moves the keys and values. ValueError: it exceeds max_length."""
+        """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
+
+        ValueError if that exceeds max_length. After any error the cache is as it was.
+        """
         if self.capacity is None or length <= self.capacity:
             return
         if self.max_length is not None:
             raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
         grown = [layer for layer in self.layers if layer.keys is not None]
-        longer = [[_longer(t, length) for t in (layer.keys, layer.values)] for layer in grown]  # all of them, or none
+        longer = [[_longer(t, length) for t in layer.keys_and_values()] for layer in grown]  # all of them, or none
         for layer, (keys, values) in zip(grown, longer, strict=True):
             layer.keys, layer.values = keys, values
 
     def reset(self, row: int) -> None:
-        """Free a row, so that a new sequence can start in it."""
+        """Empty a row, so that a new sequence can start in it."""
         for layer in self.layers:
             layer.conv[row] = 0
             layer.state[row] = 0
         self.lengths[row] = 0
 
-    def reorder(self, rows) -> None:
-        """Copy row rows[i] to row i, for all rows at once, in place. Indices may repeat, as when beams fork."""
+    def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
+        """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat: a beam may have several successors."""
         rows = torch.as_tensor(rows)
         longest = int(self.lengths.max())
         where = rows.to(self.layers[0].conv.device)
         for layer in self.layers:
             for tensor in (layer.conv, layer.state):
                 tensor.copy_(tensor[where])
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    tensor[:, :longest] = tensor[where, :longest]
+            for tensor in layer.keys_and_values():
+                tensor[:, :longest] = tensor[where, :longest]
         self.lengths.copy_(self.lengths[rows])
 
     def fork(self, source: int, target: int) -> None:
@@ -169,16 +196,15 @@ class Cache:
         length = int(self.lengths[source])
         for layer in self.layers:
             layer.conv[target], layer.state[target] = layer.conv[source], layer.state[source]
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    tensor[target, :length] = tensor[source, :length]
+            for tensor in layer.keys_and_values():
+                tensor[target, :length] = tensor[source, :length]
         self.lengths[target] = length
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
-        """Copy the state of a row. after: an earlier snapshot of the same sequence, whose keys and values are shared."""
+        """A copy of the state of a row. after: an earlier snapshot of this sequence, whose keys and values are shared."""
         length, start = int(self.lengths[row]), after.length if after is not None else 0
         new = [
-            [layer.keys[row, start:length].clone(), layer.values[row, start:length].clone()]
+            [tensor[row, start:length].clone() for tensor in layer.keys_and_values()]
             for layer in self.layers
             if layer.keys is not None
         ]
@@ -186,7 +212,7 @@ class Cache:
         return Snapshot(length, states, (*(after.segments if after is not None else ()), new))
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
-        """Write a snapshot into a row."""
+        """Copy a snapshot into a row. ValueError, before anything changes, if it exceeds max_length."""
         self.reserve(snapshot.length)
         for layer, (conv, state) in zip(self.layers, snapshot.states, strict=True):
             layer.conv[row], layer.state[row] = conv, state
@@ -194,14 +220,15 @@ class Cache:
         start = 0
         for segment in snapshot.segments if with_keys else ():
             stop = start + len(segment[0][0])
-            for layer, (keys, values) in zip(with_keys, segment, strict=True):
-                layer.keys[row, start:stop], layer.values[row, start:stop] = keys, values
+            for layer, saved in zip(with_keys, segment, strict=True):
+                for tensor, part in zip(layer.keys_and_values(), saved, strict=True):
+                    tensor[row, start:stop] = part
             start = stop
         self.lengths[row] = snapshot.length
 
 
-def _longer(tensor, length):
-    """A copy with room for `length` positions (dimension 1)."""
+def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """A copy whose dimension 1 has `length` elements, zeros after those of the tensor."""
     longer = tensor.new_zeros(tensor.shape[0], length, *tensor.shape[2:])
     longer[:, : tensor.shape[1]] = tensor
     return longer

@@ -1,9 +1,12 @@
-"""The Mamba-1 mixer, split by channel over the tensor-parallel ranks (ssm.md A1, A2, A4; paper, section IV).
+"""The Mamba-1 mixer of Mamba, Falcon-Mamba and Zamba, split by channel over the tensor-parallel ranks.
 
-Each rank holds I/T of the I inner channels: their rows of in_proj, their convolution, their A, D and dt. Only x_proj,
-which mixes all channels into the step size and the B and C that every channel reads, and out_proj cross the ranks: two
-all-reduces a block, of R + 2N and of H numbers per token.
+Each of T ranks holds I/T of the I inner channels: their rows of in_proj, their convolution, their A, D and dt. Two
+projections mix channels, so their outputs are summed over the ranks: x_proj, whose output (dt, B and C) every channel reads,
+and out_proj. That is two all-reduces per block, of R + 2N and of H elements per token, with dt of rank R, N states per
+channel and hidden size H. docs/concepts/splitting-an-ssm.md describes each step.
 """
+
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -13,47 +16,68 @@ from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.ops.scan import selective_scan
-from megatron_ssm.parallel.layers import (
-    ColumnParallelLinear,
-    Packed,
-    Ranks,
-    RowParallelLinear,
-    is_plain,
-    rms_norm,
-    sum_over_ranks,
-)
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RowParallelLinear, is_plain, rms_norm
+from megatron_ssm.parallel.operators import sum_over_ranks
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache
 
 
 class Convolution(nn.Module):
-    """The depthwise causal convolution's parameters; `channels` maps each field to this rank's channels (see `Packed`)."""
+    """The depthwise causal convolution over this rank's channels, followed by SiLU.
 
-    def __init__(self, channels: dict, kernel, bias, ranks: Ranks, dtype=None, device=None, shared=(), slots=1):
+    channels: this rank's number of channels of each field. kernel: the number of taps K. shared, pieces: see `Packed`.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        kernel: int,
+        bias: bool,
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        shared: Iterable[str] = (),
+        pieces: int = 1,
+    ):
         super().__init__()
-        self.weight = Packed(channels, (1, kernel), ranks, dtype, device, shared, slots)
-        self.bias = Packed(channels, (), ranks, dtype, device, shared, slots) if bias else None
+        self.weight = Packed(channels, (1, kernel), ranks, dtype, device, shared, pieces)
+        self.bias = Packed(channels, (), ranks, dtype, device, shared, pieces) if bias else None
 
-    def forward(self, x, history=None, overwrite=False):
-        """(batch, seq, channels) -> the same, through SiLU, and the inputs to remember: see `causal_conv`."""
+    def forward(
+        self, x: torch.Tensor, history: torch.Tensor | None = None, overwrite: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (batch, seq, channels) -> the same shape, and the last K-1 inputs (batch, K-1, channels).
+
+        history: the K-1 inputs before x (None: zeros). overwrite: whether history may be overwritten; see `causal_conv`.
+        """
         return causal_conv(x, *self.tensors(), history, overwrite)
 
-    def tensors(self):
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight (channels, 1, K) and bias (channels,) or None, of all fields."""
         return self.weight(), None if self.bias is None else self.bias()
 
 
 class MambaMixer(nn.Module):
-    """Selective state space block: x (batch, seq, hidden), whole, to the same shape, whole.
+    """The selective state-space mixer: x (batch, seq, hidden), whole -> the same shape, whole.
 
-    Falcon-Mamba normalizes dt, B and C, after their sum: the same on every rank, so nothing more is sent. Zamba's
-    channels form heads with an x_proj of their own: a rank that has whole heads needs no sum there, and with more ranks
-    than heads, only the `head_ranks` that share one do. Forward sends out_proj's all-reduce and, unless there are at
-    least as many heads as ranks, x_proj's; backward in_proj's input's and again x_proj's.
+    Falcon-Mamba normalizes dt, B and C after their sum, the same on every rank, so nothing more is sent. Zamba's channels
+    form heads with an x_proj each. A rank with whole heads needs no sum there; with more ranks than heads, the ranks that
+    hold the same head (`head_ranks`) sum among themselves.
+
+    Forward sends the all-reduce of out_proj and, if there are fewer heads than ranks, that of x_proj. Backward sends the
+    all-reduce of the gradient of in_proj's input and, if forward does, that of x_proj's output.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, head_ranks: Ranks, dtype=None, device=None):
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        head_ranks: Ranks,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         inner, state, rank = config.intermediate_size // ranks.size, config.state_size, config.dt_rank
         wide = at_least_fp32(dtype)
@@ -78,11 +102,11 @@ class MambaMixer(nn.Module):
         conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, device=device)
         return LayerCache(conv, torch.zeros(batch, self.state_size, self.channels, dtype=wide, device=device))
 
-    def forward(self, hidden, info: BatchInfo, cache: LayerCache | None = None):
-        """hidden: (batch, seq, hidden_size). cache: read and updated."""
+    def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
+        """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated."""
         return self.out_proj(self._gated(hidden, info, cache))
 
-    def _gated(self, hidden, info, cache):
+    def _gated(self, hidden, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
         """The input of out_proj, (batch, seq, this rank's channels). Its temporaries are freed when it returns."""
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan starts from zeros
@@ -98,18 +122,18 @@ class MambaMixer(nn.Module):
             cache.update(conv, state, info.rows)
         return y
 
-    def _sum(self, parameters):
-        """The sum over the ranks of their parts of (dt, B, C), (..., R + 2N); in Falcon-Mamba, each is normalized."""
+    def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); in Falcon-Mamba, each is then normalized."""
         parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
         if self.inner_norm_eps is None:
             return parameters
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
         return torch.cat(list(parts), dim=-1)
 
-    def _scan(self, x, z, head: slice, state):
+    def _scan(self, x, z, head: slice, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x_proj, dt_proj and the scan of one head's channels (batch, seq, width): the gated output and the next state.
 
-        A state from a cache is overwritten. So is x, the output of the convolution, unless others may hold it.
+        A state from a cache is overwritten, and so is x, the output of the convolution, unless a hook may have kept it.
         """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)

@@ -1,14 +1,19 @@
-"""The Mamba-2 mixer, split by head over the tensor-parallel ranks (ssm.md A3).
+"""The Mamba-2 mixer of Mamba-2 and Zamba2, split by head over the tensor-parallel ranks.
 
-Each rank holds h/T heads: their rows of z, x and dt, and the B and C of their groups. With fewer groups than ranks,
-T/G neighbouring ranks hold the same B and C and add their gradients. There is no x_proj: what is left to cross the
-ranks is out_proj and, where a group of the gated norm spans several ranks, the norm's sum of squares:
+Each of T ranks holds 1/T of the heads: their rows of z, x and dt, and the B and C of their groups. With fewer groups G
+than ranks, T/G consecutive ranks hold the same B and C and add up their gradients. in_proj computes dt, B and C, so
+nothing has to be summed before the scan. The ranks sum the output of out_proj and, if a group of the gated norm spans
+several ranks, the sums of squares of the norm:
 
-- groups % ranks == 0: the norm is local; one all-reduce a block.
-- one group: rsqrt(mean square) is one number per token and commutes with out_proj, so the sum of squares rides as one
-  more column of out_proj's all-reduce, exact in any format, and the result is scaled afterwards; still one.
-- 1 < groups < ranks: the sums of squares (G numbers per token) are reduced first; two.
+- G % T = 0: the norm is local. One all-reduce per block.
+- G = 1: 1/sqrt(mean square) is one number per token, and multiplying by it commutes with out_proj. So the sum of squares is
+  one more column in the all-reduce of out_proj, exact in every format, and the sum is scaled afterwards. One all-reduce.
+- 1 < G < T: the sums of squares (G elements per token) are summed before out_proj. Two all-reduces.
+
+docs/concepts/all-reduce-count.md derives this.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +23,9 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.native import kernels
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.ops.scan import ssd
-from megatron_ssm.parallel.layers import (
-    ColumnParallelLinear,
-    Ranks,
-    RowParallelLinear,
-    in_pieces,
-    reduce_beside,
-    sum_over_ranks,
-)
+from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache
@@ -33,17 +33,24 @@ from .mamba1 import Convolution
 
 
 class Mamba2Mixer(nn.Module):
-    """State-space duality block: x (batch, seq, hidden), whole, to the same shape, whole.
+    """The mixer of state-space duality: x (batch, seq, hidden), whole -> the same shape, whole.
 
-    Backward sends one all-reduce of in_proj's input gradient; with groups < ranks one each of the gradients of B and C's
-    weights, biases and convolution; and, at 1 < groups < ranks, one of the sums of squares'.
+    Forward sends the all-reduces above. Backward sends one all-reduce of the gradient of in_proj's input; with fewer groups
+    than ranks, one for each tensor that holds B and C (the weights, and biases if there are any, of in_proj and of the
+    convolution); and with 1 < groups < ranks one of the gradients of the sums of squares.
     """
 
     A_log: nn.Parameter
     D: nn.Parameter
     dt_bias: nn.Parameter
 
-    def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         self.ranks, wide = ranks, at_least_fp32(dtype)
         self.heads, self.head_dim, self.state_size = config.heads // ranks.size, config.head_dim, config.state_size
@@ -53,7 +60,7 @@ class Mamba2Mixer(nn.Module):
         self.kernel = config.conv_kernel
         inner, bc = self.heads * self.head_dim, self.groups * self.state_size
         self.rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": self.heads}
-        shared = dict(shared=("B", "C"), slots=config.groups) if config.groups < ranks.size else {}
+        shared: dict[str, Any] = dict(shared=("B", "C"), pieces=config.groups) if config.groups < ranks.size else {}
         for name in ("A_log", "D", "dt_bias"):
             self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=wide, device=device)))
         self.norm_weight = nn.Parameter(torch.empty(inner, dtype=dtype, device=device))
@@ -65,26 +72,26 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
 
     def new_cache(self, batch: int) -> LayerCache:
-        """An empty state of this rank's heads, and of its groups' B and C history, for `batch` sequences."""
+        """An empty state of this rank's heads, and empty inputs of its channels, B and C, for `batch` sequences."""
         device, wide = self.D.device, at_least_fp32(self.D.dtype)
         channels = sum(self.rows[name] for name in "xBC")
         conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, device=device)
         state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
         return LayerCache(conv, state)
 
-    def forward(self, hidden, info: BatchInfo, cache: LayerCache | None = None):
-        """hidden: (batch, seq, hidden_size). cache: read and updated.
+    def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
+        """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated.
 
-        dt is clamped to the configuration's limit except while decoding, where one token continues a sequence:
-        transformers' behaviour, on which checkpoints with a limit depend.
+        dt is clamped to the configuration's limits, except while decoding. That is what transformers does, so the logits of
+        checkpoints with limits depend on it.
         """
         normed, squares = self._normed(*self._scanned(hidden, info, cache))
         if squares is None:
             return self.out_proj(normed)
         return self._whole(linear(normed, self.out_proj.weight), squares)
 
-    def _scanned(self, hidden, info, cache):
-        """The outputs of the recurrence and the gate, (batch, seq, this rank's channels). Temporaries are freed."""
+    def _scanned(self, hidden, info: BatchInfo, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of the scan and the gate z, (batch, seq, this rank's channels) each. Frees its temporaries."""
         batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
@@ -105,18 +112,18 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def local_norm(self) -> bool:
-        """Whether this rank holds all channels of its groups."""
+        """Whether this rank holds all channels of its groups, so that it normalizes them alone."""
         return self.all_groups >= self.ranks.size
 
     @property
     def fused_norm(self) -> bool:
-        """Whether the sum of squares of the only group is sent in out_proj's all-reduce."""
+        """Whether the sum of squares of the only group is a column in the all-reduce of out_proj."""
         return self.ranks.size > 1 and self.all_groups == 1
 
-    def _normed(self, y, z):
+    def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(norm(y * silu(z)) * weight, None); the norm is over all channels of a group, on all ranks that hold them.
 
-        With `fused_norm`: (the same without the scale of the norm, this rank's sum of squares (batch, seq, 1)).
+        With `fused_norm`: (the same without the factor 1/sqrt(mean square), this rank's sum of squares (batch, seq, 1)).
         """
         local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
         if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
@@ -132,18 +139,18 @@ class Mamba2Mixer(nn.Module):
             y = (local * scale.unsqueeze(-1)).view_as(y)
         return self.norm_weight * y.to(self.norm_weight.dtype), squares if fused else None
 
-    def _whole(self, part, squares):
-        """With one group: [out_proj's part | sum of squares] in one all-reduce, and then the scale of the norm."""
+    def _whole(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """With `fused_norm`: [part of out_proj's output | sum of squares] in one all-reduce, scaled afterwards."""
         out = in_pieces(self._scaled_sum, part, squares)
         return out if self.out_proj.bias is None else out + self.out_proj.bias
 
-    def _scaled_sum(self, part, squares):
-        """The sum over the ranks, times the scale of the norm for each token."""
+    def _scaled_sum(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """The sum of `part` over the ranks, times 1/sqrt(mean square + eps) of each token."""
         out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
         return (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
 
-    def _sum_of_group(self, squares):
-        """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of G columns."""
-        mine = self.ranks.slot(self.all_groups)
-        columns = F.pad(squares, (mine, self.all_groups - 1 - mine))
-        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., mine : mine + 1]
+    def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
+        """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""
+        group = self.ranks.piece_index(self.all_groups)
+        columns = F.pad(squares, (group, self.all_groups - 1 - group))
+        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., group : group + 1]

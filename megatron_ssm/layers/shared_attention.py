@@ -1,28 +1,25 @@
-"""The shared transformer block of Zamba and Zamba2, split by attention head and MLP channel (ssm.md A4, A5).
+"""The shared transformer block of Zamba and Zamba2, split by attention head and MLP channel.
 
-Several layers of a hybrid use the same block: the weights are shared, keys and values are not. Its input is the hidden
-state beside the original embeddings, 2 x hidden wide and whole on every rank; attention and MLP follow one another
-without residuals, and what comes out is whole again: two all-reduces per use, of hidden numbers per token each.
+Several layers of a hybrid model use the same block: they share its weights, but have keys and values of their own. The
+input is [hidden state | embeddings], 2 * hidden wide and whole on every rank. Attention and MLP follow one another
+without residual connections, and the output is whole again. Each use sends two all-reduces, of `hidden` elements per
+token each.
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.config import Config, SharedBlockConfig
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.parallel.layers import (
-    ColumnParallelLinear,
-    Packed,
-    Ranks,
-    RMSNorm,
-    RowParallelLinear,
-    copy_to_ranks,
-    is_plain,
-)
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
+from megatron_ssm.parallel.operators import copy_to_ranks
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, Cache, LayerCache
@@ -38,10 +35,11 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the tokens of one call stand in their sequences; the same for all layers.
+    """The positions of the tokens of one call in their sequences; the same for all layers.
 
-    new: (batch, seq) int64: each token's position, padding not counted and negative. longest: keys a row may have after
-    the call. mask: (batch or 1, 1, seq, keys) bool, True where a query may look; None: all it can see by `causal`.
+    new: (batch, seq) int64, the position of each token; padding is not counted, and has negative positions. longest: the
+    most keys that a row has after the call. causal: whether a query sees only the keys up to its own position. mask:
+    (batch or 1, 1, seq, keys) bool, True where a query may look; None: `causal` decides alone.
     """
 
     new: torch.Tensor
@@ -50,8 +48,10 @@ class Positions:
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, batch: int, seq: int, mask, cache: Cache | None, device) -> "Positions":
-        """Of a call with `seq` new tokens per row; mask: (batch, seq, 1), 0 where a row is padding, or None."""
+    def of(
+        cls, batch: int, seq: int, mask: torch.Tensor | None, cache: Cache | None, device: torch.device
+    ) -> "Positions":
+        """The positions in a call with `seq` new tokens per row. mask: (batch, seq, 1), 0 at padding; None: no padding."""
         padding = torch.zeros(batch, dtype=torch.int64) if mask is None else (mask == 0).sum((1, 2)).cpu()
         starts = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.lengths[cache.rows]
         longest = seq if cache is None else int((starts + seq - padding).max())
@@ -63,21 +63,28 @@ class Positions:
         return cls(new, longest, False, seen.unsqueeze(1))
 
     @classmethod
-    def of_one(cls, new, keys: int) -> "Positions":
-        """Of one token per row, at `new` (batch, 1), which sees itself and what is before it among `keys` keys.
+    def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":
+        """The positions in a call with one token per row, at `new` (batch, 1), which sees itself and the keys before it.
 
-        keys: at least what the rows have. No number goes to the host or comes from it: a CUDA graph may do this.
+        keys: at least as many as each row has. The host and the GPU exchange no values, so a CUDA graph can capture this.
         """
         seen = torch.arange(keys, device=new.device) <= new.unsqueeze(2)
         return cls(new, keys, False, seen.unsqueeze(1))
 
 
-def attend(q, k, v, causal, scale, mask=None):
-    """softmax(scale q k^T) v, exactly, on one rank: the plain core attention.
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v on one rank, exactly: (batch, seq, heads, head_dim). Sends nothing.
 
-    q: (batch, seq, heads, head_dim); k, v: (batch, keys, key/value heads, head_dim), each serving heads/kv_heads
-    neighbouring query heads. causal: keys == seq, and a query sees the keys up to its own. mask: (batch or 1, 1, seq,
-    keys) bool, True where a query may look. Returns (batch, seq, heads, head_dim).
+    q: (batch, seq, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim); heads/kv_heads consecutive query heads use the
+    same key/value head. causal: a query sees the keys up to its own position, and there are as many keys as queries. mask:
+    (batch or 1, 1, seq, keys) bool, True where a query may look.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -85,10 +92,11 @@ def attend(q, k, v, causal, scale, mask=None):
     return out.transpose(1, 2)
 
 
-def rotate(x, positions, theta):
-    """Rotary position embedding: pairs (i, i + head_dim/2) of x (batch, seq, heads, head_dim) turned by their position.
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary position embedding of x (batch, seq, heads, head_dim): the same shape.
 
-    positions: (batch, seq); padding counts as 0. Angles are computed in at least fp32, as transformers does.
+    Elements i and i + head_dim/2 are rotated by the angle positions * theta^(-2i/head_dim). positions: (batch, seq); padding
+    has position 0. The angles are computed in at least fp32, as in transformers.
     """
     wide, size = at_least_fp32(x.dtype), x.shape[-1]
     frequencies = 1.0 / theta ** (torch.arange(0, size, 2, device=x.device).to(wide) / size)
@@ -99,21 +107,32 @@ def rotate(x, positions, theta):
 
 
 class Adapter(nn.Module):
-    """A low-rank addition to a column-parallel layer, one per use of it: x down^T up^T.
+    """A low-rank adapter, x down^T up^T, which is added to the output of a column-parallel layer.
 
-    rows: this rank's rows of each field of the layer. downs: the low-rank activations, one for each field, or one for all.
-    down is whole on every rank, up is split like the layer. Backward: one all-reduce of the low-rank activations, so
-    that down's gradient, and x's, are whole (the layer's own all-reduce of x's gradient must not include this one).
+    rank: of the adapter. rows: this rank's rows of each field of the layer. downs: the names of the low-rank activations:
+    one for each field, or one that all fields use. Every rank has all of `down`; `up` is split like the layer.
+
+    Forward sends nothing. Backward sends one all-reduce of the gradient of the low-rank activations, which makes the
+    gradients of `down` and of x whole. So the layer's own all-reduce of x's gradient must not include this one.
     """
 
-    def __init__(self, in_features, rank: int, downs, rows: dict, ranks: Ranks, dtype=None, device=None):
+    def __init__(
+        self,
+        in_features: int,
+        rank: int,
+        downs: Iterable[str],
+        rows: Mapping[str, int],
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         self.ranks, self.rank = ranks, rank
         self.down = Packed(dict.fromkeys(downs, rank), (in_features,), ranks, dtype, device)
         self.up = Packed(rows, (rank,), ranks, dtype, device)
-        self.rows = [sum(rows.values())] if len(downs) == 1 else list(rows.values())
+        self.rows = [sum(rows.values())] if len(self.down.sizes) == 1 else list(rows.values())
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features), whole -> (..., this rank's rows of all fields)."""
         low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.exact)
         parts = zip(low.split(self.rank, dim=-1), self.up().split(self.rows), strict=True)
@@ -122,51 +141,72 @@ class Adapter(nn.Module):
 
 
 class SharedBlockInvocation(nn.Module):
-    """What one hybrid layer has of its own beside the block it shares: adapters, and a linear layer, whole on all ranks.
+    """The parameters of one hybrid layer's own for its use of the shared block: a linear layer, and adapters in Zamba2.
 
-    idle: {name: shape} of tensors that the checkpoint has and nothing uses; they get no gradient.
+    Every rank has all of the linear layer. idle: {name: shape} of tensors that the checkpoint has and the layer does not
+    use; they are kept to be saved again, and get no gradient.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, idle: dict, dtype=None, device=None):
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        idle: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
-        shared, hidden = config.shared, config.hidden_size
-        where = dict(dtype=dtype, device=device)
+        shared, hidden = _shared_config(config), config.hidden_size
+        where: dict[str, Any] = dict(dtype=dtype, device=device)
         self.linear = nn.Parameter(torch.empty(hidden, hidden, **where))
         self.idle = nn.ParameterDict(
             {name: nn.Parameter(torch.empty(shape, **where), requires_grad=False) for name, shape in idle.items()}
         )
         self.qkv = self.gate_up = None
         if shared.attention_adapters:
-            self.qkv = Adapter(2 * hidden, shared.adapter_rank, "qkv", _qkv_rows(config, ranks), ranks, **where)
+            self.qkv = Adapter(2 * hidden, shared.adapter_rank, "qkv", _qkv_rows(shared, ranks), ranks, **where)
         if shared.adapter_rank:
-            self.gate_up = Adapter(hidden, shared.adapter_rank, ("low",), _mlp_rows(config, ranks), ranks, **where)
+            self.gate_up = Adapter(hidden, shared.adapter_rank, ("low",), _mlp_rows(shared, ranks), ranks, **where)
 
 
-def _qkv_rows(config: Config, ranks: Ranks) -> dict:
-    shared = config.shared
+def _shared_config(config: Config) -> SharedBlockConfig:
+    assert config.shared is not None, "only models with hybrid layers have a shared block"
+    return config.shared
+
+
+def _qkv_rows(shared: SharedBlockConfig, ranks: Ranks) -> dict[str, int]:
+    """This rank's rows of the query, key and value projections."""
     heads = {"q": shared.heads, "k": shared.kv_heads, "v": shared.kv_heads}
     return {name: count // ranks.size * shared.head_dim for name, count in heads.items()}
 
 
-def _mlp_rows(config: Config, ranks: Ranks) -> dict:
-    return dict.fromkeys(("gate", "up"), config.shared.feed_forward_size // ranks.size)
+def _mlp_rows(shared: SharedBlockConfig, ranks: Ranks) -> dict[str, int]:
+    """This rank's rows of the two projections into the MLP."""
+    return dict.fromkeys(("gate", "up"), shared.feed_forward_size // ranks.size)
 
 
 class SharedBlock(nn.Module):
-    """norm -> attention -> norm -> gated MLP, no residuals; this rank has heads/T attention heads and 1/T of the MLP.
+    """norm -> attention -> norm -> gated MLP, without residual connections. A rank has 1/T of the heads and of the MLP.
 
-    Forward sends two all-reduces (o_proj, down_proj), backward two of the inputs' gradients and one per adapter.
-    `core`: the attention between projections, exchangeable: core(q, k, v, causal=, scale=, mask=), see `attend`.
+    Forward sends two all-reduces (o_proj, down_proj). Backward sends two, of the gradients of the inputs of qkv and gate_up,
+    and one for each adapter. core: the attention between the projections, a function with the arguments of `attend`; it may
+    be replaced.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, dtype=None, device=None):
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
-        shared, hidden = config.shared, config.hidden_size
-        where = dict(dtype=dtype, device=device)
-        self.core = attend
+        shared, hidden = _shared_config(config), config.hidden_size
+        where: dict[str, Any] = dict(dtype=dtype, device=device)
+        self.core: Callable[..., torch.Tensor] = attend
         self.head_dim, self.rope_theta = shared.head_dim, shared.rope_theta
         self.activation = ACTIVATIONS[shared.activation]
-        self.rows, mlp = _qkv_rows(config, ranks), _mlp_rows(config, ranks)
+        self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
         self.norm = RMSNorm(2 * hidden, config.norm_eps, **where)
         self.qkv = ColumnParallelLinear(2 * hidden, self.rows, False, ranks, **where)
         self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
@@ -175,34 +215,44 @@ class SharedBlock(nn.Module):
         self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where)
 
     def new_cache(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the keys and values of one use of the block by `batch` sequences: this rank's heads."""
+        """Zeroed keys and values for one use of the block: (batch, length, this rank's key/value heads, head_dim) each."""
         shape = batch, length, self.rows["k"] // self.head_dim, self.head_dim
         like = self.norm.weight
         return like.new_zeros(shape, requires_grad=False), like.new_zeros(shape, requires_grad=False)
 
-    def forward(self, x, embeddings, use: SharedBlockInvocation, info: BatchInfo, cache: LayerCache | None = None):
-        """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole. cache: this use's keys and values."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        embeddings: torch.Tensor,
+        use: SharedBlockInvocation,
+        info: BatchInfo,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole.
+
+        use: of the layer that calls the block. cache: of that layer; its keys and values are read and extended.
+        """
         y = self.norm(torch.cat([x, embeddings], dim=-1))
         y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), info, cache))
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
         return linear(self.down_proj(self.activation(gate) * up), use.linear)
 
-    def _attention(self, qkv, info, cache):
-        """(batch, seq, this rank's q, k and v rows) -> (batch, seq, this rank's heads * head_dim)."""
+    def _attention(self, qkv: torch.Tensor, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
+        """(batch, seq, this rank's rows of q, k and v) -> (batch, seq, this rank's heads * head_dim)."""
         positions, parts = info.positions, qkv.split(list(self.rows.values()), dim=-1)
+        assert positions is not None, "attention needs the positions of the tokens"
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.rope_theta:
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
         if cache is not None:
-            k, v = (t.to(cache.keys.dtype) for t in (k, v))  # autocast's may be narrower
             k, v = cache.append(k, v, positions.new, positions.longest, info.rows, padded=info.mask is not None)
         scale = math.sqrt(2 / self.head_dim)
         out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)
         return out.flatten(-2)
 
 
-def _adapted(layer, adapter, x):
-    """What a layer gives, and its adapter; without gradients added in place, where nobody else may hold it."""
+def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor) -> torch.Tensor:
+    """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it."""
     if adapter is None:
         return layer(x)
     y, more = layer(x), adapter(x)

@@ -39,6 +39,8 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
 
 
 def _check_mask(mask, input_ids, cache, dtype) -> torch.Tensor | None:
+    if not torch.is_tensor(mask):
+        raise ValueError(f"attention_mask must be a tensor, not {type(mask).__name__}")
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}")
     if not ((mask == 0) | (mask == 1)).all() or (mask.long().diff(dim=1) < 0).any():

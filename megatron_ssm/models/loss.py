@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_ssm.parallel.layers import Ranks, reduce_from_ranks
+from megatron_ssm.parallel.operators import reduce_from_ranks
+from megatron_ssm.parallel.ranks import Ranks
 
 
 def vocabulary_parallel_cross_entropy(

@@ -17,7 +17,9 @@ from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
 from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation
-from megatron_ssm.parallel.layers import Ranks, RMSNorm, VocabularyParallel, gather_last, reduce_from_ranks
+from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
+from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives import counted as collectives
 
 from .inputs import check_ids, check_inputs
@@ -28,12 +30,14 @@ from .parameters import attach_fields
 class Model(nn.Module):
     """A state-space language model split over the tensor-parallel ranks. Its parameters are uninitialized until loaded.
 
-    ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group: the ranks that hold other tokens
-    of the same batch, over which the loss is averaged (None: there are none).
+    config: the sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group:
+    the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none). dtype: of
+    parameters and activations. device: of the parameters. All ranks make the model together, because that may make a process
+    group. ValueError on every rank if the model cannot be split over the ranks.
 
-    directory: the checkpoint it was loaded from, or None. weights: "int8" if its matrices are quantized, so that it can only
-    generate; None otherwise. graphs: whether it may decode with CUDA graphs; False once a step could not be captured.
-    head_ranks: the ranks that share a head of a Mamba-1 mixer.
+    The attribute directory is the checkpoint it was loaded from, or None; weights is "int8" if the matrices are
+    quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA
+    graphs, and is False once a step could not be captured; head_ranks are the ranks that share a head of Zamba's mixers.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class Model(nn.Module):
         super().__init__()
         config.check_ranks(ranks.size)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        # Making their group is collective, so it comes before everything that may fail on one rank alone.
-        self.head_ranks = ranks if config.groups else ranks.sharing(config.heads)
+        # All ranks make this group together, so it comes before everything that may fail on one rank alone.
+        self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
         self.weights: str | None = None
         self.graphs = True
@@ -109,7 +113,7 @@ class Model(nn.Module):
 
     @property
     def counter(self) -> collectives.Counter:
-        """Counts what this rank sends."""
+        """The counter of what this rank sends."""
         return self.ranks.counter
 
     @property
@@ -128,9 +132,11 @@ class Model(nn.Module):
         max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
         is allocated at once. None: it grows as needed.
         """
-        layers = [block.mixer.new_cache(batch) for block in self.layers]  # type: ignore[operator, union-attr]
+        blocks: Any = self.layers  # for torch's types its elements are only modules
+        shared: Any = self.shared
+        layers = [block.mixer.new_cache(batch) for block in blocks]
         for index in self.config.hybrid_layers:
-            layers[index].keys, layers[index].values = self.shared[0].new_cache(batch, max_length or 0)  # type: ignore[operator]
+            layers[index].keys, layers[index].values = shared[0].new_cache(batch, max_length or 0)
         return Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
 
     def forward(
@@ -171,8 +177,9 @@ class Model(nn.Module):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask = self.check_inputs(input_ids, attention_mask, cache)
-        is_decoding = input_ids.shape[1] == 1 and not prompt and cache is not None
-        is_decoding = is_decoding and bool((cache.lengths[cache.rows] > 0).all())
+        is_decoding = (
+            cache is not None and not prompt and input_ids.shape[1] == 1 and bool((cache.lengths[cache.rows] > 0).all())
+        )
         local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
         if local is None:
             info = self._batch_info(input_ids, mask, cache, is_decoding)
@@ -186,7 +193,7 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """`local_logits` after its checks, for a cache with enough space; updates the cache but not its lengths."""
         x = self.embeddings.embed(input_ids)
-        embeddings = x if self.shared else None  # else they would only occupy memory
+        embeddings = x if self.shared else None  # without shared blocks they would only occupy memory
         invocations = iter(range(len(self.config.hybrid_layers)))
         for index, block in self._decode_plans.layers(self, info, cache):
             shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
@@ -194,7 +201,9 @@ class Model(nn.Module):
         x = self.norm_f(x[:, -logits_to_keep:])
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(x)
 
-    def _batch_info(self, input_ids, mask, cache, is_decoding) -> BatchInfo:
+    def _batch_info(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, is_decoding: bool
+    ) -> BatchInfo:
         """What the layers need to know about a call; reserves space for its keys and values."""
         batch, seq = input_ids.shape
         positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
@@ -235,10 +244,12 @@ class Model(nn.Module):
         The mean is over the tokens of all ranks of `data_group`, and each of them gets the same value. The gradient on a
         rank is the share of its own tokens, to be summed over that group. Sends all-reduces of 1 and of 2 values per
         position over the tensor-parallel ranks, and one of 2 values over the data group. ValueError for ids outside the
-        vocabulary, and for a quantized model under autograd.
+        vocabulary, for labels of another shape than input_ids, and for a quantized model under autograd.
         """
         if torch.is_grad_enabled():
             self.check_exact_weights("trained")
+        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
         vocabulary = range(self.embeddings.start, self.embeddings.stop)
         nats = vocabulary_parallel_cross_entropy(self.local_logits(input_ids), labels, vocabulary, self.ranks)
@@ -247,7 +258,7 @@ class Model(nn.Module):
         total, count = reduce_from_ranks(sums, self.data_group, self._sum_over_data_group)
         return total / count.clamp(min=1)
 
-    def _sum_over_data_group(self, tensor, group) -> torch.Tensor:
+    def _sum_over_data_group(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         return collectives.all_reduce(tensor, group, self.counter)
 
     def check_inputs(

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import layout
-from megatron_ssm.parallel.layers import Ranks
+from megatron_ssm.parallel.ranks import Ranks
 
 
 def attach_fields(model: nn.Module, config: Config, ranks: Ranks, is_complete: bool) -> None:

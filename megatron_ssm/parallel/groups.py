@@ -1,4 +1,7 @@
-"""Process groups. With `specs`, the only module that imports megatron.core, and only when groups are set up."""
+"""Process groups for serving and training.
+
+Only this module and `integrations.specs` import megatron.core: this one when groups are set up, because it takes seconds.
+"""
 
 import datetime
 import os
@@ -10,15 +13,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-TIMEOUT = datetime.timedelta(minutes=5)
+TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost rank ends the run
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups this rank belongs to; None is one rank.
+    """The process groups of this rank. A group of one rank is None.
 
-    tensor: shares one replica of the model. data: holds the same part of other replicas. context: shares a sequence
-    (one rank for now). ranks, rank: the world's size and this rank in it.
+    tensor: the ranks that hold the parts of one replica of the model. data: the ranks that hold the same part of the other
+    replicas. context: the ranks that share a sequence (always None: not implemented yet). rank, ranks: this rank's number in
+    the world, and the size of the world.
     """
 
     tensor: dist.ProcessGroup | None = None
@@ -34,7 +38,7 @@ class Groups:
 
     @property
     def tensor_ranks(self) -> int:
-        """How many parts there are."""
+        """How many parts a replica has."""
         return 1 if self.tensor is None else self.tensor.size()
 
     @property
@@ -49,22 +53,27 @@ class Groups:
 
 
 def launched_ranks() -> int:
-    """How many ranks torchrun, or the deepspeed launcher, started (1: none did)."""
+    """How many ranks torchrun or the deepspeed launcher started (1: none of them did)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world(tensor: int, world: int) -> None:
-    """ValueError unless `tensor` ranks per replica divide the world."""
-    if tensor < 1 or world % tensor:
-        numbers = f"({world} % {tensor} = {world % tensor if tensor else world})"
+    """ValueError unless replicas of `tensor` ranks divide a world of `world` ranks."""
+    if tensor < 1:
+        raise ValueError(f"{tensor} tensor-parallel ranks: there must be at least 1")
+    if world % tensor:
+        numbers = f"({world} % {tensor} = {world % tensor})"
         hint = "" if "WORLD_SIZE" in os.environ else f"; start it with torchrun --nproc-per-node {tensor}"
         raise ValueError(f"{world} ranks do not divide over replicas of {tensor} tensor-parallel ranks {numbers}{hint}")
 
 
-def join(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> int:
-    """Join torch.distributed as torchrun's environment says, unless that is done or this is the only rank.
+def join(
+    tensor: int, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+) -> int:
+    """Initialize torch.distributed from torchrun's environment variables, unless it is, or there is only one rank.
 
-    Returns the world's size; ValueError on every rank if `tensor` does not divide it.
+    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: torchrun's address). Returns
+    the size of the world. ValueError on every rank, before they meet, if `tensor` does not divide it.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world)
@@ -75,8 +84,13 @@ def join(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | N
     return world
 
 
-def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
-    """Groups for serving: replicas of `tensor` neighbouring ranks that know nothing of each other; needs no Megatron."""
+def replicas(
+    tensor: int, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+) -> Groups:
+    """Groups for serving: `join`, then replicas of `tensor` consecutive ranks, which do not communicate with each other.
+
+    All ranks of the world call it together. Needs no Megatron.
+    """
     world = join(tensor, device, timeout, init_method)
     if world == 1:
         return Groups()
@@ -86,20 +100,22 @@ def replicas(tensor: int, device: str = "cpu", timeout=TIMEOUT, init_method: str
     return Groups(group, None, None, dist.get_rank(), world)
 
 
-_NEIGHBOURS = weakref.WeakKeyDictionary()  # {group: {count: its subgroup}}, so that a second model makes no second one
+# {group: {count: this rank's subgroup}}, so that a second model uses the subgroups of the first.
+_NEIGHBOURS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def neighbours(group, count: int, timeout=TIMEOUT):
-    """This rank's group of `count` consecutive ranks of `group`, which all of its ranks make together, once.
+def neighbours(group: dist.ProcessGroup, count: int, timeout: datetime.timedelta = TIMEOUT) -> dist.ProcessGroup:
+    """The process group of this rank's `count` consecutive ranks of `group`; all ranks of `group` call it together.
 
-    torch names a group that only its members make after the number of groups they already have; ranks that have fewer
-    make groups of their own alone first, so that all names agree.
+    The group is made in the first call, which gathers one integer from each rank. Only the ranks of `group` take part,
+    because other replicas may not need such groups. torch names a group that only its members make after the number of
+    groups that they already have. So ranks that have fewer than others first make groups of only themselves.
     """
     known = _NEIGHBOURS.setdefault(group, {})
     if count not in known:
-        made = [None] * group.size()
-        dist.all_gather_object(made, len(dist.distributed_c10d._world.pg_names), group=group)
-        for _ in range(made[group.rank()], max(made)):
+        numbers_of_groups: list[int] = [0] * group.size()
+        dist.all_gather_object(numbers_of_groups, len(dist.distributed_c10d._world.pg_names), group=group)
+        for _ in range(numbers_of_groups[group.rank()], max(numbers_of_groups)):
             dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
         members = dist.get_process_group_ranks(group)
         first = group.rank() // count * count
@@ -107,11 +123,14 @@ def neighbours(group, count: int, timeout=TIMEOUT):
     return known[count]
 
 
-def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_method: str | None = None) -> Groups:
-    """Groups for training: `join`, then Megatron's parallel_state, and this rank's groups out of it.
+def initialize(
+    tensor: int = 1, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+) -> Groups:
+    """Groups for training: `join`, then Megatron's parallel_state (unless it is set up), and this rank's groups from it.
 
-    tensor: ranks per replica; neighbouring ranks form a replica, and the world's other ranks are data parallel.
-    One rank needs neither torch.distributed nor Megatron.
+    tensor: ranks per replica; consecutive ranks form a replica, and all replicas are data parallel. All ranks of the world
+    call it together. One rank needs neither torch.distributed nor Megatron. ValueError on every rank if parallel_state is
+    already set up with another number of tensor-parallel ranks, or with pipeline or context parallelism.
     """
     world = join(tensor, device, timeout, init_method)
     if world == 1:
@@ -120,20 +139,32 @@ def initialize(tensor: int = 1, device: str = "cpu", timeout=TIMEOUT, init_metho
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
 
-    minutes = timeout.total_seconds() / 60
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor, context_parallel_size=1, distributed_timeout_minutes=minutes
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=1,
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
-    if (size := parallel_state.get_tensor_model_parallel_world_size()) != tensor:
-        raise ValueError(f"Megatron's parallel_state already has {size} tensor-parallel ranks, not {tensor}")
+    _check_parallel_state(parallel_state, tensor)
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     tensor_group, data_group = (None if g.size() == 1 else g for g in groups)
     return Groups(tensor_group, None, data_group, dist.get_rank(), world)
 
 
+def _check_parallel_state(parallel_state, tensor: int) -> None:
+    """ValueError unless Megatron's parallel_state has `tensor` tensor-parallel ranks, and else only data parallelism."""
+    sizes = {
+        "tensor": (parallel_state.get_tensor_model_parallel_world_size(), tensor),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), 1),
+        "context": (parallel_state.get_context_parallel_world_size(), 1),
+    }
+    for name, (size, expected) in sizes.items():
+        if size != expected:
+            raise ValueError(f"Megatron's parallel_state already has {size} {name}-parallel ranks, not {expected}")
+
+
 def shut_down() -> None:
-    """Leave Megatron's parallel_state and torch.distributed, if they were joined."""
+    """Destroy Megatron's parallel_state and torch.distributed's groups, if they exist."""
     if dist.is_initialized():
         if "megatron.core.parallel_state" in sys.modules:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
@@ -141,7 +172,7 @@ def shut_down() -> None:
 
 
 def device_of_rank(device: str) -> torch.device:
-    """'cuda' on a machine with several GPUs: the one of this rank's LOCAL_RANK, made current."""
+    """The torch.device that a name means on this rank: "cuda" is the GPU of LOCAL_RANK, which becomes the current one."""
     if device == "cuda":
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
         torch.cuda.set_device(device)

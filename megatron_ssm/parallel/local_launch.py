@@ -1,4 +1,4 @@
-"""Start this command once per rank on this machine: what `--tp N` does when no launcher did. Imports no torch."""
+"""Starts a command once per rank on this machine: what `--tp N` does without a launcher. Does not import torch."""
 
 import os
 import signal
@@ -8,18 +8,19 @@ import sys
 import tempfile
 import time
 
-GRACE_S = 5.0  # for the other ranks to end by themselves after one has
+GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
 
 
 def run_local_ranks(argv: list[str], ranks: int) -> int:
-    """Run `python -m megatron_ssm ARGV` as `ranks` processes that meet over a file; the exit code of the whole.
+    """Run `python -m megatron_ssm ARGV` as `ranks` processes, which meet over a file; returns the exit code of the command.
 
-    0 when all end well; the first failing rank's code otherwise (1 if a signal killed it, and a line saying so), after
-    which the others are ended; 130 after Ctrl-C, which the ranks themselves do not see. No rank outlives this call.
+    0 if all ranks end well. If one fails, the others are ended, and the code is that of the first to fail, or 1, with a line
+    on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM. No rank
+    outlives this call.
     """
-    with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
         command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
-        processes = []
+        processes: list[subprocess.Popen] = []
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
@@ -33,24 +34,24 @@ def run_local_ranks(argv: list[str], ranks: int) -> int:
             _end(processes)
 
 
-def _environment(rank, ranks) -> dict:
-    """torchrun's variables for one local rank; the cores are shared out unless OMP_NUM_THREADS says otherwise."""
+def _environment(rank: int, ranks: int) -> dict[str, str]:
+    """torchrun's variables for one local rank. Each rank gets its share of the cores, unless OMP_NUM_THREADS is set."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    given = {"OMP_NUM_THREADS": threads, **os.environ}
+    environment = {"OMP_NUM_THREADS": threads, **os.environ}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        given.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return given | {name: str(value) for name, value in places.items()}
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return environment | {name: str(value) for name, value in numbers.items()}
 
 
-def _wait(processes) -> int:
-    """Until all have ended, or one has failed and the rest have had their time to follow."""
+def _wait(processes: list[subprocess.Popen]) -> int:
+    """Wait until all ranks have ended, or one has failed and the others had GRACE_S to follow; returns the exit code."""
     deadline, failed = None, None
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
-        if failed is None:
-            failed = _first_failed(processes)
-            told = failed is processes[0] and failed.returncode == 2  # rank 0 has said it: the others wait for this
-            deadline = failed and time.monotonic() + (0 if told else GRACE_S)
+        if failed is None and (failed := _first_failed(processes)) is not None:
+            # Exit code 2 of rank 0: it has printed an error that the others have, too, and they only wait for that.
+            is_reported = failed is processes[0] and failed.returncode == 2
+            deadline = time.monotonic() + (0 if is_reported else GRACE_S)
         time.sleep(0.02)
     failed = failed or _first_failed(processes)
     if failed is None:
@@ -62,19 +63,29 @@ def _wait(processes) -> int:
     return 1
 
 
-def _first_failed(processes):
-    """A process that failed, or None. One that a signal killed comes before those that then lost their connection."""
+def _first_failed(processes: list[subprocess.Popen]) -> subprocess.Popen | None:
+    """A process that failed, or None. One that a signal killed comes before those that then lost their connection to it."""
     return min((p for p in processes if p.poll()), key=lambda p: p.returncode > 0, default=None)
 
 
-def _end(processes) -> None:
-    """Ask those still running to end, then make them."""
-    running = [p for p in processes if p.poll() is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _end(processes: list[subprocess.Popen]) -> None:
+    """End the ranks that are still running: with SIGTERM, and with SIGKILL those that are still there after GRACE_S.
+
+    A Ctrl-C or SIGTERM meanwhile is ignored, because it would leave ranks behind.
+    """
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        running = [p for p in processes if p.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it is blocked if a rank could not be started
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,8 +1,9 @@
 """The tensor-parallel ranks that a model is split over, and how their parts are added up."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from sparsefusion import all_reduce
@@ -16,29 +17,40 @@ from .groups import neighbours
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tensor-parallel ranks a model is split over; `group` None is one rank.
+    """The tensor-parallel ranks that a model is split over. `group` None is one rank, which sends nothing.
 
-    counter: adds up what this rank sends. format: of the block outputs' sums (out_proj, o_proj, down_proj): fp32, fp16,
-    bf16, int8 or auto (`sparsefusion.all_reduce`), or a `(tensor, group) -> tensor` function of the caller's. Everything
-    else is summed by `exact`. memory: what the ranks share if they are on one host, through which tensors of the CPU go,
-    then; `transport` says why, if they do not. (In memory fp32 is the fastest format, and what auto chooses.)
+    rank, size: this rank's number in the group, and the size of the group. counter: counts what this rank sends.
+
+    format: how the outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
+    `sparsefusion.all_reduce`), or a function (tensor, group) -> tensor of the caller's. Everything else is summed by
+    `exact`.
+
+    memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
+    `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
     """
 
-    group: object = None
+    group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    counter: collectives.Counter | None = None
-    format: str | Callable = "fp32"
+    counter: collectives.Counter = field(default_factory=collectives.Counter)
+    format: str | Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = "fp32"
     memory: SharedMemory | None = None
-    transport: str = ""  # of one rank, none
+    transport: str = ""
 
     @classmethod
-    def of(cls, group, counter=None, format="fp32", share=True) -> "Ranks":
-        """The ranks of a process group (None, or a group of one: one rank), which all of them call together.
+    def of(
+        cls,
+        group: dist.ProcessGroup | None,
+        counter: collectives.Counter | None = None,
+        format: str | Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = "fp32",
+        share: bool | None = True,
+    ) -> "Ranks":
+        """The ranks of a process group (None, or a group of one: one rank). All ranks of the group call it together.
 
-        They share memory if they are on one host, all have the C kernels, and none says share=False; None, on all of
-        them: the tensors will not be on the CPU.
+        They share memory if they are on one host, all have the C kernels, and no rank has share=False. To find out, they
+        exchange objects. None, which must be the same on all ranks: do not ask, because the tensors will not be on the CPU.
         """
+        counter = collectives.Counter() if counter is None else counter
         if group is None or group.size() == 1:
             return cls(counter=counter, format=format)
         backend = dist.get_backend(group)
@@ -46,42 +58,47 @@ class Ranks:
         transport = "shared memory" if memory else f"{backend} ({why})" if why else backend
         return cls(group, group.rank(), group.size(), counter, format, memory, transport)
 
-    def __deepcopy__(self, memo):
-        return self  # process groups are handles
+    def __deepcopy__(self, memo: dict) -> "Ranks":
+        """Itself, because process groups are handles."""
+        return self
 
-    def slot(self, pieces: int) -> int:
-        """Which of `pieces` pieces this rank holds, each being held by size/pieces neighbouring ranks."""
+    def piece_index(self, pieces: int) -> int:
+        """Which of `pieces` pieces this rank holds, if size/pieces consecutive ranks hold each of them."""
         return self.rank * pieces // self.size
 
-    def sharing(self, pieces: int) -> "Ranks":
-        """The neighbours that hold the same one of `pieces` pieces as this rank: one rank where there are enough of them.
+    def with_same_piece(self, pieces: int) -> "Ranks":
+        """The consecutive ranks that hold the same one of `pieces` pieces as this rank; one rank if pieces >= size.
 
-        Makes a process group if 1 < pieces < size, on all ranks together.
+        All ranks call it together: if 1 < pieces < size, it makes a process group, unless there is one already.
         """
         if pieces >= self.size:
             return Ranks(counter=self.counter)
         if pieces == 1:
             return self
+        assert self.group is not None, "one rank has at least as many pieces as ranks"
         share = True if self.memory is not None else None
         return Ranks.of(neighbours(self.group, self.size // pieces), self.counter, share=share)
 
     def close(self) -> None:
-        """Give up the shared memory; ranks that still wait for this one learn of it."""
+        """Release the shared memory; ranks that are waiting for this one raise an error."""
         if self.memory is not None:
             self.memory.close()
 
-    def _memory_of(self, tensor) -> SharedMemory | None:
-        """What such a tensor goes through, if the ranks share it."""
+    def _memory_of(self, tensor: torch.Tensor) -> SharedMemory | None:
+        """The shared memory, if this tensor can go through it."""
         return self.memory if tensor.is_cpu else None
 
-    def exact(self, tensor, group):
-        """The sum over the group of a floating-point tensor, added in at least fp32 whatever its dtype."""
+    def exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """The sum over `group` (this object's own) of a floating-point tensor, added in at least fp32 whatever its dtype.
+
+        A new tensor of the same shape and dtype, equal bit for bit on all ranks. One all-reduce; no gradient.
+        """
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
 
-    def reduce(self, tensor, group):
-        """The sum over the group in this model's format."""
+    def reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The sum over `group` (this object's own) in the model's format. Otherwise as `exact`."""
         if callable(self.format):
             return self.format(tensor, group)
         if memory := self._memory_of(tensor):
@@ -92,32 +109,37 @@ class Ranks:
     def _memory_format(self) -> str:
         return "fp32" if self.format == "auto" else str(self.format)
 
-    def reduce_beside(self, tensor, column, group):
-        """The sums of `tensor` (..., n) in this model's format and, exactly, of `column` (..., 1)."""
+    def reduce_beside(
+        self, tensor: torch.Tensor, column: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of `tensor` (..., n) in the model's format, and of `column` (..., 1) exactly."""
         if callable(self.format):
             return self.format(tensor, group), self.exact(column, group)
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
-    def in_place(self, tensors, format=None):
-        """The `SumInPlace` of one tensor in a format (this model's), or of two, the second exactly; None if C has none."""
+    def in_place(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
+        """A sum that C code can repeat: of one tensor in `format` (None: the model's), or of two, the second exactly.
+
+        None if C cannot do it: the ranks share no memory, or the format is a function of the caller's.
+        """
         if self.memory is None or (format is None and callable(self.format)):
             return None
         return SumInPlace(self.memory, tensors, format or self._memory_format, self.counter)
 
-    def largest(self, tensor):
-        """The largest of the ranks' numbers, elementwise."""
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum of the ranks' tensors. One all-reduce; no gradient."""
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
         return collectives.all_reduce(tensor, self.group, self.counter, dist.ReduceOp.MAX)
 
-    def agree(self, device, asked: Callable[[], object]) -> int:
-        """`sparsefusion.collectives.agreement.agree` among these ranks."""
+    def agree(self, device: torch.device, asked: Callable[[], object]) -> int:
+        """Compare what these ranks are asked to do: see `sparsefusion.collectives.agreement.agree`."""
         return agree(self.gather, device, asked, "tensor-parallel ranks")
 
-    def gather(self, tensor):
-        """Every rank's tensor, in rank order: (ranks, *tensor.shape)."""
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, in rank order: (ranks, *tensor.shape). One all-gather; no gradient."""
         if memory := self._memory_of(tensor):
             return memory.all_gather(tensor.detach(), self.counter)
         return collectives.all_gather(tensor, self.group, self.counter)

@@ -160,6 +160,17 @@ def test_a_fork_copies_one_row_only(ranks, world):
     on_ranks_of_families(ranks, world, run, HYBRIDS)
 
 
+@pytest.mark.parametrize("family", ("mamba2", "zamba2"))
+def test_padding_is_not_counted_in_sixteen_bits(family):
+    """bfloat16 has no 1001: the sum of a mask in the model's dtype would be 1000."""
+    model = load(checkpoint(family), dtype=torch.bfloat16)
+    cache, mask = model.new_cache(2), torch.ones(2, 1003, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        model.local_logits(ids(2, 1003), mask, cache, logits_to_keep=1)
+    assert cache.lengths.tolist() == [1001, 1003]
+
+
 # Snapshots
 
 

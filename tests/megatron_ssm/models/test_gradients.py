@@ -206,3 +206,11 @@ def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
     for replica in range(dp):
         shards = [shard for _, shard in results[replica * tp : (replica + 1) * tp]]
         assert_near(whole(oracle, shards), whole(oracle, [alone]), 2 * EXACT)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 5), (2, 4), (10,)], ids=str)
+def test_labels_of_another_shape(shape, oracle):
+    """Some of them would be broadcast, which gives a loss of something else."""
+    model = megatron_ssm.load(oracle(FEW[0]).directory)
+    with pytest.raises(ValueError, match=r"labels \(.*\) are not shaped like input_ids \(2, 5\)"):
+        model.loss(torch.ones(2, 5, dtype=torch.int64), torch.ones(shape, dtype=torch.int64))

@@ -20,7 +20,7 @@ from hf import SMALL, save_hf
 from megatron_ssm.cli import main as __main__
 from megatron_ssm.inference.text import write_byte_tokenizer
 from megatron_ssm.parallel import ranks as sums
-from megatron_ssm.parallel.layers import Ranks
+from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 from sparsefusion import all_reduce

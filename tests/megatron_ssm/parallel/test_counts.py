@@ -1,4 +1,4 @@
-"""What is sent and what is held, counted; oracles: the formulas of ssm.md A1-A6, and torch.distributed itself."""
+"""What is sent and what is held, counted; oracles: docs/concepts/all-reduce-count.md, and torch.distributed."""
 
 from collections import Counter
 from functools import partial

@@ -14,15 +14,12 @@ from hf import save_hf
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
     Packed,
-    Ranks,
     RowParallelLinear,
     VocabularyParallel,
-    copy_to_ranks,
-    gather_last,
-    reduce_from_ranks,
-    sum_over_ranks,
     vocabulary_range,
 )
+from megatron_ssm.parallel.operators import copy_to_ranks, gather_last, reduce_from_ranks, sum_over_ranks
+from megatron_ssm.parallel.ranks import Ranks
 
 EXACT = dict(rtol=0, atol=1e-12)  # everything here is float64
 worlds = pytest.mark.parametrize("world", (2, 3, 4))
@@ -125,9 +122,9 @@ def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
         if rank % 3 == 0:
             dist.new_group([rank], use_local_synchronization=True)
         whole = Ranks.of(replicas[rank // tp])
-        half = whole.sharing(2)
-        assert whole.sharing(1) is whole
-        assert [whole.sharing(pieces).group for pieces in (tp, 2 * tp)] == [None, None]
+        half = whole.with_same_piece(2)
+        assert whole.with_same_piece(1) is whole
+        assert [whole.with_same_piece(pieces).group for pieces in (tp, 2 * tp)] == [None, None]
         return sum_over_ranks(normal(3, seed=rank), half.group, half.exact)
 
     for rank, total in enumerate(ranks(add_up, tp * dp)):
@@ -263,14 +260,14 @@ def test_fields_changed_before_backward_are_refused(change):
         y.backward()
 
 
-@pytest.mark.parametrize("slots,world", [(1, 2), (2, 4), (2, 6)])
-def test_each_shared_piece_is_summed_over_its_own_ranks(ranks, slots, world):
+@pytest.mark.parametrize("pieces,world", [(1, 2), (2, 4), (2, 6)])
+def test_each_shared_piece_is_summed_over_its_own_ranks(ranks, pieces, world):
     def gradient(rank):
-        module = Packed({"a": 1, "b": 2}, (), Ranks.of(dist.group.WORLD), torch.float64, shared=("b",), slots=slots)
+        module = Packed({"a": 1, "b": 2}, (), Ranks.of(dist.group.WORLD), torch.float64, shared=("b",), pieces=pieces)
         poisoned(module)().backward(normal(3, seed=rank))
         return module.b.grad
 
-    copies = world // slots
+    copies = world // pieces
     for rank, grad in enumerate(ranks(gradient, world)):
         first = rank // copies * copies
         expected = sum(normal(3, seed=r)[1:] for r in range(first, first + copies))

@@ -13,7 +13,7 @@ from cases import MARKED, SEQ, oracle
 from hf import hf_model
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import matrices
-from megatron_ssm.parallel import layers
+from megatron_ssm.parallel import operators
 from megatron_ssm.sizing.memory import Memory
 
 __all__ = ["oracle"]
@@ -76,7 +76,7 @@ MULTIPLIES_BF16 = pytest.mark.skipif(
 @pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, CASES))
 def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
     """With many more tokens than are summed, or converted to another dtype, at once."""
-    for module, constant in ((layers, "PIECE"), (matrices, "NUMBERS")):
+    for module, constant in ((operators, "PIECE_NUMEL"), (matrices, "NUMBERS")):
         monkeypatch.setattr(module, constant, 2**14)
     monkeypatch.setattr(matrices, "TOKENS", 256)
     family, changes = CASES[name]

@@ -1,0 +1,154 @@
+"""The communication operators of tensor parallelism: sums and gathers over the ranks, with their gradients.
+
+An activation is *whole* (the same on every rank) or *partial* (each rank holds a summand). The operators lead from one to
+the other; x is their argument:
+
+| operator | forward | backward | where it is used |
+|---|---|---|---|
+| `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer |
+| `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer: all ranks use the sum alike |
+| `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum for its own channels (x_proj, norms) |
+
+The third is the one that state-space models add. The sum is whole, but each rank uses it for channels of its own, so the
+gradient of the sum is partial and must be summed as well.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .ranks import Ranks
+
+# (tensor, group) -> the sum of the ranks' tensors, such as `Ranks.exact`
+Reduction = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+PIECE_NUMEL = 2**23  # elements that are reduced at once, without gradients
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """f: identity in forward, all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduction):
+        ctx.group, ctx.reduction = group, reduction
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.reduction(grad, ctx.group), None, None
+
+
+class _ReduceFromRanks(torch.autograd.Function):
+    """g: all-reduce in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduction):
+        return reduction(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class _ReduceBeside(torch.autograd.Function):
+    """g of two tensors in one call: all-reduces in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, column, ranks):
+        return ranks.reduce_beside(x, column, ranks.group)
+
+    @staticmethod
+    def backward(ctx, grad, column_grad):
+        return grad, column_grad, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, reduction):
+        ctx.group, ctx.reduction = group, reduction
+        return reduction(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.reduction(grad, ctx.group), None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    """Concatenation of every rank's last dimension, all equally wide; backward takes this rank's slice of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.width, ctx.rank = x.shape[-1], ranks.rank
+        return torch.cat(ranks.gather(x).unbind(), dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
+    """x (any shape), whole, which each rank then uses for its own part. Sends nothing; backward all-reduces x's gradient."""
+    return x if group is None or not torch.is_grad_enabled() else _CopyToRanks.apply(x, group, reduction)
+
+
+def reduce_from_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
+    """The sum of every rank's x (any shape), partial: the same on every rank. One all-reduce; backward sends nothing.
+
+    Without gradients, an x of more than PIECE_NUMEL elements is overwritten by the sum, with one all-reduce for each
+    PIECE_NUMEL of them. An all-reduce needs at least one copy of its input, which would otherwise be most of the memory
+    that reading a long prompt needs.
+    """
+    if group is None:
+        return x
+    if torch.is_grad_enabled():
+        return _ReduceFromRanks.apply(x, group, reduction)
+    return in_pieces(lambda part: reduction(part, group), x)
+
+
+def in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+    """function(x, *beside), for a function that maps each token on its own: x (tokens..., n), beside (tokens..., m) each.
+
+    Without gradients, an x of more than PIECE_NUMEL elements is overwritten by the result, PIECE_NUMEL elements of it at a
+    time. The pieces depend on the shape of x only, so all ranks have the same.
+    """
+    if torch.is_grad_enabled() or x.numel() <= PIECE_NUMEL:
+        return function(x, *beside)
+    x, width = x.contiguous(), x.shape[-1]
+    tokens = [t.view(-1, t.shape[-1]).split(max(1, PIECE_NUMEL // width)) for t in (x, *beside)]
+    for piece in zip(*tokens, strict=True):
+        piece[0].copy_(function(*piece))
+    return x
+
+
+def reduce_beside(x: torch.Tensor, column: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of x (..., n), in the model's format, and of column (..., 1), exactly; both partial. Backward sends nothing.
+
+    Sends one all-reduce where the column is part of x's messages (see `sparsefusion.reduction.quantized`), and two if the
+    format is a function of the caller's, or 16 bits wide and summed by the backend itself.
+    """
+    if ranks.group is None:
+        return x, column
+    if torch.is_grad_enabled():
+        return _ReduceBeside.apply(x, column, ranks)
+    return ranks.reduce_beside(x, column, ranks.group)
+
+
+def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
+    """The sum of every rank's x (any shape), partial, which each rank then uses for its own channels.
+
+    Sends one all-reduce in forward and one in backward.
+    """
+    if group is None:
+        return x
+    return _SumOverRanks.apply(x, group, reduction) if torch.is_grad_enabled() else reduction(x, group)
+
+
+def gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """x (..., width) of each rank, side by side: (..., width * ranks.size) on every rank.
+
+    One all-gather. Backward sends nothing, because all ranks use the result alike.
+    """
+    return x if ranks.group is None else _GatherLast.apply(x, ranks)
