@@ -1,7 +1,7 @@
 """Beam search as transformers does it: the beams of a sequence are rows of the cache, and each step reorders them.
 
-Every rank normalizes its slice of the vocabulary with all ranks' sums and finds its best continuations. The ranks gather
-these and compute the same beams from them.
+Every rank normalizes its slice of the logits with the sums of all ranks, and finds the best continuations in its slice. The
+ranks gather these and compute the same beams from them.
 """
 
 from dataclasses import dataclass
@@ -37,38 +37,21 @@ class BeamSettings:
         return max(2, 1 + len(self.end_tokens)) * self.num_beams
 
 
-@torch.no_grad()
-def beam_search(
-    model: LanguageModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, settings: BeamSettings
-) -> torch.Tensor:
-    """(batch * num_return_sequences, new) int64 on the CPU, the same on every rank: each row's best sequences, best first.
-
-    Each step sends what a call of the model sends, and gathers from each rank 1 value per beam (its log-sum-exp) and
-    2 * num_candidates values per sequence (scores and ids).
-    """
-    search = _BeamSearch(model, input_ids, attention_mask, settings)
-    local = search.read_prompts()
-    for step in range(1, settings.max_new_tokens + 1):
-        scores, parents, tokens = search.candidates(local, step)
-        is_last = step == settings.max_new_tokens
-        ended = torch.isin(tokens, torch.tensor(settings.end_tokens, dtype=torch.int64)) | is_last
-        sequences = torch.cat([_rows(search.sequences, parents), tokens.unsqueeze(-1)], dim=-1)
-        parents = search.keep_running(scores, sequences, parents, ended)
-        search.keep_finished(scores, sequences, ended)
-        if not search.can_improve(step) or ended.all():
-            break
-        local = search.advance(parents)
-    return search.best_sequences()
-
-
-class _BeamSearch:
+class BeamSearch:
     """The running and the finished sequences, (batch, num_beams, ...) on the CPU, and the cache rows of the running ones.
 
-    A finished sequence has a score divided by its length (`finished_scores`); `improvable` (batch, 1) says whether a running
-    beam can still displace a finished one.
+    Making it allocates all its memory and sends nothing; `run` does the search. The scores of finished sequences
+    (`finished_scores`) are divided by their length to the power of length_penalty. `improvable` (batch, 1) tells whether a
+    running beam can still displace a finished sequence.
     """
 
-    def __init__(self, model, input_ids, attention_mask, settings: BeamSettings):
+    def __init__(
+        self,
+        model: LanguageModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        settings: BeamSettings,
+    ):
         self.model, self.settings = model, settings
         self.input_ids, self.attention_mask = input_ids, attention_mask
         self.batch, length = input_ids.shape
@@ -83,6 +66,27 @@ class _BeamSearch:
         self.improvable = torch.ones(self.batch, 1, dtype=torch.bool)
         self.seen = self._ids_in_prompts() if settings.repetition_penalty != 1 else None
 
+    @torch.no_grad()
+    def run(self) -> torch.Tensor:
+        """(batch * num_return_sequences, new) int64 on the CPU: the best sequences of each row, best first.
+
+        The same on every rank. Each step sends what a call of the model sends, and gathers from each rank 1 value per beam
+        (its log-sum-exp) and 2 * num_candidates values per sequence (scores and ids).
+        """
+        settings = self.settings
+        local = self._read_prompts()
+        for step in range(1, settings.max_new_tokens + 1):
+            scores, parents, tokens = self._candidates(local, step)
+            is_last = step == settings.max_new_tokens
+            ended = torch.isin(tokens, torch.tensor(settings.end_tokens, dtype=torch.int64)) | is_last
+            sequences = torch.cat([_rows(self.sequences, parents), tokens.unsqueeze(-1)], dim=-1)
+            parents = self._keep_running(scores, sequences, parents, ended)
+            self._keep_finished(scores, sequences, ended)
+            if not self._can_improve(step) or ended.all():
+                break
+            local = self._advance(parents)
+        return self._best_sequences()
+
     def _ids_in_prompts(self) -> torch.Tensor:
         """(batch * num_beams, vocab) bool: the ids that the prompt of each beam contains, without padding."""
         ids, mask = self.input_ids, self.attention_mask
@@ -91,7 +95,7 @@ class _BeamSearch:
         seen = torch.zeros(len(prompts), self.model.config.vocab_size, dtype=torch.bool)
         return seen.scatter_(1, prompts, True)
 
-    def read_prompts(self) -> torch.Tensor:
+    def _read_prompts(self) -> torch.Tensor:
         """Read each prompt once, and copy its state to all its beams; returns this rank's logits per beam."""
         beams = self.settings.num_beams
         rows = torch.arange(self.batch).repeat_interleave(beams) * beams
@@ -100,7 +104,7 @@ class _BeamSearch:
         self.cache.reorder(rows)
         return local.repeat_interleave(beams, 0)
 
-    def advance(self, parents) -> torch.Tensor:
+    def _advance(self, parents: torch.Tensor) -> torch.Tensor:
         """Read the last token of each running beam, which continues the state of its parent; returns this rank's logits."""
         first = torch.arange(self.batch).unsqueeze(1) * self.settings.num_beams
         rows = (parents + first).flatten()
@@ -110,7 +114,7 @@ class _BeamSearch:
             self.seen = self.seen[rows].scatter_(1, tokens, True)
         return self.model.local_logits(tokens.to(self.model.device), None, self.cache)[:, -1]
 
-    def candidates(self, local, step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _candidates(self, local: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The best continuations: (batch, num_candidates) sums of log-probabilities, parent beams and tokens."""
         settings, ranks, width = self.settings, self.model.ranks, local.shape[1]
         scores = self._log_probabilities(local, step)
@@ -122,7 +126,7 @@ class _BeamSearch:
         values, index = values.gather(1, order).float(), index.gather(1, order)
         return values, index // (width * ranks.size), index % (width * ranks.size)
 
-    def _log_probabilities(self, local, step) -> torch.Tensor:
+    def _log_probabilities(self, local: torch.Tensor, step: int) -> torch.Tensor:
         """This rank's slice of the next token's log-probabilities; the repetition penalty and min_new_tokens are applied."""
         settings, width = self.settings, local.shape[1]
         log_sums = self.model.ranks.gather(local.logsumexp(-1))
@@ -135,14 +139,14 @@ class _BeamSearch:
             scores[:, [i - first for i in settings.end_tokens if first <= i < stop]] = float("-inf")
         return scores
 
-    def keep_running(self, scores, sequences, parents, ended) -> torch.Tensor:
+    def _keep_running(self, scores, sequences, parents: torch.Tensor, ended) -> torch.Tensor:
         """Make the best continuations that have not ended the running beams; returns their parents."""
         scores = scores + ended * WORST_SCORE
         best = scores.topk(self.settings.num_beams, dim=-1).indices
         self.sequences, self.scores = _rows(sequences, best), scores.gather(1, best)
         return parents.gather(1, best)
 
-    def keep_finished(self, scores, sequences, ended) -> None:
+    def _keep_finished(self, scores, sequences, ended) -> None:
         """Let those of the best num_beams continuations that ended compete with the finished ones, by score per length."""
         settings, length = self.settings, sequences.shape[-1]
         counts = ended & (torch.arange(scores.shape[1]) < settings.num_beams) & self.improvable
@@ -157,7 +161,7 @@ class _BeamSearch:
         lengths = torch.cat([self.finished_lengths, torch.full(scores.shape, length)], 1)
         self.finished_lengths = lengths.gather(1, best)
 
-    def can_improve(self, length: int) -> bool:
+    def _can_improve(self, length: int) -> bool:
         """Whether any running beam can still displace a finished one, by transformers' heuristics."""
         settings = self.settings
         if settings.early_stopping == "never" and settings.length_penalty > 0:
@@ -169,12 +173,12 @@ class _BeamSearch:
         is_full = settings.early_stopping is True and bool(is_finished.all())
         return bool(self.improvable.any()) and not is_full
 
-    def best_sequences(self) -> torch.Tensor:
+    def _best_sequences(self) -> torch.Tensor:
         """The num_return_sequences best finished sequences of each row, cut to the longest of them."""
         count = self.settings.num_return_sequences
         return self.finished[:, :count, : int(self.finished_lengths[:, :count].max())].flatten(0, 1)
 
 
-def _rows(tensor, index) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """tensor (batch, n, length), index (batch, m) -> (batch, m, length)."""
     return tensor.gather(1, index.unsqueeze(-1).expand(-1, -1, tensor.shape[-1]))

@@ -4,8 +4,8 @@ An `Engine` has a cache with a fixed number of rows, called slots, of one sequen
 one token. A waiting request takes the first free slot, and its prompt is read, at once or in chunks, while the others go on
 decoding. With a prefix cache, reading starts after the longest prefix of the prompt that was read before.
 
-On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. The ranks compare their engines in
-every call that communicates, so calls that differ are an error on every rank.
+On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. In every call that communicates, the
+ranks first compare what their engines were asked to do so far, so calls that differ are an error on every rank.
 """
 
 import hashlib
@@ -55,7 +55,8 @@ class Engine:
         self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
         self._slots: dict[int, Slot] = {}
-        self._requests_added = 0
+        self._requests_added, self._steps = 0, 0
+        self._requests_checksum = ""  # of the arguments of all requests, in their order
         self._tokenizer = _Tokenizer()
 
     @property
@@ -89,14 +90,14 @@ class Engine:
         rank and raises ValueError on every rank if calls, options or arguments differ, or if the request cannot be served.
         Without a seed, all ranks use the one that rank 0 draws.
         """
-        made = []
+        made: list[Request] = []
 
         def compared():
             sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
             made.append(
                 self.make_request(prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens)
             )
-            return {"call": "add", **self._state(), "request": self.fingerprint(made)}
+            return {"call": "add", **self._state(), "request": self.fingerprint(made), **self._history()}
 
         drawn_seed = self.model.ranks.agree(self.model.device, compared)
         return self.enqueue(made[0], drawn_seed)
@@ -111,9 +112,9 @@ class Engine:
         seed: int | None,
         min_new_tokens: int,
     ) -> Request:
-        """A request that is not queued yet, and space for it in the cache. ValueError if this engine cannot serve it.
+        """A request that is not queued yet; reserves space for it in the cache. For the arguments see `add`.
 
-        Sends nothing.
+        Sends nothing. ValueError or FileNotFoundError if this engine cannot serve it.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -145,6 +146,8 @@ class Engine:
         """Queue a request that all ranks agree on; `seed` is used if it has none of its own."""
         request.seed = seed if request.seed is None else request.seed
         request.id, self._requests_added = self._requests_added, self._requests_added + 1
+        history = f"{self._requests_checksum} {request.arguments}"
+        self._requests_checksum = hashlib.sha256(history.encode()).hexdigest()[:16]
         self._waiting.append(request)
         return request
 
@@ -164,7 +167,7 @@ class Engine:
         self._check_own(request)
         return self._tokens_of(request)
 
-    def _tokens_of(self, request):
+    def _tokens_of(self, request: Request) -> Iterator[int]:
         yielded = 0
         while True:
             while yielded < len(request.tokens):
@@ -178,7 +181,8 @@ class Engine:
         """The requests that are waiting or running."""
         return [*self._waiting, *(slot.request for slot in self._slots.values())]
 
-    def _check_own(self, request) -> None:
+    def _check_own(self, request: Request) -> None:
+        """ValueError unless the request is one of this engine's, or finished."""
         if request.finished is None and request not in self._unfinished():
             raise ValueError("the request is not one of this engine's")
 
@@ -187,21 +191,26 @@ class Engine:
         unfinished = [request.id for request in self._unfinished()]
         return {"unfinished requests": unfinished, "requests added": self._requests_added, "options": self._options}
 
+    def _history(self) -> dict:
+        """What must be equal as well: it tells two engines of one model apart that have as many requests."""
+        return {"steps": self._steps, "checksum of requests": self._requests_checksum}
+
     # Steps
 
     @torch.no_grad()
     def step(self, compare_ranks: bool = True) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
-        Returns the requests that got a token, the oldest first (`tokens[-1]`; see `finished`); [] if none is left. Sends
-        what the model's calls send: one for all requests that are decoding, and one for each length among the pieces of
-        prompts; then what the choice of tokens sends, for each set of equal sampling options.
+        Returns the requests that got a token (`tokens[-1]`; see `finished`), the oldest first; [] if no request is left.
+        Sends what the calls of the model send: one call for all requests that are decoding, and one for each length among
+        the pieces of prompts. Then it sends what choosing tokens sends, once for each set of equal sampling options.
 
-        compare_ranks: gather 16 bytes from each rank first, and raise ValueError on every rank if their engines differ (a
-        request that some ranks only have cancelled, or an `add` on others). False if the caller knows that they do not.
+        compare_ranks: first gather 16 bytes from each rank, and raise ValueError on every rank if their engines differ (some
+        ranks have cancelled a request, step another engine, or call `add`). False: the caller knows that they are equal.
         """
         if compare_ranks and self.model.ranks.size > 1:
-            self.model.ranks.agree(self.model.device, lambda: {"call": "step", **self._state()})
+            self.model.ranks.agree(self.model.device, lambda: {"call": "step", **self._state(), **self._history()})
+        self._steps += 1
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
         self._decode(decoding)
@@ -217,19 +226,20 @@ class Engine:
             self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self._tokenizer.tokenizer)
             self._prompts.begin(slot)
 
-    def _decode(self, slots) -> None:
+    def _decode(self, slots: Iterable[Slot]) -> None:
         """Read the last token of each request."""
         slots = sorted(slots, key=lambda slot: slot.row)
         run_model(self.model, self.cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
 
-    def _choose_tokens(self, slots) -> None:
+    def _choose_tokens(self, slots: Sequence[Slot]) -> None:
         """Choose a token for each slot, all with the same sampling options together; free the slots that are finished."""
         groups: dict[Sampling, list[Slot]] = {}
         for slot in slots:
             groups.setdefault(slot.request.sampling, []).append(slot)
         for sampling, group in groups.items():
             local = torch.stack([slot.allowed_logits() for slot in group])
-            seen = None if group[0].seen is None else torch.stack([slot.seen for slot in group])
+            marks = [slot.seen for slot in group if slot.seen is not None]  # of all slots, or of none
+            seen = torch.stack(marks) if marks else None
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)
@@ -237,7 +247,7 @@ class Engine:
                     del self._slots[slot.row]
 
 
-def _check_options(options) -> None:
+def _check_options(options: dict) -> None:
     """ValueError for an option of an engine that is out of range or of a wrong type."""
     for name, value in options.items():
         may_be_none, least = name in ("max_length", "chunk"), int(name != "prefix_bytes")

@@ -1,11 +1,13 @@
 """Generation for a batch of prompts: each is a request, and all run in the same `Engine`."""
 
+import operator
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from .engine import Engine
 from .language_model import LanguageModel
+from .request import Request
 from .sampling import Sampling
 
 
@@ -60,37 +62,50 @@ def stream(
     pad_token_id: int = 0,
     min_new_tokens: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Like `generate`, but yields each step's (batch,) tokens as soon as they are known. All ranks must take as many.
+    """Like `generate`, but yields the (batch,) tokens of each step as soon as they are known.
 
-    The ranks compare their arguments when this is called: it gathers 16 bytes from each.
+    All ranks must take equally many steps from the iterator, because each step communicates. The ranks compare their
+    arguments when `stream` is called: it gathers 16 bytes from each.
     """
-    engine, requests = None, []
+    engines: list[Engine] = []
+    requests: list[Request] = []
 
     def compared():
-        nonlocal engine
-        model.check_inputs(input_ids, attention_mask)
-        batch, length = input_ids.shape
+        prompts = _prompts(model, input_ids, attention_mask)
+        batch = len(prompts)
         if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
             raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
-        engine = Engine(model, slots=batch)
+        fill = operator.index(pad_token_id)
+        if not -(2**63) <= fill < 2**63:
+            raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
+        engine = Engine(model, slots=batch)  # it allocates its cache, which may fail on one rank alone
+        engines.append(engine)
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-        for row, ids in enumerate(input_ids.tolist()):
-            prompt = ids if attention_mask is None else ids[length - int(attention_mask[row].sum()) :]
+        for row, prompt in enumerate(prompts):
             row_seed = None if seed is None else seed + row
             requests.append(
                 engine.make_request(
                     prompt, max_new_tokens, sampling, stop_tokens, stop_strings, row_seed, min_new_tokens
                 )
             )
-        return engine.fingerprint(requests)
+        return {"call": "generate", "pad_token_id": fill, "requests": engine.fingerprint(requests)}
 
     drawn_seed = model.ranks.agree(model.device, compared)
     for row, request in enumerate(requests):
-        engine.enqueue(request, drawn_seed + row)
-    return _columns(engine, requests, pad_token_id)
+        engines[0].enqueue(request, drawn_seed + row)
+    return _columns(engines[0], requests, operator.index(pad_token_id))
 
 
-def _columns(engine, requests, pad_token_id) -> Iterator[torch.Tensor]:
+def _prompts(model: LanguageModel, input_ids, attention_mask) -> list[list[int]]:
+    """The ids of each row without padding; ValueError for inputs that are wrong."""
+    model.check_inputs(input_ids, attention_mask)
+    if attention_mask is None:
+        return input_ids.tolist()
+    lengths = (attention_mask != 0).sum(1).tolist()  # whatever the dtype: a sum in 16 bits would be rounded
+    return [ids[len(ids) - length :] for ids, length in zip(input_ids.tolist(), lengths, strict=True)]
+
+
+def _columns(engine: Engine, requests: list[Request], pad_token_id: int) -> Iterator[torch.Tensor]:
     """Step the engine until all requests are finished; yields the new token of each request, or pad_token_id."""
     while engine.is_busy:
         advanced = set(engine.step(compare_ranks=False))  # compared above; nothing is added or cancelled later

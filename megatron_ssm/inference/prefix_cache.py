@@ -13,8 +13,9 @@ from megatron_ssm.layers.cache import Snapshot
 class PrefixCache:
     """{prefix: (snapshot, this rank's logits after it)}; the least recently used entries are dropped beyond `max_bytes`.
 
-    Keys and values that several snapshots share count once in `nbytes`. Ranks that make the same calls have the same
-    prefixes, because the snapshots of a prefix have the same size on all ranks.
+    max_bytes: the memory on this rank. nbytes: what the entries use; keys and values that several snapshots share count
+    once. Sends nothing. Ranks that make the same calls keep the same prefixes, because all ranks hold equally many
+    channels, heads and logits, so that the snapshots of a prefix have the same size on each.
     """
 
     def __init__(self, max_bytes: int):
@@ -60,7 +61,7 @@ class PrefixCache:
             self._count(old, old_logits, -1)
         return True
 
-    def _count(self, snapshot, logits, change) -> None:
+    def _count(self, snapshot: Snapshot, logits: torch.Tensor, change: int) -> None:
         """Add `change` to the references of an entry's tensors; count their bytes from the first reference to the last."""
         for tensor in [*snapshot.tensors(), logits]:
             before = self._references[id(tensor)]
@@ -71,5 +72,6 @@ class PrefixCache:
                 del self._references[id(tensor)]
 
 
-def _digest(tokens) -> bytes:
+def _digest(tokens: Sequence[int]) -> bytes:
+    """What identifies a prefix, as `longest` computes it piece by piece."""
     return hashlib.sha256(array("q", tokens).tobytes()).digest()

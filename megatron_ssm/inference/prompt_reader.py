@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_ssm.layers.cache import Cache
+from megatron_ssm.layers.cache import Cache, Snapshot
 
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
@@ -25,10 +25,10 @@ class PromptReader:
         self.cache.reset(slot.row)
         entry = self.prefix_cache.longest(slot.request.prompt)
         if entry is not None:
-            slot.snapshot, logits = entry
-            self.cache.restore(slot.row, slot.snapshot)
-            slot.tokens_read = slot.request.reused = slot.snapshot.length
-            slot.logits = None if slot.is_reading else logits
+            snapshot, logits = entry
+            self.cache.restore(slot.row, snapshot)
+            slot.tokens_read = slot.request.reused = snapshot.length
+            slot.snapshot, slot.logits = (snapshot, None) if slot.is_reading else (None, logits)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
@@ -49,22 +49,28 @@ class PromptReader:
                     self._finish_piece(slot, length)
             budgets = {slot: budget for slot, budget in budgets.items() if budget and slot.is_reading}
 
-    def _piece_length(self, slot, budget) -> int:
+    def _piece_length(self, slot: Slot, budget: int) -> int:
         """How many tokens of a prompt to read in one call; a piece ends where a snapshot is taken."""
         length = min(budget, len(slot.request.prompt) - slot.tokens_read)
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
-    def _finish_piece(self, slot, length) -> None:
-        """Count a piece that was read, and take a snapshot if it ends where one is due."""
+    def _finish_piece(self, slot: Slot, length: int) -> None:
+        """Count a piece that was read, and take a snapshot if the piece ends where one is taken."""
         slot.tokens_read += length
         self.tokens_read += length
         if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
-            prefix = slot.request.prompt[: slot.tokens_read]
-            snapshot = self.prefix_cache.get(prefix)
-            if snapshot is None:
-                snapshot = self.cache.snapshot(slot.row, slot.snapshot)
-                was_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone())
-                snapshot = snapshot if was_kept else None
-            slot.snapshot = snapshot
+            slot.snapshot = self._snapshot(slot)
         if slot.is_reading:
             slot.logits = None
+        else:
+            slot.snapshot = None  # no further one follows; the prefix cache alone decides how long it is kept
+
+    def _snapshot(self, slot: Slot) -> Snapshot | None:
+        """The prefix cache's snapshot of the tokens read, taken now if it has none; None if it is too large to be kept."""
+        prefix = slot.request.prompt[: slot.tokens_read]
+        snapshot = self.prefix_cache.get(prefix)
+        if snapshot is not None:
+            return snapshot
+        assert slot.logits is not None, "a piece has just been read"
+        snapshot = self.cache.snapshot(slot.row, slot.snapshot)
+        return snapshot if self.prefix_cache.add(prefix, snapshot, slot.logits.clone()) else None

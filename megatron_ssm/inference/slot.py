@@ -1,6 +1,6 @@
 """A running request of an `Engine`: a row of the cache, and what choosing its next token needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class Slot:
     vocabulary: the ids in this rank's slice of the vocabulary. generator: for sampled tokens, else None. text: finds stop
     strings; None if there are none. seen: (width,) bool, which ids of this rank's slice the repetition penalty applies to;
     None without a penalty. tokens_read: how many tokens of the prompt are in the cache. logits: this rank's (width,), from
-    which the next token is to be chosen. snapshot: the last one taken of this prompt or restored for it.
+    which the next token is to be chosen. snapshot: while the prompt is read, the last one taken of it or restored for it.
     """
 
     row: int
@@ -38,6 +38,7 @@ class Slot:
         """A slot for a request whose prompt is still to be read."""
         slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop))
         if request.sampling.temperature:
+            assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
             slot.text = TextStream(tokenizer, request.stop_strings)
@@ -52,7 +53,8 @@ class Slot:
         return self.tokens_read < len(self.request.prompt)
 
     def allowed_logits(self) -> torch.Tensor:
-        """The logits; -inf for the stop tokens until the request has `min_new_tokens` tokens."""
+        """The logits of a slot that has some; -inf for the stop tokens until the request has `min_new_tokens` tokens."""
+        assert self.logits is not None, "the prompt has not been read"
         if len(self.request.tokens) >= self.request.min_new_tokens:
             return self.logits
         banned = torch.zeros(len(self.logits), dtype=torch.bool, device=self.logits.device)
@@ -72,7 +74,7 @@ class Slot:
         elif len(request.tokens) == request.max_new_tokens:
             request.finished = "length"
 
-    def _mark(self, mask, ids) -> None:
+    def _mark(self, mask: torch.Tensor, ids: Iterable[int]) -> None:
         """Set the entries of those `ids` that are in this rank's slice of the vocabulary."""
         local = [i - self.vocabulary.start for i in ids if i in self.vocabulary]
         mask[torch.tensor(local, dtype=torch.int64, device=mask.device)] = True

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ssm.configs.config import token_ids
 
-from .beam_search import BeamSettings, beam_search
+from .beam_search import BeamSearch, BeamSettings
 from .generation import generate
 from .language_model import LanguageModel
 from .request import Request
@@ -68,21 +68,24 @@ def transformers_generate(
     seed: int | None,
     arguments: Mapping[str, Any],
 ) -> torch.Tensor:
-    """See `Model.generate`. The ranks compare what they are called with first: it gathers 16 bytes from each."""
-    calls = []
+    """See `Model.generate`. The ranks first compare their arguments: it gathers 16 bytes from each."""
+    calls: list[_Call] = []
+    searches: list[BeamSearch] = []
 
     def compared():
         values = _merged_arguments(model, generation_config, arguments)
         call = _as_call(model, input_ids, attention_mask, values, seed)
         calls.append(call)
+        if call.beams is not None:  # its memory may not be available on one rank alone
+            searches.append(BeamSearch(model, input_ids, call.attention_mask, call.beams))
         mask = None if call.attention_mask is None else call.attention_mask.tolist()
         return call.beams, call.options, call.repetitions, input_ids.tolist(), mask
 
     model.ranks.agree(model.device, compared)
     call = calls[0]
     rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(call.repetitions)
-    if call.beams is not None:
-        new = beam_search(model, input_ids, call.attention_mask, call.beams)
+    if searches:
+        new = searches[0].run()
     else:
         mask = None if call.attention_mask is None else call.attention_mask[rows]
         new = generate(model, input_ids[rows], mask, **call.options)

@@ -239,6 +239,46 @@ def test_a_rank_that_adds_while_the_others_step(ranks, world):
 
 
 @several_ranks
+def test_ranks_that_step_different_engines_of_one_model(ranks, world):
+    """The engines have as many requests, but other ones; or the same request, of which one engine has done more."""
+    directory = checkpoint("zamba2")
+
+    def run(rank):
+        model, is_odd = load(directory, dist.group.WORLD, dtype=torch.float64), rank == world - 1
+        engines = [Engine(model) for _ in range(4)]
+        prompts = [1, 2], [3, 4, 5], [6, 7], [6, 7]
+        requests = [engine.add(prompt, 5, seed=7) for engine, prompt in zip(engines, prompts, strict=True)]
+        engines[2].step()
+        answers = [attempt(engines[first + is_odd].step) for first in (0, 2)]
+        return answers, [list(e.stream(r)) for e, r in zip(engines, requests, strict=True)]
+
+    def alone(model):
+        return [served(Engine(model), prompt=p, max_new_tokens=5) for p in ([1, 2], [3, 4, 5], [6, 7], [6, 7])]
+
+    expected = on_ranks(ranks, 1, directory, alone)
+    for answers, tokens in ranks(run, world, timeout=30):
+        assert all(answer is not None and differ(answer, [world - 1]) for answer in answers), answers
+        assert tokens == expected
+
+
+@several_ranks
+def test_pad_ids_that_are_wrong_or_differ_on_one_rank(ranks, world):
+    """`generate` refuses them before the model runs; a wrong one would end one rank in the middle."""
+    directory = checkpoint("mamba2")
+
+    def run(rank):
+        model, prompts = load(directory, dist.group.WORLD, dtype=torch.float64), torch.tensor([[1, 2], [3, 4]])
+        pads = (1, None, 2**70) if rank == world - 1 else (0, 0, 0)
+        answers = [attempt(generate, model, prompts, max_new_tokens=3, pad_token_id=pad) for pad in pads]
+        return answers, generate(model, prompts, max_new_tokens=3).shape
+
+    for (different, *wrong), shape in ranks(run, world, timeout=30):
+        assert different is not None and differ(different, [world - 1])
+        assert all(answer[0] == "ValueError" and answer[1].endswith(f"(rank {world - 1})") for answer in wrong)
+        assert shape == (2, 3)
+
+
+@several_ranks
 def test_ranks_with_different_tokenizers(ranks, world, tmp_path):
     """They would find a stop string at different tokens: a request that has one is refused by all, also by `generate`."""
     same, other = checkpoint("mamba2"), tmp_path / "other"

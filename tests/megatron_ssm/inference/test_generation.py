@@ -34,6 +34,22 @@ def mamba2(tmp_path_factory):
     return directory, save_hf(directory, "mamba2", vocab_size=VOCAB, num_hidden_layers=2)
 
 
+def test_a_mask_in_sixteen_bits(mamba2):
+    """bfloat16 has no 299: the sum of such a mask would be 300, and the prompt would begin with a padding id.
+
+    Only the padding id is not in the prompt, and the repetition penalty makes it the most probable id by far, or by no
+    means.
+    """
+    model, input_ids = load(mamba2[0], dtype=torch.float64), ids(1, 310) % (VOCAB - 1)
+    input_ids[:, :11] = VOCAB - 1
+    mask = (torch.arange(310) >= 11).long().unsqueeze(0)
+    for penalty in (1e9, 1e-9):
+        options = dict(max_new_tokens=1, repetition_penalty=penalty)
+        alone = generate(model, input_ids[:, 11:], **options)
+        for same in (mask, mask.bfloat16(), mask.bool()):
+            assert torch.equal(generate(model, input_ids, same, **options), alone)
+
+
 # Against transformers
 
 

@@ -1,6 +1,7 @@
 """The prefix cache. Oracles: a list of entries in the order of their use; the logits of a cold run in an engine."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -224,3 +225,16 @@ def test_equal_prompts_that_arrive_together(ranks, world):
     tokens, entries = on_ranks(ranks, world, checkpoint("zamba2"), run)
     assert all(row == tokens[0] for row in tokens)
     assert entries == len(PROMPT) // BLOCK + 1
+
+
+def test_a_running_request_does_not_keep_a_snapshot_that_was_dropped():
+    """Once its prompt is read, only the prefix cache holds the snapshot, and `prefix_bytes` bounds the memory."""
+    engine = Engine(load(checkpoint("zamba2")), slots=2, prefix_bytes=10**7, block=100)
+    first = engine.add(PROMPT, max_new_tokens=9)
+    engine.step()
+    snapshot = weakref.ref(engine.prefix_cache.get(PROMPT))
+    engine.prefix_cache.max_bytes = engine.prefix_cache.nbytes
+    engine.add(PROMPT[::-1], max_new_tokens=9)
+    engine.step()
+    assert len(engine.prefix_cache) == 1 and engine.prefix_cache.get(PROMPT) is None
+    assert first.finished is None and snapshot() is None

@@ -430,6 +430,29 @@ DIFFERENT = {  # (arguments of rank 0, of the others)
 
 
 @pytest.mark.parametrize("world", (2, 4))
+def test_beams_that_do_not_fit_into_the_memory_of_one_rank(ranks, world):
+    """All ranks raise the error, instead of waiting for that one, and go on."""
+    directory = checkpoint("zamba2")
+
+    def run(rank):
+        model = load(directory, dist.group.WORLD, dtype=torch.float64)
+
+        def no_memory(*_):
+            raise MemoryError("no memory")
+
+        if rank == world - 1:
+            model.new_cache = no_memory
+        error = attempt(model.generate, words(2), num_beams=2, max_new_tokens=4)
+        vars(model).pop("new_cache", None)
+        return error, model.generate(words(2), num_beams=2, max_new_tokens=4).tolist()
+
+    expected = transformers(directory, words(2), num_beams=2, max_new_tokens=4)
+    for error, tokens in ranks(run, world, timeout=30):
+        assert error == ("ValueError", f"no memory (rank {world - 1})")
+        assert tokens == expected
+
+
+@pytest.mark.parametrize("world", (2, 4))
 def test_ranks_that_are_asked_different_things(ranks, world):
     """All of them say so, none waits for another, and they are in step afterwards."""
 
