@@ -16,14 +16,14 @@ from .hf_fields import ACTIVATIONS, FAMILIES, IGNORED_FIELDS, MAX_LAYERS, MAX_SI
 
 @dataclass(frozen=True)
 class SharedBlockConfig:
-    """The transformer block that the hybrid layers of Zamba and Zamba2 share (ssm.md A4, A5).
+    """The transformer block that the hybrid layers of Zamba and Zamba2 share.
 
-    heads, kv_heads: of its attention, each of head_dim elements. feed_forward_size: the width of its MLP. activation: one of
-    `ACTIVATIONS`. blocks: the number of different blocks, which the hybrid layers use in turn (num_mem_blocks). tied:
-    whether the layers that use a block share its weights; transformers unties them together with the embeddings. bias: of
-    the MLP. adapter_rank: of the low-rank adapters of the MLP, one for each invocation of a block (0: there are none).
-    attention_adapters: whether q, k and v have such adapters too. rope_theta: the base of the rotary embedding (0: there is
-    none).
+    heads, kv_heads: how many query heads and key/value heads the attention has, each of head_dim elements.
+    feed_forward_size: the width of the MLP. activation: one of `ACTIVATIONS`. blocks: the number of different blocks,
+    which the hybrid layers use in turn (num_mem_blocks). tied: whether the layers that use a block share its weights;
+    transformers unties them together with the embeddings. bias: whether the MLP has biases. adapter_rank: the rank of the
+    MLP's low-rank adapters, one for each layer that uses the block (0: there are none). attention_adapters: whether q, k
+    and v have such adapters too. rope_theta: the base of the rotary embedding (0: there is none).
     """
 
     heads: int
@@ -122,7 +122,10 @@ class Config:
         return self.intermediate_size // self.heads
 
     def check_ranks(self, size: int) -> None:
-        """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks (ssm.md A1-A5)."""
+        """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks.
+
+        docs/families.md has the conditions of each family.
+        """
         if size < 1:
             raise ValueError(f"{size} tensor-parallel ranks: there must be at least 1")
         if self.groups:
@@ -177,8 +180,8 @@ def read_for_ranks(model: str, ranks: int) -> Config:
     return config
 
 
-def _supported_family(raw) -> str:
-    """The model type; ValueError if it is not one of ours."""
+def _supported_family(raw: object) -> str:
+    """The model type; ValueError if it is not one of FAMILIES."""
     if not isinstance(raw, dict):
         raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
     family = raw.get("model_type")
@@ -192,11 +195,12 @@ def _supported_family(raw) -> str:
 
 def _expanded_size(fields: FieldReader) -> int:
     """expand * hidden_size: the channels of a mixer; ValueError unless there is at least one."""
-    inner = int(fields.number("expand") * fields["hidden_size"])
-    if not 1 <= inner <= MAX_SIZE:
+    product = fields.number("expand") * fields["hidden_size"]
+    if not 1 <= product < MAX_SIZE + 1:  # before it is converted: it may be infinite
         factors = f"{fields.hf_name('expand')}={fields['expand']!r} * hidden_size={fields['hidden_size']}"
-        raise ValueError(f"config.json: {factors} is {inner} channels, not between 1 and {MAX_SIZE}")
-    return inner
+        count = int(product) if math.isfinite(product) else product
+        raise ValueError(f"config.json: {factors} is {count} channels, not between 1 and {MAX_SIZE}")
+    return int(product)
 
 
 def _mamba_fields(fields: FieldReader) -> dict:
@@ -316,12 +320,14 @@ def _rope_theta(fields: FieldReader) -> float:
     return theta
 
 
-def _divides(count, size, what, over="tensor-parallel ranks"):
+def _divides(count: int, size: int, what: str, over: str = "tensor-parallel ranks") -> None:
+    """ValueError unless `size` divides `count`."""
     if count % size:
         raise ValueError(f"{count} {what} do not divide over {size} {over} ({count} % {size} = {count % size})")
 
 
-def _divide_either_way(count, size, what):
+def _divide_either_way(count: int, size: int, what: str) -> None:
+    """ValueError unless `size` divides `count`, or `count` divides `size`."""
     if count % size and size % count:
         raise ValueError(
             f"{count} {what} do not divide over {size} tensor-parallel ranks, nor the ranks over the {what}"

@@ -2,8 +2,7 @@
 
 A `Field` is one parameter. Several fields may be rows of one Hugging Face tensor: in_proj holds the rows of z, x, B, C and
 dt, one block below the other. The layout drives loading, saving, training checkpoints and initialization, so the mixers know
-no names of tensors in files. The tables are ssm.md A1 (Mamba-1), A2 (Falcon-Mamba), A3 (Mamba-2), A4 (Zamba) and A5
-(Zamba2).
+no names of tensors in files. How each field is split is explained in docs/concepts/splitting-an-ssm.md.
 """
 
 from collections.abc import Iterable, Iterator
@@ -134,7 +133,7 @@ _NAMES = {
 }
 
 
-def field_of(parameter) -> Field:
+def field_of(parameter: Any) -> Field:
     """The field that a model's parameter holds; models attach it."""
     return parameter.field
 
@@ -177,7 +176,7 @@ def aliases(config: Config, hf: str) -> Iterator[str]:
 
 
 def _mamba(c: Config, ours: str, theirs: str) -> Iterator[Field]:
-    """Mamba-1 (ssm.md A1) and Zamba (A4): everything is split by channel, x_proj and out_proj by input channel.
+    """Mamba-1, Falcon-Mamba and Zamba: everything is split by channel, x_proj and out_proj by input channel.
 
     Zamba's x_proj is one matrix per mamba head, (heads, R + 2N, channels of a head). Side by side these matrices have the
     shape of Mamba-1's. A rank that holds only some channels of a head uses its columns of that head's matrix.
@@ -206,7 +205,7 @@ _ZAMBA_PROJECTIONS = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias")
 
 
 def _mamba2(c: Config, ours: str, theirs: str) -> Iterator[Field]:
-    """Mamba-2 (ssm.md A3): z, x, dt and the norm are split by head, B and C by group."""
+    """Mamba-2 and Zamba2: z, x, dt and the norm are split by head, B and C by group."""
     inner, hidden, bc = c.intermediate_size, c.hidden_size, c.groups * c.state_size
     parts = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": c.heads}
     units = {"z": c.heads, "x": c.heads, "B": c.groups, "C": c.groups, "dt": c.heads}
@@ -220,7 +219,9 @@ def _mamba2(c: Config, ours: str, theirs: str) -> Iterator[Field]:
     yield from _out_proj(c, ours, theirs, c.heads)
 
 
-def _packed(ours, theirs, rows: dict, units: dict, trailing, bias: bool, interleaved=False) -> Iterator[Field]:
+def _packed(
+    ours: str, theirs: str, rows: dict, units: dict, trailing: tuple[int, ...], bias: bool, interleaved: bool = False
+) -> Iterator[Field]:
     """The fields of a tensor that packs several parameters, and of its bias; see `_rows`."""
     yield from _rows(ours + "weight.", theirs + "weight", rows, units, trailing, interleaved)
     if bias:
@@ -254,7 +255,7 @@ def _row_parallel(ours, theirs, shape, units, bias=False) -> Iterator[Field]:
 
 
 def _shared_blocks(c: Config) -> Iterator[Field]:
-    """The shared blocks (ssm.md A4, A5), each under Hugging Face's name of the first layer that uses it."""
+    """The shared blocks of Zamba and Zamba2, each under Hugging Face's name of the first layer that uses it."""
     if c.shared is None:
         return
     s, hidden, names = c.shared, c.hidden_size, _NAMES[c.family]

@@ -177,6 +177,7 @@ REFUSED = [  # (configuration, changes, part of the message)
     (MAMBA, dict(vocab_size=2**40), "vocab_size=1099511627776 must be at most 2147483647"),
     (MAMBA, dict(expand=-1), "expand=-1 * hidden_size=32 is -32 channels, not between 1 and"),
     (MAMBA, dict(expand=1e-3), "expand=0.001 * hidden_size=32 is 0 channels"),
+    (MAMBA, dict(expand=1e308), "expand=1e+308 * hidden_size=32 is inf channels, not between 1 and"),
     (MAMBA, dict(expand=math.inf), "expand=inf must be a finite number"),
     (MAMBA, dict(expand=math.nan), "expand=nan must be a finite number"),
     (MAMBA2, dict(expand=10**400), "must be a finite number"),
