@@ -1,4 +1,4 @@
-"""One thread, no network, no third-party chatter; the `ranks` fixture; `full` tests only with --full."""
+"""Settings of all tests: one thread, no network, quiet third-party packages; the `ranks` fixture; the option --full."""
 
 import gc
 import os
@@ -16,10 +16,9 @@ import torch
 from ranks import run_ranks
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as of a shell's background job: programs inherit that, and the tests'
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # would not end with Ctrl-C either
+# A shell's background jobs ignore SIGINT, and so would the programs that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +28,7 @@ def ranks():
 
 
 def pytest_collection_finish():
-    """What has been imported stays: no collection of garbage looks through it again, neither here nor in a fork."""
+    """Exclude everything that was imported from garbage collection, here and in forked ranks: that saves time."""
     gc.collect()
     gc.freeze()
 

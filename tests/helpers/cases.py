@@ -1,4 +1,4 @@
-"""Configurations that the tests of whole models share, and a model's tensors put together again from its ranks."""
+"""Configurations that the tests of whole models share; `assemble` joins the parts of a model's tensors from its ranks."""
 
 import random
 from functools import cache, cached_property
@@ -11,7 +11,7 @@ from hf import SMALL, cache_name, hf_model, precisely
 from megatron_ssm.configs.layouts import hf_shapes
 
 SEQ = 70  # more than one chunk of either scan
-DECODED = 3  # of them, where they are decoded one by one
+DECODED = 3  # how many of them are decoded token by token
 
 # name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks. Of its first three layers
 # two are hybrid.
@@ -76,9 +76,9 @@ TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4,
 
 
 class Oracle:
-    """One case's transformers model, its directory, token ids (2, SEQ), and the logits transformers gives for them.
+    """One case's transformers model, its directory, token ids (2, SEQ), and the logits of transformers for them.
 
-    float64: throughout, see `hf.Float64`.
+    In float64, transformers computes everything in float64 (see `hf.Float64`).
     """
 
     def __init__(self, directory, family, changes, dtype=torch.float32):

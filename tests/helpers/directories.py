@@ -1,4 +1,4 @@
-"""Directories of checkpoints: what is in them, and how to change it."""
+"""Read and change the checkpoints in directories."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def tensors_in(directory):
 
 
 def assert_same_bytes(ours, theirs):
-    """Names, dtypes, shapes and every bit."""
+    """Assert that two dictionaries of tensors have the same names, dtypes, shapes and bits."""
     __tracebackhide__ = True
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
@@ -27,7 +27,7 @@ def assert_same_bytes(ours, theirs):
 
 
 def rewritten(change):
-    """A change of the tensors of a one-file directory."""
+    """A function of a directory with one safetensors file, which applies `change` to its {name: tensor}."""
 
     def corrupt(directory):
         tensors = tensors_in(directory)

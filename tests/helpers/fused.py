@@ -10,11 +10,11 @@ from sparsefusion import SparseFusion
 from sparsefusion.fusion.plan_selection import PlanSelection
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 
-MICRO = 2  # batches that are added up in a step of Megatron's and DeepSpeed's
+MICRO = 2  # batches whose gradients are added up in a step of Megatron or DeepSpeed
 
 
 class Net(torch.nn.Module):
-    """43,000 parameters, some of them in vectors; one may be left unused."""
+    """A network of 43,000 parameters, some of them vectors; the layer `spare` may be left unused."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -24,25 +24,29 @@ class Net(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, x, spare=False):
-        """(batch, 32) -> (batch, 10)."""
+        """x (batch, 32) -> (batch, 10). spare: whether the layer `spare` is used."""
         x = self.second(self.first(x).tanh()).tanh()
         out = self.last(x)
         return out + self.spare(x).sum() if spare else out
 
 
 def batch(step, rank, dtype=torch.float32):
-    """This rank's, (8, 32)."""
+    """The inputs (8, 32) of a rank in a step."""
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
 
 
 def backward(model, step, rank, spare=True, dtype=torch.float32):
-    """Gradients of a batch on the model's parameters."""
+    """Compute the gradients of this rank's batch in a step."""
     model.zero_grad()
     model(batch(step, rank, dtype), spare).square().mean().backward()
 
 
 def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False, whole=None):
-    """Two buffers, in backward's order: `whole` (vectors) whole, the others sparsely, alone or (bucket) together."""
+    """A plan of two buffers, in the order of backward.
+
+    The parameters in `whole` (None: those with fewer than 1000 elements) are sent dense; the others are sparse, each on its
+    own or, in the mode `bucket`, together.
+    """
     names = list(sizes)[::-1]
     halves = names[: len(names) // 2], names[len(names) // 2 :]
 
@@ -59,19 +63,19 @@ def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="f
 
 
 def quiet(**options):
-    """A SparseFusion that reports nothing."""
+    """A SparseFusion that prints nothing."""
     return SparseFusion(report=lambda text: None, **options)
 
 
 def in_halves(target, **options):
-    """A SparseFusion whose ranks have compared, so that its first step is in float16, too."""
+    """A SparseFusion of mode fp16 whose ranks have already compared their plans, so that the first step is in float16."""
     fusion = quiet(mode="fp16", **options).attach(target)
     fusion._session.compare_ranks()
     return fusion
 
 
 def force(fusion, **options):
-    """Put such a plan in force, at once."""
+    """Make a plan (see `plan`) the active one, at once."""
     session = fusion._session
     fusion._selection.stop()
     session.plan, fusion._selection.is_final, fusion._selection.sparse_since = (
@@ -85,7 +89,7 @@ def force(fusion, **options):
 
 
 def same_on_all_ranks(tensors) -> bool:
-    """Bit for bit."""
+    """Whether the tensors have the same bits on all ranks."""
     for tensor in tensors:
         first = tensor.detach().clone()
         dist.broadcast(first, 0)
@@ -95,26 +99,26 @@ def same_on_all_ranks(tensors) -> bool:
 
 
 def pending(fusion, name, like):
-    """What this rank has not sent of a parameter's gradients."""
+    """This rank's residual of a parameter, shaped like the tensor `like`; zeros if it has none."""
     residual = fusion.state_dict()["residuals"].get(name)
     return torch.zeros(like.shape, dtype=torch.float64) if residual is None else residual.double().view(like.shape)
 
 
 def summed(tensor):
-    """Over all ranks, float64."""
+    """The sum of the tensor over all ranks, in float64."""
     total = tensor.double().clone()
     dist.all_reduce(total)
     return total
 
 
 def flush(fusion):
-    """From now on all is sent."""
+    """From now on send all gradients dense."""
     session = fusion._session
     session.plan = replace(session.plan, mode="dense", buffers=())
 
 
 def timelines(monkeypatch) -> list:
-    """Those that this rank plans from, from now on."""
+    """A list that from now on gets each timeline from which this rank makes plans."""
     seen, planned = [], PlanSelection.make_candidates
 
     def noting(self, timeline, costs):

@@ -1,7 +1,8 @@
-"""The oracle: small transformers models whose weights are drawn again, so that nothing hides behind a 1 or a 0.
+"""The oracle: small transformers models with new random weights.
 
-transformers' own initialization leaves norm weights and D at one (a wrong split of them goes unseen) and is chaotic in
-depth (ssm.md, fact 2); here they are spread, and the projections are scaled so that logits stay O(1..10).
+transformers initializes the weights of norms and D with ones, so that a wrong split of them would change nothing, and with
+its initial weights the rounding errors of deep models grow from layer to layer. Here all weights are random, and the
+projections are scaled so that logits stay between 1 and 10.
 """
 
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
 LAYERS = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"]
 HYBRID = dict(
     num_hidden_layers=6, layers_block_type=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48,
-    mamba_d_state=8, pad_token_id=None,  # or the embedding of id 0 would get no gradient
+    mamba_d_state=8, pad_token_id=None,  # otherwise the embedding of id 0 would get no gradient
 )  # fmt: skip
 CONFIGS = {
     "mamba": (MambaConfig, dict(state_size=8)),
@@ -26,9 +27,9 @@ CONFIGS = {
 
 
 class Float64(TorchFunctionMode):
-    """What transformers computes in float32 whatever the model's dtype (norms, scans, angles) is float64 in here.
+    """Makes transformers compute in float64 what it computes in float32 whatever the model's dtype (norms, scans, angles).
 
-    A float64 model that is made and run so is an oracle to 1e-10 and better.
+    A float64 model that is made and run in this mode is an oracle to 1e-10 and better.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -40,7 +41,7 @@ class Float64(TorchFunctionMode):
 
 
 def precisely(dtype):
-    """`Float64` for float64 models; nothing for others."""
+    """The context in which to make and run a model of this dtype: `Float64` for float64, no change for others."""
     return Float64() if dtype == torch.float64 else nullcontext()
 
 

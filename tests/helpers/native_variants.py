@@ -1,7 +1,7 @@
-"""The C libraries that tests of kernels try: the installed one, and builds by setup.py for older processors.
+"""The C libraries with which the kernels are tested: the installed one, and builds by setup.py for older processors.
 
-A library that is cloned for several processors runs the best clone only, so the others are compiled one by one. They are
-built once per session, whichever xdist worker asks first.
+The installed library has a copy of each kernel for several kinds of processors and runs only the best one, so the others are
+compiled into libraries of their own: once per session, by the first xdist worker that needs them.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ LEVELS = {  # what each level of x86-64 adds, as Linux calls it
 }
 _FEATURES = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
 VARIANTS = ["installed", *(level for level in LEVELS if LEVELS[level] <= _FEATURES)]
-# Where there is AVX-512, the installed library runs it too; the least of them only with --full.
+# Where there is AVX-512, the installed library uses it too. The oldest kind of processor is tested only with --full.
 MARKED = by_default({"installed", "x86-64-v3"} & set(VARIANTS), VARIANTS)
 
 
@@ -37,7 +37,7 @@ def compiler():
 
 
 def build_ext(*arguments, root=ROOT, **environment):
-    """What `setup.py build_ext` says; it must exit with 0."""
+    """The output of `setup.py build_ext`, which must exit with 0."""
     command = [sys.executable, "setup.py", "build_ext", *arguments]
     environment = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -50,7 +50,7 @@ def libraries(folder):
 
 
 def variants(module):
-    """A fixture: what `module` calls `kernels()` are the C kernels of sparsefusion for each kind of processor."""
+    """A fixture that makes `module.kernels()` return the C kernels of sparsefusion for each kind of processor."""
 
     @pytest.fixture(params=MARKED)
     def variant(request, library_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Forked gloo ranks: how the tests run more than one rank.
 
 A rank is a fork of the test process, so it starts in milliseconds, needs no pickling of its function and arguments,
-and shares what was imported before. It reports through a pipe and then waits to be killed: were it to leave, the other
-ranks would see a broken connection and not the error that came first.
+and shares what was imported before. It reports through a pipe and then waits to be killed: if it exited, the other ranks
+would see a broken connection instead of the error that came first.
 """
 
 import faulthandler
@@ -116,7 +116,7 @@ def _fork(rank, world_size, function, args, directory, leash, timeout):
 
 
 def _collect(ranks, timeout):
-    """Drain the pipes until every rank has reported its result; raise soon after a failure, or at the time-out."""
+    """Read the pipes until every rank has reported its result; raise soon after a failure, or at the time-out."""
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     results = {}
@@ -143,7 +143,7 @@ def _collect(ranks, timeout):
 
 
 def _drain(rank):
-    """Take what one rank's pipe holds; True once the rank has closed it."""
+    """Read what is in one rank's pipe; True once the rank has closed it."""
     chunk = os.read(rank.pipe, 1 << 16)
     rank.report += chunk
     return not chunk

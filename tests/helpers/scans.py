@@ -1,11 +1,11 @@
-"""The scans and the convolution, their inputs and gradients: what the tests of their forms share."""
+"""Inputs, outputs and gradients of the scans and of the convolution, for the tests that compare their implementations."""
 
 import torch
 
 from megatron_ssm.ops.convolution import causal_conv, causal_conv_ref
 from megatron_ssm.ops.scan import selective_scan, selective_scan_ref, ssd, ssd_ref
 
-KINDS = {  # the fast form and its plain twin
+KINDS = {  # name: (the fast implementation, the plain one)
     "selective": (selective_scan, selective_scan_ref),
     "ssd": (ssd, ssd_ref),
     "conv": (causal_conv, causal_conv_ref),
@@ -15,7 +15,7 @@ PREVIOUS = {"selective": "state", "ssd": "state", "conv": "history"}
 
 
 def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, groups=2, size=4, kernel=4, seed=0):
-    """Random inputs of one of the three functions by name, leaves that want a gradient."""
+    """{argument: random tensor} for one of KINDS; the tensors are leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, dtype=dtype):
@@ -55,7 +55,7 @@ def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, gr
 
 
 def everything(function, inputs, autocast=False):
-    """The output, what is carried on, and the gradient of every input when both of those have one."""
+    """{name: tensor}: the output, the state that is carried on, and the gradient of every input through both of them."""
     generator = torch.Generator().manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y, carried = function(**inputs)
@@ -66,7 +66,7 @@ def everything(function, inputs, autocast=False):
 
 
 def error(ours, theirs):
-    """||ours - theirs|| / ||theirs||, absolute where theirs vanishes; both of one shape and dtype."""
+    """||ours - theirs|| / ||theirs||, or ||ours - theirs|| where theirs is zero; they must have equal shapes and dtypes."""
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     scale = theirs.double().norm()
     return ((ours.double() - theirs.double()).norm() / (scale if scale > 1e-8 else 1)).item()

@@ -1,4 +1,4 @@
-"""Small checkpoints of every family, in float64 where tokens are compared, that the tests of serving share."""
+"""Small checkpoints of every family for the tests of serving, which compare tokens of float64 models."""
 
 import tempfile
 from functools import cache
@@ -32,7 +32,7 @@ _directory = tempfile.TemporaryDirectory(prefix="checkpoints-")
 
 @cache
 def checkpoint(family):
-    """The directory of such a model, with a tokenizer; made once. Call it before there are ranks."""
+    """The directory of a family's model and its tokenizer; it is made once, so call it before ranks are forked."""
     directory = Path(_directory.name) / family
     save_hf(directory, family, vocab_size=VOCAB, **FAMILIES[family])
     write_byte_tokenizer(directory)
@@ -40,7 +40,7 @@ def checkpoint(family):
 
 
 def ids(*shape, seed=3, vocab=VOCAB):
-    """Token ids drawn once and for all."""
+    """Random token ids of this shape, the same in every call."""
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -71,7 +71,7 @@ def on_ranks_of_families(ranks, world, function, chosen=tuple(FAMILIES)):
 
 
 def attempt(function, *args, **kwargs):
-    """The type and message of what it raises; None if it does not."""
+    """The (type name, message) of the exception that the call raises; None if it raises none."""
     try:
         function(*args, **kwargs)
     except Exception as error:

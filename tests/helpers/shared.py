@@ -1,4 +1,4 @@
-"""Ranks that share memory, die and fail: what the tests of it have in common."""
+"""What the tests of shared memory have in common: connecting ranks, killing one, and errors that must come in time."""
 
 import os
 import signal
@@ -9,25 +9,25 @@ import torch.distributed as dist
 
 from sparsefusion.collectives.shared_memory import connect, kernels
 
-SOON = 10  # seconds: 3 times what an error may take, and more, for busy machines
+SOON = 10  # seconds within which an error must come: more than 3 times what is promised, for busy machines
 needs_library = pytest.mark.skipif(not kernels(), reason=f"no C library: {kernels().why}")
 
 
 def joined(timeout=None, library=None):
-    """This rank's SharedMemory of all ranks."""
+    """This rank's SharedMemory, connected to those of all ranks."""
     memory, why = connect(dist.group.WORLD, timeout, library)
     assert why == ""
     return memory
 
 
 def die():
-    """Kill this rank's process; what returns is a fork of it, which reports to the parent in its place."""
+    """Kill this rank's process. A fork of it returns, which reports to the parent in its place."""
     if os.fork():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def error_of(function):
-    """The (kind, message) of what it raises, within SOON."""
+    """The (type, message) of the exception that `function` raises, which must come within SOON."""
     start = time.monotonic()
     with pytest.raises(Exception) as caught:
         function()

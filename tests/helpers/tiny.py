@@ -46,7 +46,7 @@ def stream(vocab=VOCAB, tokens=400) -> Tokens:
 
 
 def batches(run: Options, vocab=VOCAB) -> Batches:
-    """The run's batches."""
+    """The batches of a run."""
     return Batches(stream(vocab), run.seq_length, run.global_batch_size, run.seed)
 
 
