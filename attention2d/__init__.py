@@ -1,6 +1,6 @@
 """attention2d: exact attention over sequences that are sharded over ranks.
 
-Names are imported on first use.
+Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
 """
 
 from sparsefusion.foundation.lazy import lazy_exports

@@ -1,7 +1,7 @@
 """Communication along one axis of the grid (a row, a column, or the ranks of a cell), by messages between pairs of ranks.
 
 A chunk is what one rank of the axis holds: a tensor (slots, ...) with the sequence first. Every rank of an axis takes the
-same steps in the same order.
+same steps in the same order, so that the messages of two ranks meet in the order in which they are sent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,22 @@ Tensors = Sequence[torch.Tensor]
 
 
 class ChunkLayout:
-    """How several ranks' chunks lie in one buffer: their segments, sorted by position (`segments`, from slot 0 on)."""
+    """The layout of a buffer that holds several ranks' chunks, with their segments sorted by position.
 
-    def __init__(self, chunks: Sequence[tuple[Segment, ...]]):
-        pieces = []  # (segment, index of its chunk, its slots in the chunk)
+    chunks: the segments of each chunk. segments: those of the buffer, from slot 0 on. count: the number of chunks. slots:
+    the length of the buffer.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[Segment, ...]]) -> None:
+        pieces: list[tuple[Segment, int, slice]] = []  # (segment, index of its chunk, its slots in the chunk)
         for index, chunk in enumerate(chunks):
             ends = accumulate(segment.length for segment in chunk)
             pieces += [(s, index, slice(end - s.length, end)) for s, end in zip(chunk, ends, strict=True)]
         pieces.sort(key=lambda piece: piece[0].start)
         self.segments = tuple(segment for segment, _, _ in pieces)
         self.count, self.slots = len(chunks), sum(segment.length for segment in self.segments)
-        self._slots: list[list[tuple[slice, slice]]] = [
-            [] for _ in chunks
-        ]  # of each chunk: (slots of the chunk, slots of the buffer)
+        # For each chunk, and each of its segments: (slots of the chunk, slots of the buffer).
+        self._slots: list[list[tuple[slice, slice]]] = [[] for _ in chunks]
         ends = accumulate(segment.length for segment in self.segments)
         for (segment, index, slots), end in zip(pieces, ends, strict=True):
             self._slots[index].append((slots, slice(end - segment.length, end)))
@@ -40,7 +43,7 @@ class ChunkLayout:
         return like.new_empty(self.slots, *like.shape[1:])
 
     def chunk_pieces(self, index: int, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the segments of a chunk, which is number `index` of the layout."""
+        """Views of the segments of `chunk`, which is number `index` of the layout."""
         return [chunk[slots] for slots, _ in self._slots[index]]
 
     def buffer_pieces(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -48,12 +51,12 @@ class ChunkLayout:
         return [buffer[slots] for _, slots in self._slots[index]]
 
     def write(self, index: int, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy a chunk, number `index` of the layout, into a buffer."""
+        """Copy `chunk`, which is number `index` of the layout, into a buffer."""
         for piece, view in zip(self.chunk_pieces(index, chunk), self.buffer_pieces(index, buffer), strict=True):
             view.copy_(piece)
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Chunk number `index` of a buffer: a copy, or the buffer itself if it is the only chunk."""
+        """Chunk number `index` of a buffer: a copy, or the buffer itself if that is its only chunk."""
         if self.count == 1:
             return buffer
         return torch.cat(self.buffer_pieces(index, buffer))
@@ -69,8 +72,8 @@ def add_to(totals: Tensors, parts: Tensors) -> None:
 class Axis:
     """The ranks along an axis of the grid.
 
-    peers: their ranks in `group`. index: this rank's index among them. chunks: the segments that each of them holds. Steps
-    count along `peers` and wrap around at the end.
+    counter: counts what this rank sends. peers: the ranks' numbers in `group`. index: this rank's index in `peers`. chunks:
+    the segments that each of them holds. Steps count along `peers` and wrap around at the end.
     """
 
     group: ProcessGroup | None
@@ -85,25 +88,25 @@ class Axis:
         return len(self.peers)
 
     def peer(self, step: int) -> int:
-        """The rank `step` further along the axis."""
+        """The rank `step` places after this one along the axis."""
         return self.peers[(self.index + step) % self.size]
 
     def chunk(self, step: int) -> tuple[Segment, ...]:
-        """The segments of the rank `step` further."""
+        """The segments of the rank `step` places after this one."""
         return self.chunks[(self.index + step) % self.size]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Exchange:
-        """Start `sparsefusion.collectives.counted.exchange` in this group; its bytes are counted."""
+        """Start `sparsefusion.collectives.counted.exchange` in this group, counting its bytes."""
         return exchange(sends, receives, self.group, self.counter)
 
     def all_gather(self, layout: ChunkLayout, tensors: Tensors) -> list[torch.Tensor]:
         """Every rank's chunk of each of `tensors`, in buffers of this layout. Sends (size - 1) chunks of each tensor.
 
-        In each step a rank sends the chunk that it received last to the rank before it. This is faster than sending to one
-        rank after the other: over a link of 20 mbit/s, seven chunks of 262 KB take 0.8 to 0.9 s from one neighbour (0.73 s
-        at the link's rate), and 1.1 to 1.2 s from changing ones, with bbr as TCP's congestion control.
+        In each step a rank sends the chunk that it received last to the rank before it. Always using the same two neighbours
+        is faster than exchanging with one rank after the other: over TCP with BBR at 20 Mbit/s, seven chunks of 262 KB (0.73
+        s at the link's rate) take 0.8 to 0.9 s from one neighbour, and 1.1 to 1.2 s from seven ranks.
         """
         if self.size == 1:
             return list(tensors)
@@ -120,10 +123,10 @@ class Axis:
     def all_to_all(
         self, layout: ChunkLayout, buffers: Tensors, dtypes: Sequence[torch.dtype], consume: Callable[[Tensors], None]
     ) -> None:
-        """Send every other rank its chunk of each of `buffers`; call `consume` with this rank's chunks from each of them.
+        """Send every other rank its chunk of each of `buffers`; call `consume` with the chunks that each of them sends here.
 
-        dtypes: of the messages, one for each buffer. consume: is called once a step, in the order of the steps, with one
-        chunk of each buffer. Sends (size - 1) chunks of each buffer.
+        layout: of the buffers. dtypes: of the messages, one for each buffer. consume: called once per step, in the order of
+        the steps, with one chunk for each buffer, all from the same rank. Sends (size - 1) chunks of each buffer.
         """
         pairs = list(zip(buffers, dtypes, strict=True))
         for step in range(1, self.size):
@@ -132,8 +135,8 @@ class Axis:
     def reduce_scatter(self, layout: ChunkLayout, buffers: Tensors) -> list[torch.Tensor]:
         """This rank's chunk of each of `buffers`, summed over all ranks. Sends (size - 1) chunks of each buffer.
 
-        Partial sums travel to the rank before, and each rank adds its own chunk. The sum thus always has the same order: it
-        begins with the chunk of the rank before this one, goes on backwards, and ends with this rank's.
+        Partial sums travel to the rank before, and each rank adds its own part. A sum therefore always has the same order:
+        it begins with the part of the rank before this one, continues backwards along the axis, and ends with this rank's.
         """
         sums = [layout.read((self.index + 1) % self.size, buffer) for buffer in buffers]
         for step in range(1, self.size):
@@ -142,8 +145,13 @@ class Axis:
                 add_to(layout.chunk_pieces(chunk, total), layout.buffer_pieces(chunk, buffer))
         return sums
 
-    def _swap_chunks(self, layout, pairs, step) -> list[torch.Tensor]:
-        """Send its chunks to the rank `step` further, and receive this rank's chunks from the one `step` before."""
+    def _swap_chunks(
+        self, layout: ChunkLayout, pairs: Sequence[tuple[torch.Tensor, torch.dtype]], step: int
+    ) -> list[torch.Tensor]:
+        """Send the rank `step` places after this one its chunks, and receive this rank's from the one `step` places before.
+
+        pairs: (buffer, dtype of its messages).
+        """
         slots, target = layout.slots // self.size, (self.index + step) % self.size
         received = [buffer.new_empty(slots, *buffer.shape[1:], dtype=dtype) for buffer, dtype in pairs]
         sends = [
@@ -156,27 +164,26 @@ class Axis:
         return received
 
     def send_and_receive(self, tensors: Tensors, to: int, source: int) -> Exchange:
-        """Start sending `tensors` to rank `to`, and receiving tensors of the same shapes from rank `source`."""
+        """Start sending `tensors` to rank `to` and receiving tensors of the same shapes and dtypes from rank `source`."""
         receives = [(tensor.new_empty(tensor.shape), source) for tensor in tensors]
         return self.exchange([(tensor, to) for tensor in tensors], receives)
 
     def pass_on(self, tensors: Tensors) -> Exchange:
-        """Start sending `tensors` to the rank before this one, and receiving those of the rank after it."""
+        """Start sending `tensors` to the rank before this one and receiving those of the rank after it."""
         return self.send_and_receive(tensors, self.peer(-1), self.peer(1))
 
     def swap(self, step: int, tensors: Tensors) -> Exchange:
-        """Start sending `tensors` to the rank `step` further, and receiving those of the rank `step` before."""
+        """Start sending `tensors` to the rank `step` places after this one and receiving those of the one as far before."""
         return self.send_and_receive(tensors, self.peer(step), self.peer(-step))
 
     def stream(self, tensors: Tensors) -> Iterator[tuple[int, Tensors]]:
-        """Yield (step, chunks of the rank `step` further), this rank's own first, while the next chunks travel.
+        """Yield (step, chunks of the rank `step` places after this one), while the next chunks travel.
 
-        In each step a rank sends the chunks that it has to the rank before it. Sends (size - 1) chunks of each tensor.
+        tensors: this rank's own chunks, which are yielded first. In each step a rank sends the chunks that it has to the
+        rank before it. Sends (size - 1) chunks of each tensor.
         """
         for step in range(self.size):
-            under_way = None
-            if step + 1 < self.size:
-                under_way = self.pass_on(tensors)
+            in_flight = self.pass_on(tensors) if step + 1 < self.size else None
             yield step, tensors
-            if under_way:
-                tensors = under_way.wait()
+            if in_flight:
+                tensors = in_flight.wait()

@@ -1,7 +1,7 @@
-"""DeepSpeed-Ulysses' all-to-all among the ranks of a cell, by messages (attention2d.md A.7).
+"""The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023) among the ranks of a cell, by messages.
 
-Outside, a rank has its own tokens and all heads; inside, all tokens of the cell and its share of the heads. Tensors are
-(slots, batch, heads, ...).
+Before `scatter_heads` and after `gather_heads`, a rank has its own tokens and all heads. Between them, while attention is
+computed, it has all tokens of its cell and its share of the heads. Tensors are (slots, batch, heads, ...).
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from .axis import Axis, ChunkLayout
 
 
 def scatter_heads(cell: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """From this rank's slots and all heads to all slots of the cell, sorted by position, and this rank's heads.
+    """All slots of the cell, sorted by position, with this rank's share of the heads, for each of `tensors`.
 
-    Returns a contiguous tensor for each of `tensors`. Sends (size - 1)/size of each, all tensors in the same steps.
+    tensors: this rank's slots with all heads; `cell.size` divides the heads. The results are contiguous. Sends
+    (size - 1)/size of each tensor, all tensors in the same size - 1 steps.
     """
     if cell.size == 1:
         return [x.contiguous() for x in tensors]
@@ -32,7 +33,7 @@ def scatter_heads(cell: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def gather_heads(cell: Axis, scattered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `scatter_heads`: from all slots of the cell and this rank's heads to its own slots and all heads.
+    """The inverse of `scatter_heads`: this rank's slots with all heads, for each tensor of `scattered`.
 
     Sends (size - 1)/size of each tensor.
     """

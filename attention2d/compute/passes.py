@@ -1,14 +1,16 @@
-"""Forward and backward pass of attention on a grid of cells, gathered or streamed (attention2d.md A.3 to A.5).
+"""Forward and backward pass of attention on a grid of cells, gathered or streamed (Attention2D, sections 3.2 and 3.4).
 
-The cell in row i and column j of R rows and C columns attends the queries of all cells of its row to the keys and values of
-all cells of its column. It sends each partial result to the cell whose queries it is about, which merges the partial
-results by their log-sum-exp: together they are one softmax, exactly.
+On a grid of R rows and C columns, each cell attends the queries of all cells of its row to the keys and values of all cells
+of its column. It sends each partial result back to the cell that owns the queries. The owner merges the partial results by
+their log-sum-exp, which gives exactly the softmax over all keys (docs/concepts/attention-on-a-grid.md).
 
-- gathered: first gather all queries of the row and all keys of the column, then attend, then send the results.
-- streamed: attend one chunk of queries to one chunk of keys at a time, while the next chunks and finished results travel.
+- gathered (the paper's Attention2D-NO): first gather all queries of the row and all keys of the column, then attend, then
+  send the results.
+- streamed (Attention2D-O): attend one chunk of queries to one chunk of keys at a time, while the next chunks and finished
+  results travel.
 
-Both send the same bytes. A partial result is rounded to the wire's dtype once, and partial results are merged in the order
-of the steps, so the result does not depend on what arrives first.
+Both send the same bytes. Each partial result is rounded to the dtype of the messages once, and partial results are merged in
+the order of the steps, so the result does not depend on the order of arrival.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +32,8 @@ Tensor = torch.Tensor
 class GridAttention:
     """Attention of one rank's chunks: tensors have the sequence first and this rank's share of the heads.
 
-    row: the axis along which queries travel, C cells. col: the axis along which keys and values travel, R cells.
+    row: the axis along which queries travel, with C cells. col: the axis along which keys and values travel, with R cells.
+    The ranks of all other cells of the row and of the column call each method together with this one.
     """
 
     row: Axis
@@ -65,9 +68,9 @@ class GridAttention:
         return dq, dk, dv
 
     def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward_gathered`. With one column two chunks of k and v are held at a time, otherwise all of the column's."""
+        """As `forward_gathered`, streamed. Holds all chunks of k and v of the column; if it is the only one, two of them."""
         blocks = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
-        own: Any = None
+        own: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
         leaving = None
         for t, (queries,) in self.row.stream([q]):
             partial: Any = None
@@ -88,13 +91,14 @@ class GridAttention:
     def backward_streamed(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward_gathered`. Partial sums of dq follow their queries along the row.
+        """As `backward_gathered`, streamed.
 
-        Those of dk and dv travel along the column while the last chunk of queries is attended.
+        Partial sums of dq travel along the row, one step after their queries. Partial sums of dk and dv travel along the
+        column while the last chunk of queries is attended.
         """
         blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
-        dq: Any = None
-        dkv: dict[int, list[Tensor]] = {}
+        dq: Any = None  # of this rank's queries, once the first round over the keys is done
+        dkv: dict[int, list[Tensor]] = {}  # by step s: sums for the keys and values of the rank s places further
         leaving_dq, leaving_dkv = None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries: Any = None
@@ -121,47 +125,50 @@ class GridAttention:
         return dq, dk, dv
 
     def _calls_between(self, t: int, s: int) -> list[KernelCall]:
-        """The kernel calls of the queries of the cell t columns further and the keys of the cell s rows further."""
+        """The kernel calls for the queries of the cell t columns further and the keys of the cell s rows further."""
         return kernel_calls(self.row.chunk(t), self.col.chunk(s), self.causal)
 
-    def _attend(self, calls: list[KernelCall], queries, block, result=None) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, calls: list[KernelCall], queries: Tensor, block: Tensors, result: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) of these kernel calls, merged into an earlier `result` in place if there is one. block: k and v."""
         keys, values = block
         if result is None and _is_one_tile(calls, queries):
             (call,) = calls
             return attend(queries, keys[call.kv], values[call.kv], call.causal, self.scale)
-        out, lse = result = result or empty_result(queries)
+        out, lse = result or empty_result(queries)
         for call in split_calls(calls, tile_length(queries)):
-            merge(
-                out[call.q],
-                lse[call.q],
-                *attend(queries[call.q], keys[call.kv], values[call.kv], call.causal, self.scale),
-            )
-        return result
+            rows, cols = call.q, call.kv
+            merge(out[rows], lse[rows], *attend(queries[rows], keys[cols], values[cols], call.causal, self.scale))
+        return out, lse
 
-    def _attend_backward(self, calls, queries, block, sums=(None, None, None)):
-        """(dq, dk, dv) of these kernel calls, added in place to earlier `sums`, where these are not None.
+    def _attend_backward(
+        self, calls: list[KernelCall], queries: Tensors, block: Tensors,
+        sums: Sequence[Tensor | None] = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(dq, dk, dv) of these kernel calls, added in place to those of the earlier `sums` that are not None.
 
         queries: q, dout, lse and delta. block: k and v.
         """
-        if not any(total is not None for total in sums) and _is_one_tile(calls, queries[0], block[0]):
-            return attend_backward(*(queries[at] for at in (1, 3, 0)), *block, queries[2], calls[0].causal, self.scale)
-        sums = [_zeros(t) if total is None else total for total, t in zip(sums, (queries[0], *block), strict=True)]
-        for call in split_calls(calls, tile_length(queries[0])):
-            q, dout, lse, delta = (t[call.q] for t in queries)
-            k, v = (t[call.kv] for t in block)
-            totals = [t[slots] for t, slots in zip(sums, (call.q, call.kv, call.kv), strict=True)]
-            add_to(totals, attend_backward(dout, delta, q, k, v, lse, call.causal, self.scale))
-        return sums
+        (q, dout, lse, delta), (k, v) = queries, block
+        if all(total is None for total in sums) and _is_one_tile(calls, q, k):
+            return attend_backward(dout, delta, q, k, v, lse, calls[0].causal, self.scale)
+        dq, dk, dv = (_zeros(t) if total is None else total for total, t in zip(sums, (q, k, v), strict=True))
+        for call in split_calls(calls, tile_length(q)):
+            rows, cols = call.q, call.kv
+            inputs = dout[rows], delta[rows], q[rows], k[cols], v[cols], lse[rows]
+            add_to([dq[rows], dk[cols], dv[cols]], attend_backward(*inputs, call.causal, self.scale))
+        return dq, dk, dv
 
 
 class _KeyBlocks:
-    """The chunks of keys and values along the column, by step, each time it is iterated.
+    """Iterates over (step, chunks of keys and values) along the column, as `Axis.stream` yields them.
 
-    is_kept: keep the chunks that arrive in the first iteration for later ones; otherwise it can be iterated only once.
+    is_kept: keep the chunks that arrive during the first iteration, so that later iterations send nothing; otherwise the
+    object can be iterated only once.
     """
 
-    def __init__(self, axis: Axis, tensors: Tensors, is_kept: bool):
+    def __init__(self, axis: Axis, tensors: Tensors, is_kept: bool) -> None:
         self._axis, self._tensors, self._is_kept = axis, tensors, is_kept
         self._received: list[tuple[int, Tensors]] = []
 
@@ -177,7 +184,7 @@ class _KeyBlocks:
             yield step, block
 
 
-def _is_one_tile(calls: Sequence[KernelCall], queries, keys=None) -> bool:
+def _is_one_tile(calls: Sequence[KernelCall], queries: Tensor, keys: Tensor | None = None) -> bool:
     """Whether one kernel call on one tile covers all queries (and all keys), so that no sum over tiles is needed."""
     all_queries = [slice(0, len(queries))]
     if [call.q for call in calls] != all_queries or (keys is not None and calls[0].kv != slice(0, len(keys))):
@@ -185,11 +192,11 @@ def _is_one_tile(calls: Sequence[KernelCall], queries, keys=None) -> bool:
     return max(len(queries), calls[0].kv.stop - calls[0].kv.start) <= tile_length(queries)
 
 
-def _delta(dout, out):
-    """(slots, batch, heads): rowsum(dout * out), in at least fp32."""
+def _delta(dout: Tensor, out: Tensor) -> Tensor:
+    """(slots, batch, heads): the sum of dout * out over head_dim, in at least fp32."""
     return (dout.to(at_least_fp32(dout.dtype)) * out).sum(-1)
 
 
-def _zeros(like):
-    """A zero gradient of `like`, in at least fp32."""
+def _zeros(like: Tensor) -> Tensor:
+    """A zero gradient for `like`, in at least fp32."""
     return like.new_zeros(like.shape, dtype=at_least_fp32(like.dtype))

@@ -1,8 +1,8 @@
-"""Attention of one rank's shard, forward and backward: divide heads within the cell, attend on the grid, gather heads."""
+"""Attention of one rank's shard, forward and backward: scatter heads within the cell, attend on the grid, gather heads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class GridSchedule(Protocol):
-    """What `ShardAttention.of` reads of a schedule (`attention2d.Attention2D`)."""
+    """The attributes of a schedule (`attention2d.Attention2D`) that `ShardAttention.of` reads."""
 
     group: ProcessGroup | None
     counter: Counter
@@ -34,9 +34,9 @@ class GridSchedule(Protocol):
 class ShardAttention:
     """What this rank computes and sends for shards of one length.
 
-    cell: the ranks of its cell, which divide the heads. streamed: chunks travel while others are attended. kv_to, kv_from:
-    the rank to which it first sends its keys and values, and the one from which it receives those that it keeps instead;
-    both are this rank itself unless the paper's transpose is asked for.
+    cell: the ranks of its cell, which divide the heads. streamed: whether chunks travel while others are attended. kv_to:
+    the rank to which it sends its keys and values before anything else. kv_from: the rank whose keys and values it receives
+    in exchange. Both are this rank itself unless the schedule applies the paper's transpose (Attention2D, section 3.2).
     """
 
     cell: Axis
@@ -47,16 +47,16 @@ class ShardAttention:
 
     @classmethod
     def of(cls, schedule: GridSchedule, local: int, seq: int, causal: bool, scale: float) -> "ShardAttention":
-        """For shards of `local` slots each of a sequence of `seq` tokens."""
+        """The attention of `schedule` for a sequence of `seq` tokens in shards of `local` slots."""
         grid, order = schedule.grid, schedule.order
 
-        def axis(ranks, index, chunks):
+        def axis(ranks: Iterable[int], index: int, chunks: Iterable[tuple[orders.Segment, ...]]) -> Axis:
             return Axis(schedule.group, schedule.counter, tuple(ranks), index, tuple(chunks))
 
-        def cell_segments(cell):
+        def cell_segments(cell: int) -> tuple[orders.Segment, ...]:
             return orders.segments(order, cell, grid.cells, local * grid.ulysses, seq)
 
-        def kv_cell(row):  # whose keys and values the cell in that row of this column has
+        def kv_cell(row: int) -> int:  # the cell whose keys and values are used in row `row` of this rank's column
             return row * grid.cols + grid.col if schedule.transpose else row + grid.rows * grid.col
 
         rows, cols, members = range(grid.rows), range(grid.cols), grid.cell_ranks()
@@ -71,7 +71,10 @@ class ShardAttention:
         return cls(cell, attention, schedule.overlap, grid.rank_in_cell(kv_to), grid.rank_in_cell(kv_from))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(batch, slots, heads, head_dim) each -> (q, k, v, out, lse) with the sequence first and divided heads."""
+        """(q, k, v, out, lse) of all slots of the cell and this rank's share of the heads, sequence first.
+
+        q, k, v: this rank's shards, (batch, slots, heads, head_dim) each. lse is in at least fp32.
+        """
         q, k, v = scatter_heads(self.cell, [t.transpose(0, 1) for t in (q, k, v)])
         k, v = self._move([k, v], self.kv_to, self.kv_from)
         forward = self.attention.forward_streamed if self.streamed else self.attention.forward_gathered
@@ -79,9 +82,9 @@ class ShardAttention:
         return q, k, v, out.to(q.dtype), lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """This rank's shards of dq, dk and dv, sequence first, in at least fp32.
+        """This rank's shards of dq, dk and dv, (slots, batch, heads, head_dim) each, in at least fp32.
 
-        dout: this rank's shard (slots, batch, heads, head_dim). The other arguments are what `forward` has returned.
+        dout: this rank's shard (slots, batch, heads, head_dim). The other arguments are the results of `forward`.
         """
         (dout,) = scatter_heads(self.cell, [dout])
         backward = self.attention.backward_streamed if self.streamed else self.attention.backward_gathered
@@ -90,7 +93,7 @@ class ShardAttention:
         return gather_heads(self.cell, [dq, dk, dv])
 
     def _move(self, tensors: Sequence[Tensor], to: int, source: int) -> Sequence[Tensor]:
-        """Send `tensors` to rank `to` and return those of rank `source`."""
+        """Send `tensors` to rank `to` and return those of rank `source`; return `tensors` if `to` is this rank."""
         if to == self.cell.peers[self.cell.index]:
             return tensors
         return self.cell.send_and_receive(tensors, to, source).wait()
@@ -99,24 +102,26 @@ class ShardAttention:
 class AttentionFunction(torch.autograd.Function):
     """`ShardAttention` with its gradient: (q, k, v, shard_attention) -> (out, lse).
 
-    q, k, v: (batch, slots, heads, head_dim). out: (slots, batch, heads, head_dim). lse: (slots of the cell, batch, this
-    rank's heads), without gradient.
+    q, k, v: (batch, slots, heads, head_dim). out: (slots, batch, heads, head_dim), in q's dtype. lse: (slots of the cell,
+    batch, this rank's heads), in at least fp32 and without gradient.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, shard_attention):
-        """Sends what `cost.volume.messages` calls forward."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shard_attention: ShardAttention) -> tuple[Tensor, Tensor]:
+        """Attend. Sends the forward messages of `cost.volume.messages`."""
         with torch.autocast(q.device.type, enabled=False):
             *saved, out, lse = shard_attention.forward(q, k, v)
         ctx.shard_attention = shard_attention
         ctx.save_for_backward(*saved, out, lse)
         ctx.mark_non_differentiable(lse)
-        return *gather_heads(shard_attention.cell, [out]), lse
+        (gathered,) = gather_heads(shard_attention.cell, [out])
+        return gathered, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _):
-        """Sends what `cost.volume.messages` calls backward."""
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Compute dq, dk and dv in the inputs' dtype. Sends the backward messages of `cost.volume.messages`."""
         with torch.autocast(dout.device.type, enabled=False):
             gradients = ctx.shard_attention.backward(dout, *ctx.saved_tensors)
-        return *(t.to(dout.dtype).transpose(0, 1) for t in gradients), None
+        dq, dk, dv = (t.to(dout.dtype).transpose(0, 1) for t in gradients)
+        return dq, dk, dv, None

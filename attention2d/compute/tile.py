@@ -1,13 +1,13 @@
-"""Attention of one tile: some queries against some keys and values, to be merged with other tiles (attention2d.md A.4).
+"""Attention of one tile: some queries against some keys and values, to be merged with other tiles.
 
 Tensors have the sequence first: q is (queries, batch, heads, head_dim); k and v are (keys, batch, kv_heads, head_dim), where
 each key/value head serves heads / kv_heads consecutive query heads; lse and delta are (queries, batch, heads). Results are
 in at least fp32.
 
-Backward recomputes the tile's probabilities from the log-sum-exp over *all* keys. Of the output it needs only
-delta = rowsum(dout * out). The kernels compute delta themselves, from dout and out. They are therefore given
-delta / |dout|^2 * dout in place of the output: its product with dout has the same row sums, and no rank needs to receive the
-outputs of others (attention2d.md 0.4).
+Backward recomputes the tile's probabilities from the log-sum-exp over *all* keys, as FlashAttention does. Of the output it
+needs only delta, the sum of dout * out over head_dim. The kernels take `out` and compute delta themselves, so the paper's
+backward (Attention2D, section 3.2) gathers the outputs too. Here the kernels are given delta / |dout|^2 * dout in place of
+`out`: the sum of its product with dout is delta as well, and ranks exchange delta, which is head_dim times smaller.
 """
 
 import math
@@ -19,14 +19,14 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-# Limits of a tile's size: elements of its queries on the CPU and on CUDA, ...
+# How many elements the queries of a tile have at most, with the fused kernels of the CPU and of CUDA.
 CPU_ELEMENTS, CUDA_ELEMENTS = 2**20, 2**26
-MIN_LENGTH = 128  # ... but never fewer queries than this;
-SCORES = 2**22  # elements of the score matrix where attention is computed in plain torch operations on CUDA
+MIN_LENGTH = 128  # a tile may always have so many queries, however many elements these are
+SCORES = 2**22  # how many elements a tile's score matrix has at most in plain torch operations on CUDA
 
 
 def tile_length(q: Tensor) -> int:
-    """The largest number of queries, and of keys, in a tile that needs little memory besides its results."""
+    """The number of queries, and of keys, that a tile may have, so that it needs little memory besides its results."""
     seq, batch, heads, head_dim = q.shape
     if q.is_cuda and not _has_flash_kernel(q):
         return max(1, math.isqrt(SCORES // (batch * heads)))
@@ -34,14 +34,14 @@ def tile_length(q: Tensor) -> int:
 
 
 def kernel_tile_length(row_elements: int, on_cuda: bool) -> int:
-    """`tile_length` for torch's fused kernels; row_elements: batch * heads * head_dim, the elements of one query slot."""
+    """`tile_length` for torch's fused kernels. row_elements: batch * heads * head_dim, the elements of one query slot."""
     return max(MIN_LENGTH, (CUDA_ELEMENTS if on_cuda else CPU_ELEMENTS) // row_elements)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse): softmax(scale q k^T) v, and the log of each softmax's denominator.
+    """(out, lse): softmax(scale q k^T) v, and the log of each softmax's denominator, in at least fp32.
 
-    There must be at least one query and one key. causal: there are as many keys as queries, and query i sees keys 0 to i.
+    There must be at least one query and one key. causal: query i sees keys 0 to i; there must be as many keys as queries.
     """
     if q.is_cuda:
         return _attend_cuda(q, k, v, causal, scale) if _has_flash_kernel(q) else attend_ref(q, k, v, causal, scale)
@@ -53,7 +53,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def attend_backward(
     dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one tile. dout is (queries, batch, heads, head_dim); delta and lse are those over all keys."""
+    """(dq, dk, dv) of one tile, in at least fp32.
+
+    dout: the gradient of out, (queries, batch, heads, head_dim). delta, lse: over all keys, not only those of the tile.
+    """
     if q.is_cuda and not _has_flash_kernel(q):
         return attend_backward_ref(dout, delta, q, k, v, lse, causal, scale)
     if not q.is_cuda:
@@ -71,25 +74,25 @@ def attend_backward(
 
 
 def output_substitute(dout: Tensor, delta: Tensor) -> Tensor:
-    """delta / |dout|^2 * dout: its product with `dout`, summed over head_dim, is `delta`.
+    """delta / |dout|^2 * dout: its product with `dout`, summed over head_dim, is `delta`. Zero where dout is zero.
 
-    By Cauchy-Schwarz its norm is at most that of the output. Zero where dout is zero.
+    Its norm is at most that of the output (by Cauchy-Schwarz), so it does not overflow.
     """
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(-1)
-    normalized = wide / largest.where(largest > 0, 1).unsqueeze(-1)  # |largest| = 1: its square is neither 0 nor inf
+    normalized = wide / largest.where(largest > 0, 1).unsqueeze(-1)  # at most 1: squares neither vanish nor overflow
     factor = torch.where(largest > 0, delta / largest / normalized.square().sum(-1), 0)
     return normalized.mul_(factor.unsqueeze(-1)).to(dout.dtype)
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries `q` before any key is attended (0 and -inf), to `merge` results into."""
+    """(out, lse) of the queries `q` before any key is attended, 0 and -inf in at least fp32, to `merge` results into."""
     out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
     return out, out.new_full(q.shape[:-1], -torch.inf)
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merge the result over other keys into (out, lse), in place. An lse of -inf means that no key has been attended."""
+    """Merge a result over other keys into (out, lse), in place. An lse of -inf means that no key has been attended."""
     total = torch.logaddexp(lse, other_lse)
     finite = total.clamp(min=torch.finfo(total.dtype).min)  # -inf - -inf would be NaN
     out.mul_((lse - finite).exp().unsqueeze(-1))
@@ -121,14 +124,14 @@ def attend_backward_ref(
     return dq, *(t.unflatten(2, (kv_heads, -1)).sum(3) for t in (dk, dv))
 
 
-def _all_heads(q, k, v):
+def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in at least fp32, with each key/value head repeated for the query heads that it serves."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (q, k, v))
     return q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
 
 
-def _scores(q, k, causal, scale):
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     """(batch, heads, queries, keys): scale q k^T, -inf where a query does not see a key."""
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
     if causal:
@@ -137,15 +140,15 @@ def _scores(q, k, causal, scale):
     return scores
 
 
-def _heads_first(t):
+def _heads_first(t: Tensor) -> Tensor:
     """(seq, batch, heads, dim) -> (batch, heads, seq, dim), torch's layout; a view if the last dimension has stride 1.
 
-    The kernels accept any other strides, but the CPU's reads wrong elements if the last dimension has another stride.
+    If it has another stride, the tensor is copied: the CPU's kernel would read wrong elements. Other strides are arbitrary.
     """
     return (t if t.stride(-1) == 1 else t.contiguous()).permute(1, 2, 0, 3)
 
 
-def _sequence_first(t):
+def _sequence_first(t: Tensor) -> Tensor:
     """(batch, heads, seq, dim) -> (seq, batch, heads, dim), a view."""
     return t.permute(2, 0, 1, 3)
 
@@ -153,19 +156,22 @@ def _sequence_first(t):
 # CUDA: torch's flash attention
 
 
-def _has_flash_kernel(q) -> bool:
+def _has_flash_kernel(q: Tensor) -> bool:
     """Whether torch's flash attention supports this dtype, head size and GPU; otherwise plain operations are used."""
     is_supported = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return is_supported and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _attend_cuda(q, k, v, causal, scale):
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = map(_heads_first, (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return _sequence_first(out).to(at_least_fp32(out.dtype)), lse.permute(2, 0, 1)
 
 
-def _cuda_backward(heads_first, lse, causal, scale):
+def _cuda_backward(
+    heads_first: tuple[Tensor, ...], lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by flash attention. heads_first: dout, q, k, v and the substitute for the output."""
     dout, q, k, v, out = heads_first
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(

@@ -1,8 +1,9 @@
-"""The memory that a call needs besides its inputs, in closed form, for every grid (attention2d.md A.7).
+"""The memory that a call needs besides its inputs, in closed form, for every grid.
 
 It is the sum of all tensors that are alive at the same time, at the stage where this sum is largest. A gathered schedule
-holds all queries of its row and all keys of its column, n/sqrt(P) tokens on a square grid. A streamed one holds two chunks
-of queries (and, with one column, two chunks of keys and values).
+holds all queries of its row and all keys and values of its column: for a sequence of n tokens on a square grid of P ranks,
+n/sqrt(P) tokens of each. A streamed schedule holds two chunks of queries, and with a single column two chunks of keys and
+values.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from attention2d.layout.grid import Grid
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes besides q, k and v; in backward, besides the gradient of out as well.
+    """Bytes that one rank holds besides q, k and v; during backward, besides the gradient of out as well.
 
-    saved: what is kept for backward, out included. forward, backward: the most at any time of the pass, what is saved
-    included.
+    saved: kept from forward for backward, including out. forward, backward: the largest number at any time of the pass,
+    including the saved bytes.
     """
 
     saved: int
@@ -26,11 +27,11 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of one rank's tensors, with divided heads.
+    """Bytes of one rank's tensors while attention is computed, when it has all tokens of its cell and a share of the heads.
 
-    q: queries (outputs and their gradients have the same size). kv: keys and values together. sum_q, sum_kv: the same number
-    of elements in the dtype in which results and gradients are added up. stats: lse (delta has the same size). tile_forward,
-    tile_backward: what a kernel call on one tile needs besides its inputs and the sums that it is added to.
+    q: queries (outputs and their gradients have the same size). kv: keys and values together. sum_q, sum_kv: the same
+    elements in the dtype in which results and gradients are summed. stats: lse (delta has the same size). tile_forward,
+    tile_backward: what a kernel call on one tile needs besides its inputs and the sums to which its result is added.
     """
 
     q: int
@@ -43,7 +44,7 @@ class _Sizes:
 
     @property
     def is_widened(self) -> bool:
-        """Whether sums have a wider dtype than the inputs."""
+        """Whether the dtype of sums is wider than that of the inputs."""
         return self.sum_q > self.q
 
 
@@ -53,13 +54,15 @@ def peak_memory(
 ) -> PeakMemory:  # fmt: skip
     """The memory of a rank that holds `slots` tokens.
 
-    transpose: of the schedule that applies the paper's transpose. on_cuda: with the larger tiles of flash attention,
-    assuming that these need as much besides their results as the CPU's (not measured).
+    overlap: of the streamed schedule instead of the gathered one. transpose: of the schedule with the paper's transpose.
+    on_cuda: with the larger tiles of flash attention, assuming that these need as much besides their results as the CPU's
+    do (not measured).
     """
     sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda)
-    cells, is_copied = (sizes, grid.rows, grid.cols), grid.ulysses > 1 or batch > 1  # to sequence first, and back
+    cells = sizes, grid.rows, grid.cols
+    is_copied = grid.ulysses > 1 or batch > 1  # whether moving the sequence first, and back, copies the tensors
 
-    def in_transit(nbytes):  # messages, while heads are scattered or gathered
+    def in_transit(nbytes: int) -> int:  # messages, while heads are scattered or gathered
         return min(2, grid.ulysses - 1) * nbytes // grid.ulysses
 
     inputs = sizes.q + sizes.kv if is_copied else transpose * sizes.kv
@@ -80,7 +83,10 @@ def peak_memory(
     return PeakMemory(saved, forward, backward)
 
 
-def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda) -> _Sizes:
+def _sizes(
+    grid: Grid, overlap: bool, slots: int, batch: int, heads: int, kv_heads: int, head_dim: int, itemsize: int,
+    on_cuda: bool,
+) -> _Sizes:  # fmt: skip
     wide, row = max(4, itemsize), batch * heads * head_dim
     elements = slots * row, 2 * slots * row * kv_heads // heads
     row //= grid.ulysses
@@ -99,14 +105,16 @@ def _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_
     )
 
 
-def _forward_gathered(sizes, rows, cols) -> int:
+def _forward_gathered(sizes: _Sizes, rows: int, cols: int) -> int:
+    """The results of all queries of the row, and either all gathered tensors and a tile, or what merging needs."""
     results = cols * (sizes.sum_q + sizes.stats)
     gathered = (rows > 1) * rows * sizes.kv + (cols > 1) * cols * sizes.q
     merging = sizes.sum_q + (1 + sizes.is_widened) * sizes.q + 5 * sizes.stats if cols > 1 else 0
     return results + max(gathered + sizes.tile_forward, merging)
 
 
-def _backward_gathered(sizes, rows, cols) -> int:
+def _backward_gathered(sizes: _Sizes, rows: int, cols: int) -> int:
+    """The largest of three stages: computing delta, attending with all gathered tensors, reducing the gradients of keys."""
     keys, sums = (rows > 1) * rows * sizes.kv, cols * sizes.sum_q + rows * sizes.sum_kv
     queries = cols * (2 * sizes.q + 2 * sizes.stats) if cols > 1 else sizes.stats
     return max(
@@ -116,8 +124,11 @@ def _backward_gathered(sizes, rows, cols) -> int:
     )
 
 
-def _forward_streamed(sizes, rows, cols) -> int:
-    """Two chunks of what is streamed, the results of this rank's queries and of others', and results in transit."""
+def _forward_streamed(sizes: _Sizes, rows: int, cols: int) -> int:
+    """Two chunks of the streamed tensors, the results of this rank's queries and of others', and results in transit.
+
+    second, later, last: the sums while the second chunk of queries, a later one and the last one is attended or merged.
+    """
     result, tile = sizes.sum_q + sizes.stats, sizes.tile_forward
     if cols == 1:
         return min(rows - 1, 2) * sizes.kv + result + tile
@@ -128,8 +139,8 @@ def _forward_streamed(sizes, rows, cols) -> int:
     return (rows - 1) * sizes.kv + 2 * result + max(second, later, last)
 
 
-def _backward_streamed(sizes, rows, cols) -> int:
-    """As `_forward_streamed`; gradients of keys and values travel while the last queries are attended."""
+def _backward_streamed(sizes: _Sizes, rows: int, cols: int) -> int:
+    """As `_forward_streamed`, with the gradients of keys and values that travel while the last queries are attended."""
     kv, tile = sizes.sum_kv, sizes.tile_backward
     if cols == 1:
         second = min(rows - 1, 2) * sizes.kv + min(rows, 2) * kv + tile

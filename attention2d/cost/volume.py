@@ -1,4 +1,8 @@
-"""The bytes that each rank sends, in closed form (attention2d.md A.7), for every grid."""
+"""The bytes that each rank sends, in closed form, for every grid.
+
+The terms for rows and columns follow the cost analysis of Attention2D (section 3.3), without the paper's transpose of keys
+and values and without the outputs that its backward gathers. The term for heads is that of DeepSpeed-Ulysses.
+"""
 
 from dataclasses import dataclass
 
@@ -15,14 +19,14 @@ class Volume:
 
 @dataclass(frozen=True)
 class Messages:
-    """What each rank sends, one group of steps after the other: (number of steps, bytes sent in each step)."""
+    """What each rank sends, in order: (number of steps, bytes sent in each of these steps)."""
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
 
     @property
     def volume(self) -> Volume:
-        """The sum of all messages."""
+        """The bytes of all messages of each pass."""
         return Volume(*(sum(steps * nbytes for steps, nbytes in way) for way in (self.forward, self.backward)))
 
 
@@ -31,15 +35,16 @@ def messages(
 ) -> Messages:
     """The messages of a grid whose ranks hold `slots` tokens each.
 
-    Let s = batch * slots * heads be the rows of a rank's queries, w = s * head_dim their elements, k = kv_heads / heads,
-    e = itemsize the bytes of an element, and a = max(4, e) the bytes of an element of statistics and gradients. On R x C
-    cells of U ranks each:
+    itemsize: bytes of an element of q, k and v. Let s = batch * slots * heads be the rows of a rank's queries,
+    w = s * head_dim their elements, k = kv_heads / heads, e = itemsize, and a = max(4, e) the bytes of an element of
+    statistics and gradients. On R x C cells of U ranks each, a rank sends
 
     forward   (U-1)/U (2+2k) w e  +  (R-1) 2 k w e  +  (C-1) (2 w e + s a)
     backward  (U-1)/U (w e + (1+2k) w a)  +  (R-1) (2 k w e + 2 k w a)  +  (C-1) (2 w e + 2 s a + w a)
 
-    transpose: the paper's transpose first sends keys and values to another cell, 2 k w e, and returns their gradients,
-    2 k w a.
+    The terms are, in this order: heads within the cell, keys and values along the column, queries and results along the row.
+    transpose: with the paper's transpose (section 3.2), which first sends keys and values to another cell, 2 k w e, and
+    returns their gradients, 2 k w a.
     """
     U, R, C, e, a = grid.ulysses - 1, grid.rows - 1, grid.cols - 1, itemsize, max(4, itemsize)
     s = batch * slots * heads

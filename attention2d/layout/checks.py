@@ -1,4 +1,4 @@
-"""Checks of a schedule's arguments. Each raises a ValueError of one sentence that shows the numbers that do not fit."""
+"""Checks of a schedule's arguments. Each raises a ValueError of one sentence with the numbers that do not fit."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 
 
 def check_grid(ranks: int, rows: int, cols: int, ulysses: int, order: str, transpose: bool) -> None:
-    """ValueError unless the grid has exactly `ranks` ranks and supports this token order."""
-    for name, size in dict(rows=rows, cols=cols, ulysses=ulysses).items():
+    """ValueError unless the sizes of the grid multiply to `ranks` and the grid supports this token order."""
+    for name, size in dict(ulysses=ulysses, rows=rows, cols=cols).items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r} must be an integer of at least 1")
     product = ulysses * rows * cols
@@ -23,9 +23,8 @@ def check_grid(ranks: int, rows: int, cols: int, ulysses: int, order: str, trans
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int = 1) -> None:
-    """ValueError unless kv_heads divides heads, and `ulysses` divides both."""
-    if heads < 1 or kv_heads < 1:
-        raise ValueError(f"heads={heads} and kv_heads={kv_heads} must be at least 1")
+    """ValueError unless both counts are at least 1, kv_heads divides heads, and `ulysses` divides both."""
+    check_sizes(heads=heads, kv_heads=kv_heads)
     if heads % kv_heads:
         remainder = f"{heads} % {kv_heads} = {heads % kv_heads}"
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key/value heads ({remainder})")
@@ -35,10 +34,17 @@ def check_heads(heads: int, kv_heads: int, ulysses: int = 1) -> None:
             raise ValueError(f"{count} {name} heads do not divide over ulysses={ulysses} ranks ({remainder})")
 
 
+def check_sizes(**sizes: int) -> None:
+    """ValueError unless every size is at least 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+
+
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_length: bool = True) -> None:
     """ValueError unless q, k and v are non-empty tensors (batch, seq, heads, head_dim) whose shapes and dtypes match.
 
-    same_length: q and k must have the same number of local tokens; otherwise k and v may also have none.
+    same_length: q and k must have the same number of local tokens. If False, they may differ, and k and v may be empty.
     """
     for name, t in dict(q=q, k=k, v=v).items():
         if not isinstance(t, torch.Tensor):
@@ -48,7 +54,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_length
         if not t.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, and is {t.dtype}")
         if (t.dtype, t.device) != (q.dtype, q.device):
-            raise ValueError(f"q is {q.dtype} on {q.device}, and {name} {t.dtype} on {t.device}: they must be alike")
+            raise ValueError(f"q is {q.dtype} on {q.device}, and {name} {t.dtype} on {t.device}: they must be equal")
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
     for dim, name in ((0, "sequences"), (1, "local tokens"), (3, "elements per head")):
@@ -67,7 +73,7 @@ def check_mask_and_scale(causal: bool, scale: float | None) -> None:
 
 
 def refuse_features(**features: object) -> None:
-    """ValueError that names the first feature that is asked for, which is one whose value is not None, False or 0."""
+    """ValueError that names the first feature in use. A feature whose value is None, False or 0 is not in use."""
     for name, value in features.items():
         if value is None or (isinstance(value, (bool, int, float)) and not value):
             continue
@@ -76,12 +82,12 @@ def refuse_features(**features: object) -> None:
 
 
 def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in the dtype that torch's own attention would use: autocast's, where it is enabled.
+    """Cast the tensors as `torch.nn.functional.scaled_dot_product_attention` would: to autocast's dtype, if it is enabled.
 
-    float64 and integer tensors, and arguments that are no tensors, are returned as they are.
+    float64 and integer tensors, and arguments that are not tensors, are returned unchanged.
     """
 
-    def cast(t):
+    def cast(t: torch.Tensor) -> torch.Tensor:
         is_floating = isinstance(t, torch.Tensor) and t.is_floating_point()
         if not is_floating or t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
             return t

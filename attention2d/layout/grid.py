@@ -1,4 +1,8 @@
-"""The grid of ranks: rows and columns of cells, whose `ulysses` consecutive ranks divide the heads (attention2d.md A.1)."""
+"""The grid of ranks: rows and columns of cells, and in each cell `ulysses` consecutive ranks that divide the heads.
+
+Attention2D (section 3.2) has one rank per cell. Cells of several ranks are this library's extension: they divide the heads
+as DeepSpeed-Ulysses does (docs/concepts/attention-on-a-grid.md).
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """The number of ranks in a process group; None is one rank."""
+    """The number of ranks in a process group; None stands for one rank."""
     return 1 if group is None else group.size()
 
 
@@ -14,9 +18,9 @@ def group_size(group: ProcessGroup | None) -> int:
 class Grid:
     """The grid as one rank sees it.
 
-    Rank u + ulysses * (i + rows * j) of the group is member u of the cell in row i and column j. The ranks of a cell hold
-    the same tokens, each with its share of the heads. Queries travel along a row of cells, keys and values along a column,
-    always between ranks with the same `member`. Cells are numbered i + rows * j.
+    Rank u + ulysses * (i + rows * j) of the group is member u of the cell in row i and column j. Cells are numbered
+    i + rows * j. While attention is computed, all ranks of a cell hold the same tokens, each with its own share of the
+    heads. Queries travel along a row of cells, keys and values along a column, always between ranks with the same `member`.
     """
 
     rank: int
@@ -59,7 +63,7 @@ class Grid:
         return self.rank_in_cell(row + self.rows * col)
 
     def rank_in_cell(self, cell: int) -> int:
-        """The rank with this rank's `member` index in the cell of that number."""
+        """The rank with this rank's `member` index in cell number `cell`."""
         return self.member + self.ulysses * cell
 
     def cell_ranks(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A sequence sharded over the ranks of a process group: what all attention schedules have in common."""
+"""A sequence sharded over the ranks of a process group: the base class of all attention schedules."""
 
 import operator
 from collections.abc import Callable
@@ -13,36 +13,37 @@ from sparsefusion.collectives.counted import Counter, all_gather, all_gather_sma
 from . import token_order as orders
 from .grid import group_size
 
-MAX_REMEMBERED_CALLS = 1024  # on CUDA, before the ranks compare all calls anew
+MAX_REMEMBERED_CALLS = 1024  # on CUDA: the ranks forget them after so many, and compare all calls again
 
 
 class SequenceSharding:
     """The ranks of `group` (None: one rank) hold the tokens of a sequence in one of `token_order.ORDERS`.
 
-    counter: the bytes that this rank has sent, without the comparisons of arguments.
+    counter: counts the bytes that this rank sends, except those that compare the ranks' arguments. ValueError if `order` is
+    unknown.
     """
 
-    def __init__(self, group: ProcessGroup | None, order: str):
+    def __init__(self, group: ProcessGroup | None, order: str) -> None:
         if order not in orders.ORDERS:
             raise ValueError(f"order={order!r} is none of {', '.join(orders.ORDERS)}")
         self.group, self.order, self.counter = group, order, Counter()
         self.rank, self.ranks = 0 if group is None else group.rank(), group_size(group)
-        self._compared_calls: set[str | None] = set()
+        self._compared_calls: set[str] = set()
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of `x`, which has the full sequence along `dim`.
+        """This rank's tokens of `x`, which has the full sequence along `dim` on every rank.
 
         All shards are equally long; slots beyond the end of the sequence are zero. Differentiable: the gradient with respect
-        to x is non-zero only at this rank's tokens. Sends nothing.
+        to x is non-zero only at this rank's tokens. Sends nothing. IndexError if x has no dimension `dim`.
         """
         return orders.shard(x, dim, self.order, self.rank, self.ranks)
 
     def unshard(self, local: torch.Tensor, dim: int = 1, seq: int | None = None) -> torch.Tensor:
         """The full sequence along `dim`, on every rank, from each rank's shard `local`; the inverse of `shard`.
 
-        seq: the length of the sequence without padding (None: there is no padding). All-gathers the shards; has no gradient.
-        ValueError on every rank if the shards have different shapes, if `seq` does not make shards of this length, or if the
-        ranks' schedules differ.
+        seq: the length of the sequence without padding (None: there is no padding). All-gathers the shards, and 16 bytes of
+        each rank to compare the arguments; has no gradient. ValueError on every rank if the shards' shapes or dtypes differ,
+        if a sequence of `seq` tokens has shards of another length, or if the ranks' schedules differ.
         """
         self._compare_ranks(
             lambda: (repr(self), dim, tuple(local.shape), local.dtype, self._sequence_length(local.shape[dim], seq)),
@@ -52,25 +53,27 @@ class SequenceSharding:
         return orders.unshard(parts.unbind(), dim, self.order, self._sequence_length(local.shape[dim], seq))
 
     def positions(self, seq: int) -> torch.Tensor:
-        """(local_seq,) int64: the positions of this rank's tokens in a sequence of `seq` tokens.
+        """(local_seq,) int64, on the CPU: the positions of this rank's tokens in a sequence of `seq` tokens.
 
-        Padding has positions of `seq` or more.
+        Padding slots have positions of `seq` or more.
         """
         return orders.positions(self._segments(orders.local_length(self.order, seq, self.ranks), seq))
 
     def _segments(self, local: int, seq: int) -> tuple[orders.Segment, ...]:
-        """What this rank's `local` slots hold."""
+        """The segments in this rank's `local` slots."""
         return orders.segments(self.order, self.rank, self.ranks, local, seq)
 
     def _sequence_length(self, local: int, seq: int | None) -> int:
-        """The length of a sequence with `local` slots on each rank. ValueError if `seq` needs another number of slots."""
+        """`seq`, or if that is None, the length of an unpadded sequence with `local` slots on each rank.
+
+        ValueError if a sequence of `seq` tokens has another number of slots.
+        """
         if local % orders.blocks_per_rank(self.order, self.ranks):
             raise ValueError(f"zigzag order has two equal blocks on each rank, and {local} local tokens are odd")
         if seq is None:
             return local * self.ranks
-        seq = operator.index(
-            seq
-        )  # TypeError of a float, which would end up as a slice's bound on the ranks with padding
+        # A float is a TypeError here, on every rank. Later it would be a slice's bound, and only on ranks with padding.
+        seq = operator.index(seq)
         if seq < 1:
             raise ValueError(f"seq={seq} must be at least 1")
         needed = orders.local_length(self.order, seq, self.ranks)
@@ -81,20 +84,21 @@ class SequenceSharding:
         return seq
 
     def _compare_ranks(self, arguments: Callable[[], object], *tensors: torch.Tensor) -> None:
-        """ValueError on every rank if `arguments()` raises on one of them, or differs between them.
+        """ValueError on every rank if `arguments()` raises on one of them, or returns different values on two of them.
 
-        Gathers 16 bytes of each rank. On CUDA, where that waits for the GPU, arguments that have been compared once are not
-        compared again.
+        Gathers 16 bytes of each rank. On CUDA, where the comparison waits for the GPU, arguments that have been compared
+        once are not compared again. There a rank that calls with other arguments than before, or with wrong ones, while the
+        others repeat an earlier call, compares alone, and the ranks wait for each other until the group's time-out.
         """
         device = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
-        key = None
+        key: str | None = None
         if device.type == "cuda":
-            with suppress(Exception):  # the same error is raised below, on every rank
+            with suppress(Exception):  # `agree` raises the same error, on every rank
                 key = repr(arguments())
             if key in self._compared_calls:
                 return
         agree(lambda mine: all_gather_small(mine, self.group), device, arguments, "ranks of the group")
-        if device.type == "cuda":
-            if len(self._compared_calls) >= MAX_REMEMBERED_CALLS:  # all ranks have remembered the same calls
+        if key is not None:
+            if len(self._compared_calls) >= MAX_REMEMBERED_CALLS:  # on all ranks at once: they remember the same calls
                 self._compared_calls.clear()
             self._compared_calls.add(key)

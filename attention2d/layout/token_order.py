@@ -1,12 +1,14 @@
-"""Token orders: which rank holds which tokens of a sequence, and which kernel calls attend them (attention2d.md A.1, A.3).
+"""Token orders: which rank holds which tokens of a sequence, and which kernel calls attend them.
 
-- zigzag: the sequence is cut into 2P equal blocks; rank p holds blocks p and 2P-1-p. This is Megatron's order. Every pair
-  of ranks then has the same amount of causal work.
+- zigzag: the sequence is cut into 2P equal blocks; rank p holds blocks p and 2P-1-p. This is Megatron's order. Causal
+  attention of any rank's queries to any rank's keys is then the same amount of work.
 - contiguous: rank p holds the p-th of P equal blocks.
-- cyclic: rank p holds tokens p, p+P, p+2P, ... The causal work of any two pairs of ranks is almost equal.
+- cyclic: rank p holds tokens p, p+P, p+2P, ... This is the order of the paper Attention2D (section 3.2). The causal work is
+  almost the same for any rank's queries and any rank's keys.
 
 A causal query sees its own token and all earlier ones. Every rank's shard has the same number of slots. Where the length of
-the sequence does not divide, the slots beyond its last token are padding.
+the sequence does not divide, the slots beyond its last token are padding. docs/concepts/attention-on-a-grid.md shows zigzag
+order in a picture.
 """
 
 from bisect import bisect_left
@@ -22,7 +24,7 @@ ORDERS = ("zigzag", "contiguous", "cyclic")
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` slots for the tokens start, start + stride, ...; the first `valid` tokens exist, the rest is padding."""
+    """`length` slots for the tokens start, start + stride, ...; the first `valid` slots hold tokens, the others padding."""
 
     start: int
     length: int
@@ -42,7 +44,7 @@ def local_length(order: str, seq: int, ranks: int) -> int:
 
 
 def segments(order: str, rank: int, ranks: int, local: int, seq: int) -> tuple[Segment, ...]:
-    """The segments in the `local` slots of `rank` (one of `ranks`), sorted by position."""
+    """The segments in the `local` slots of rank number `rank` of `ranks`, sorted by position."""
     length, stride = local, 1
     if blocks_per_rank(order, ranks) == 2:
         length = local // 2
@@ -55,12 +57,17 @@ def segments(order: str, rank: int, ranks: int, local: int, seq: int) -> tuple[S
 
 
 def positions(segments: Sequence[Segment]) -> torch.Tensor:
-    """(slots,) int64: the position of each slot's token in the sequence. Padding has positions of `seq` or more."""
+    """(slots,) int64: each slot's position in the sequence. Padding slots have positions after the last token's."""
     return torch.cat([torch.arange(s.start, s.start + s.length * s.stride, s.stride) for s in segments])
 
 
 def shard(x: torch.Tensor, dim: int, order: str, rank: int, ranks: int) -> torch.Tensor:
-    """The slots of `rank`, cut out of `x`, which has the full sequence along `dim`. Padding is zero."""
+    """The slots of `rank`, cut out of `x`, which has the full sequence along `dim`. Padding is zero.
+
+    IndexError if x has no dimension `dim`.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"dim={dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     dim %= x.dim()
     seq = x.shape[dim]
     local = local_length(order, seq, ranks)
@@ -70,7 +77,7 @@ def shard(x: torch.Tensor, dim: int, order: str, rank: int, ranks: int) -> torch
 
 
 def unshard(parts: Sequence[torch.Tensor], dim: int, order: str, seq: int) -> torch.Tensor:
-    """The `seq` tokens that the ranks' shards `parts` (in rank order) hold along `dim`, sorted by position."""
+    """The full sequence of `seq` tokens along `dim`, sorted by position. parts: every rank's shard, in rank order."""
     ranks, local = len(parts), parts[0].shape[dim]
     indices = torch.cat([positions(segments(order, rank, ranks, local, seq)) for rank in range(ranks)])
     return torch.cat(list(parts), dim).index_select(dim, indices.argsort()[:seq].to(parts[0].device))
@@ -80,7 +87,7 @@ def unshard(parts: Sequence[torch.Tensor], dim: int, order: str, seq: int) -> to
 class KernelCall:
     """One call of an attention kernel: a slice of query slots against a slice of key slots.
 
-    causal: both slices have the same length, and query i of the slice sees its keys 0 to i.
+    causal: query i of the query slice sees keys 0 to i of the key slice, which has the same length; otherwise it sees all.
     """
 
     q: slice
@@ -89,7 +96,7 @@ class KernelCall:
 
 
 def kernel_calls(q: Sequence[Segment], kv: Sequence[Segment], causal: bool) -> list[KernelCall]:
-    """The fewest kernel calls in which every query sees each key that it may see exactly once.
+    """Few kernel calls in which every query meets each key that it may see exactly once.
 
     q, kv: the segments of a query buffer and of a key buffer, from slot 0 on, each sorted by start. All segments have the
     same length and stride, so two segments of stride 1 hold either the same positions or none in common.
@@ -113,14 +120,14 @@ def split_calls(calls: Sequence[KernelCall], max_length: int) -> Iterator[Kernel
                 yield KernelCall(q, slice(diagonal, diagonal + q.stop - q.start), True)
 
 
-def _valid_slices(segments) -> list[slice]:
+def _valid_slices(segments: Sequence[Segment]) -> list[slice]:
     """For each segment, the slots of a buffer that hold its tokens, without its padding."""
     ends = list(accumulate(segment.length for segment in segments))
     return [slice(end - s.length, end - s.length + s.valid) for end, s in zip(ends, segments, strict=True)]
 
 
-def _joined_slices(segments) -> list[slice]:
-    """The slots that hold tokens, as few slices as possible."""
+def _joined_slices(segments: Sequence[Segment]) -> list[slice]:
+    """The slots of a buffer that hold tokens, in as few slices as possible."""
     joined: list[slice] = []
     for slots in _valid_slices(segments):
         if joined and joined[-1].stop == slots.start:
@@ -130,8 +137,8 @@ def _joined_slices(segments) -> list[slice]:
     return joined
 
 
-def _cyclic_calls(q, kv) -> list[KernelCall]:
-    """Causal calls of the cyclic order: query a + xP sees key b + yP where y <= x if b <= a, and where y < x otherwise."""
+def _cyclic_calls(q: Sequence[Segment], kv: Sequence[Segment]) -> list[KernelCall]:
+    """Causal calls of the cyclic order: query a + xP sees key b + yP if y <= x where b <= a, and if y < x where b > a."""
     calls = []
     for queries, a in zip(q, _valid_slices(q), strict=True):
         for keys, b in zip(kv, _valid_slices(kv), strict=True):
@@ -144,9 +151,10 @@ def _cyclic_calls(q, kv) -> list[KernelCall]:
 
 @dataclass
 class _QueryRun:
-    """Neighbouring query segments that can share calls.
+    """Adjacent query segments that can share kernel calls.
 
-    They see all of the first `earlier` key segments. own: how many key segments hold the queries' own positions (0: none).
+    q: their slots. earlier: how many of the first key segments all of these queries see completely. own: how many key
+    segments, the next ones, hold the positions of the queries themselves (0: none).
     """
 
     q: slice
@@ -154,8 +162,8 @@ class _QueryRun:
     own: int
 
 
-def _block_calls(q, kv) -> list[KernelCall]:
-    """Causal calls at stride 1: a query segment sees all earlier key segments, and its own up to the diagonal."""
+def _block_calls(q: Sequence[Segment], kv: Sequence[Segment]) -> list[KernelCall]:
+    """Causal calls at stride 1: a query segment sees all earlier key segments, and causally the one at its own positions."""
     key_slices, calls = _valid_slices(kv), []
     for run in _query_runs(q, kv):
         if run.earlier:
@@ -166,8 +174,12 @@ def _block_calls(q, kv) -> list[KernelCall]:
     return calls
 
 
-def _query_runs(q, kv) -> list[_QueryRun]:
-    """Query segments, joined where one more segment continues the staircase of the causal mask."""
+def _query_runs(q: Sequence[Segment], kv: Sequence[Segment]) -> list[_QueryRun]:
+    """The query segments with tokens, joined to runs.
+
+    A segment joins the run before it if it sees exactly the keys that continue the run's causal mask: the same earlier
+    segments where neither has own positions among the keys, and otherwise one segment more.
+    """
     starts = [segment.start for segment in kv]
     runs: list[_QueryRun] = []
     for queries, slots in zip(q, _valid_slices(q), strict=True):
