@@ -1,5 +1,6 @@
 """attention2d: exact attention over sequences that are sharded over ranks.
 
+Docstrings call "Attention2D: Communication Efficient Distributed Self-Attention Mechanism" the paper, and cite its sections.
 Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
 """
 

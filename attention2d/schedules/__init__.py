@@ -1,6 +1,6 @@
-"""The schedules that users name: the 2-D grid, ring, Ulysses, USP, all-gather and tree, and the choice between them.
+"""The public schedules: the 2-D grid, ring, Ulysses, USP, all-gather and tree, and the choice of the cheapest.
 
-In: the arguments of `torch.nn.functional.scaled_dot_product_attention`, or of Megatron's core attention.
+In: queries, keys and values of this rank's tokens, also in the layouts of torch's and Megatron's attention.
 Out: the attention output of this rank's tokens.
 May import: layout, compute, cost.
 """

@@ -8,22 +8,22 @@ from torch.distributed import ProcessGroup
 from attention2d.cost.memory import peak_memory
 from attention2d.cost.volume import messages
 from attention2d.layout import token_order as orders
-from attention2d.layout.checks import check_heads
+from attention2d.layout.checks import check_heads, check_sizes
 from attention2d.layout.grid import Grid, group_size
 from sparsefusion.fabric.cost_model import Fabric
 
 from .family import Attention2D
 
-NEGLIGIBLE = 1.02  # grids that send at most this times the fewest bytes are compared by their number of steps
-MAX_SHOWN = 4  # alternatives in `Attention2D.reason`
+NEGLIGIBLE = 1.02  # grids that send at most so many times the fewest bytes are compared by their number of steps
+MAX_SHOWN = 4  # the number of alternatives in `Attention2D.reason`
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A grid and its cost on the busiest rank.
 
-    bytes_sent, in `steps` messages one after the other. seconds: their time on the fabric (None: no fabric is given).
-    peak_bytes: memory besides q, k, v and the gradient of out.
+    bytes_sent: by that rank. steps: the number of messages, one after the other, in which it sends them. seconds: the time
+    of these messages on the fabric (None: no fabric is given). peak_bytes: memory besides q, k, v and the gradient of out.
     """
 
     ulysses: int
@@ -37,10 +37,10 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds if the fabric is known, otherwise bytes."""
+        """`seconds` if the fabric is known, otherwise `bytes_sent`."""
         return self.bytes_sent if self.seconds is None else self.seconds
 
-    def __str__(self):
+    def __str__(self) -> str:
         time = "" if self.seconds is None else f", {self.seconds * 1e3:.3g} ms"
         grid = f"ulysses={self.ulysses}, {self.rows} x {self.cols}{', overlapped' * self.overlap}"
         return (
@@ -54,14 +54,15 @@ def choose(
 ) -> Attention2D:  # fmt: skip
     """The cheapest schedule of all grids for tensors of this shape; its `.reason` says why.
 
-    heads, kv_heads: of one rank before heads are divided. training: count backward too. fabric: measured costs, of which the
-    p2p curve is used, or else the all_gather curve; None compares bytes. memory: bytes that a rank may need besides q, k, v
-    and the gradient of out (`Attention2D.memory`, as is on_cuda); None is no limit.
+    heads, kv_heads: of the tensors that are passed to the schedule. seq: the length of the whole sequence. training: count
+    backward too. fabric: measured costs, of which the p2p curve is used, or else the all_gather curve; None compares bytes.
+    itemsize: bytes of an element of q, k and v. memory: the bytes that a rank may need besides q, k, v and the gradient of
+    out (None: no limit), compared with `Attention2D.memory`, to which on_cuda is passed.
 
     Ring and all-gather send the same bytes; the ring is chosen, because it holds two chunks of keys instead of all. Other
-    grids overlap, which takes more and smaller kernel calls, only where they would not fit into memory otherwise. Nothing is
-    sent: ranks that call it with the same arguments get the same schedule. ValueError if head counts do not divide, or if no
-    schedule fits into memory.
+    grids overlap only where they would not fit into memory otherwise, because overlapping takes more and smaller kernel
+    calls. Sends nothing: ranks that call it with the same arguments get the same schedule. ValueError if a size is below 1,
+    if kv_heads does not divide heads, or if no schedule fits into memory.
     """
     best, *others = candidates(
         group_size(group), heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize, memory, on_cuda
@@ -75,9 +76,11 @@ def candidates(
     ranks: int, heads: int, kv_heads: int, head_dim: int, seq: int, training: bool = True, fabric: Fabric | None = None,
     batch: int = 1, itemsize: int = 2, memory: int | None = None, on_cuda: bool = False,
 ) -> list[Candidate]:  # fmt: skip
-    """All grids of `ranks` ranks over which the heads divide, the cheapest first; arguments and errors as in `choose`."""
+    """All grids of `ranks` ranks over which the heads divide, the cheapest first. Arguments and errors as in `choose`."""
+    check_sizes(seq=seq, head_dim=head_dim, batch=batch, itemsize=itemsize)
     check_heads(heads, kv_heads)
-    slots, found = orders.local_length("zigzag", seq, ranks), []
+    slots = orders.local_length("zigzag", seq, ranks)
+    found: list[Candidate] = []
     shape = (slots, batch, heads, kv_heads, head_dim, itemsize)
     for grid in _grids(ranks, heads, kv_heads):
         passes = messages(grid, *shape)
@@ -94,7 +97,7 @@ def candidates(
     return _cheapest_first([each for each in found if memory is None or each.peak_bytes <= memory])
 
 
-def _grids(ranks, heads, kv_heads) -> Iterator[Grid]:
+def _grids(ranks: int, heads: int, kv_heads: int) -> Iterator[Grid]:
     """All grids of `ranks` ranks over which the heads divide, as rank 0 sees them."""
     for ulysses in _divisors(ranks):
         if heads % ulysses == 0 and kv_heads % ulysses == 0:
@@ -102,8 +105,8 @@ def _grids(ranks, heads, kv_heads) -> Iterator[Grid]:
                 yield Grid(0, ulysses, rows, ranks // ulysses // rows)
 
 
-def _cheapest_first(found) -> list[Candidate]:
-    """The cheapest first; without a fabric, the first has the fewest steps among those whose bytes are nearly the fewest.
+def _cheapest_first(found: list[Candidate]) -> list[Candidate]:
+    """`found`, sorted by cost. Without a fabric, the first has the fewest steps of those that send nearly the fewest bytes.
 
     Among equals, a ring comes before an all-gather, and of other grids the gathered one before the overlapped one.
     """
@@ -118,10 +121,10 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _seconds(fabric, ranks, count, nbytes) -> float:
-    """The time of `count` steps in which every rank sends a message of `nbytes`.
+def _seconds(fabric: Fabric, ranks: int, count: int, nbytes: int) -> float:
+    """The time of `count` steps, in each of which every rank sends a message of `nbytes`.
 
-    By the fabric's p2p curve it is that of `count` messages; without one, that of an all-gather among count + 1 ranks.
+    If the fabric has a p2p curve, it is the time of `count` messages; otherwise that of an all-gather among count + 1 ranks.
     """
     if not count:
         return 0.0
@@ -130,8 +133,10 @@ def _seconds(fabric, ranks, count, nbytes) -> float:
     return fabric.time("all_gather", nbytes, count + 1, extrapolate=True)
 
 
-def _reason(best, others, training, fabric, schedule) -> str:
-    """Why a schedule has been chosen: a line for it and a line for each of the cheapest alternatives."""
+def _reason(
+    best: Candidate, others: list[Candidate], training: bool, fabric: Fabric | None, schedule: Attention2D
+) -> str:
+    """Why a schedule has been chosen: two lines for it and one for each of the cheapest alternatives."""
     passes = "forward and backward" if training else "forward"
     measure = "by the bytes that a rank sends" if fabric is None else "by the fabric"
     lines = [f"{schedule}: cheapest {measure}, {passes}.", str(best)]

@@ -1,6 +1,6 @@
-"""The family of attention schedules on a grid of ranks (attention2d.md A.8a).
+"""The family of attention schedules on a grid of ranks (docs/concepts/attention-on-a-grid.md).
 
-`Attention2D(group, rows, cols, ulysses, order, overlap)` is the whole family. The known schedules are members of it:
+`Attention2D(group, rows, cols, ulysses, order, overlap)` is the whole family. The known schedules on P ranks are members:
 
 | schedule | ulysses | rows | cols | overlap |
 |---|---|---|---|---|
@@ -8,8 +8,8 @@
 | `AllGather` | 1 | P | 1 | no |
 | `Ulysses` | P | 1 | 1 | |
 | `USP` | U | P/U | 1 | yes |
-| Attention2D of the paper | 1 | R | C | either |
-| heads first, then the grid ("3-D") | U | R | C | either |
+| 2-D grid (the paper Attention2D) | 1 | R | C | either |
+| 3-D: heads first, then the grid | U | R | C | either |
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ from attention2d.layout.checks import (
     check_grid,
     check_heads,
     check_mask_and_scale,
+    check_sizes,
     check_tensors,
     refuse_features,
 )
@@ -42,45 +43,50 @@ class Attention2D(SequenceSharding):
     group: any process group; None is one rank. rows, cols: the grid of cells. ulysses: the number of consecutive ranks in a
     cell, which divide the heads; rows * cols * ulysses is the size of the group. order: which tokens a rank holds
     (`layout.token_order`). overlap: chunks travel while others are attended, instead of all being gathered first. transpose:
-    the paper's variant, which first sends keys and values to another cell; it only costs bytes, exists for comparison, and
-    needs the cyclic order. ValueError if the sizes do not fit.
+    the variant of the paper (section 3.2), which first sends keys and values to another cell. It sends more bytes for the
+    same result, exists for comparison, and needs the cyclic order. ValueError if the sizes do not fit.
 
-    reason: why `choose` has chosen this schedule.
+    reason: why `choose` has chosen this schedule, as text.
     """
 
     def __init__(
         self, group: ProcessGroup | None = None, rows: int = 2, cols: int = 2, ulysses: int = 1, order: str = "zigzag",
         overlap: bool = False, transpose: bool = False,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         super().__init__(group, order)
         check_grid(self.ranks, rows, cols, ulysses, order, transpose)
         self.grid = Grid(self.rank, ulysses, rows, cols)
-        self.overlap, self.transpose, self.reason = bool(overlap), bool(transpose), "it was asked for"
+        self.overlap, self.transpose, self.reason = bool(overlap), bool(transpose), "the caller named this schedule"
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         sizes = f"rows={self.grid.rows}, cols={self.grid.cols}, ulysses={self.grid.ulysses}, order={self.order!r}"
         options = [f"{name}=True" for name in ("overlap", "transpose") if getattr(self, name)]
         return f"Attention2D({', '.join([sizes, *options])})"
 
     def volume(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Volume:
-        """Bytes that the busiest rank sends in `.forward` and `.backward` (`cost.volume.messages`; attention2d.md A.7).
+        """The bytes that the busiest rank sends in `.forward` and in `.backward`, by the formula of `cost.volume.messages`.
 
-        itemsize: bytes of an element of q, k and v; statistics and gradients travel in at least fp32.
+        seq: the length of the whole sequence. itemsize: bytes of an element of q, k and v; statistics and gradients travel
+        in at least fp32. ValueError if a size is below 1 or the heads do not divide.
         """
         return messages(self.grid, **self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
 
     def memory(
         self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, on_cuda: bool = False
     ) -> PeakMemory:
-        """Bytes that a rank needs at most besides q, k and v: in `.forward`, `.saved` for backward, and in `.backward`.
+        """The bytes that a rank needs besides q, k and v: the most in `.forward` and `.backward`, and `.saved` between them.
 
-        on_cuda: an estimate for flash attention, not measured.
+        seq: the length of the whole sequence. itemsize: bytes of an element of q, k and v. on_cuda: an estimate for flash
+        attention, not measured. ValueError as in `volume`.
         """
         shape = self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)
         return peak_memory(self.grid, self.overlap, **shape, on_cuda=on_cuda)
 
-    def _local_shape(self, batch, seq, heads, kv_heads, head_dim, itemsize) -> dict[str, Any]:
+    def _local_shape(
+        self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int
+    ) -> dict[str, Any]:
         """The arguments that `messages` and `peak_memory` have in common, except the grid."""
+        check_sizes(batch=batch, seq=seq, head_dim=head_dim, itemsize=itemsize)
         check_heads(heads, kv_heads, self.grid.ulysses)
         slots = orders.local_length(self.order, seq, self.ranks)
         is_transposed = self.transpose and self.grid.rows > 1 and self.grid.cols > 1
@@ -91,22 +97,22 @@ class Attention2D(SequenceSharding):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, seq: int | None = None,
         return_lse: bool = False, **features: object,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """softmax(scale q k^T) v over the whole sequence, of which each tensor is this rank's shard. Differentiable.
+        """softmax(scale q k^T) v over the whole sequence, of which q, k and v are this rank's shards. Differentiable.
 
-        q: (batch, local_seq, heads, head_dim). k, v: (batch, local_seq, kv_heads, head_dim), where each key/value head
-        serves heads/kv_heads consecutive query heads. causal: a query sees keys up to its own position. scale: None is
-        1/sqrt(head_dim). seq: the length of the sequence; required where shards are padded. features: other options of
-        attention (sliding_window, softcap, ...), each refused by name unless it is None, False or 0. Under autocast q, k and
-        v are cast as by torch's own attention.
+        q: (batch, local_seq, heads, head_dim), floating point. k, v: (batch, local_seq, kv_heads, head_dim) in q's dtype,
+        where each key/value head serves heads/kv_heads consecutive query heads. causal: a query sees keys up to its own
+        position. scale: None is 1/sqrt(head_dim). seq: the length of the sequence; required where shards are padded.
+        return_lse: return lse too. features: other options of attention (sliding_window, softcap, ...), each refused by name
+        unless it is None, False or 0. Under autocast q, k and v are cast as torch's own attention casts them.
 
-        Returns out like q, contiguous. With return_lse also the log-sum-exp lse (batch, local_seq, heads), in at least fp32
-        and without gradient. In padding slots out is 0 and lse -inf.
+        Returns out, contiguous, with q's shape and dtype. With return_lse it returns (out, lse): lse is the log-sum-exp of
+        the scores, (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots out is 0 and lse -inf.
 
         All ranks call it together, and its backward together. Forward sends the bytes of `volume`, with return_lse and
-        ulysses > 1 also (ulysses - 1)/ulysses of lse, and all-gathers 16 bytes to compare the ranks' arguments (on CUDA only
-        the first time, because it waits for the GPU). Backward sends the bytes of `volume`; gradients are summed in at least
-        fp32 and returned in the inputs' dtype. ValueError on every rank if an argument is wrong on one
-        of them or differs between them.
+        ulysses > 1 also (ulysses - 1)/ulysses of lse, and all-gathers 16 bytes to compare the ranks' arguments. Backward
+        sends the bytes of `volume`; gradients are summed in at least fp32 and returned in the inputs' dtype. ValueError on
+        every rank if an argument is wrong on one of them or differs between them. On CUDA the comparison waits for the GPU,
+        so each rank compares a set of arguments only the first time, and a later difference can hang.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q, k, v)
@@ -118,8 +124,11 @@ class Attention2D(SequenceSharding):
             return out
         return out, gather_heads(attention.cell, [lse])[0].transpose(0, 1)
 
-    def _arguments(self, q, k, v, causal, scale, seq, return_lse, features):
-        """What must be equal on all ranks; ValueError for what does not fit."""
+    def _arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None, return_lse: bool,
+        features: dict[str, object],
+    ) -> tuple[object, ...]:  # fmt: skip
+        """The values that must be equal on all ranks. ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v)
         check_heads(q.shape[2], k.shape[2], self.grid.ulysses)
@@ -130,20 +139,20 @@ class Attention2D(SequenceSharding):
 
 
 def Ring(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
-    """Keys and values travel around all ranks while earlier ones are attended (ring attention, Liu et al., 2023)."""
+    """Ring attention (Liu et al., 2023): keys and values travel around all ranks while earlier ones are attended."""
     return Attention2D(group, group_size(group), 1, order=order, overlap=True)
 
 
 def AllGather(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
-    """Every rank gathers all keys and values before it attends (the context parallelism of Llama 3)."""
+    """The context parallelism of Llama 3 (Meta, 2024): every rank gathers all keys and values before it attends."""
     return Attention2D(group, group_size(group), 1, order=order)
 
 
 def Ulysses(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
-    """Every rank gathers all tokens of its share of the heads (DeepSpeed-Ulysses, Jacobs et al., 2023)."""
+    """DeepSpeed-Ulysses (Jacobs et al., 2023): every rank attends all tokens with its share of the heads."""
     return Attention2D(group, 1, 1, group_size(group), order)
 
 
 def USP(group: ProcessGroup | None = None, ulysses: int = 2, order: str = "zigzag") -> Attention2D:
-    """`ulysses` consecutive ranks divide the heads, and keys and values travel around these cells (Fang and Zhao, 2024)."""
+    """USP (Fang and Zhao, 2024): a ring of cells, in each of which `ulysses` consecutive ranks divide the heads."""
     return Attention2D(group, max(1, group_size(group) // max(1, ulysses)), 1, ulysses, order, overlap=True)

@@ -1,4 +1,4 @@
-"""A core attention for Megatron-Core's layers whose sequence is sharded over the context-parallel group.
+"""A core attention for Megatron-Core's layers, whose sequence is sharded over the context-parallel group.
 
 It imports nothing from Megatron: it only reads attributes of Megatron's configuration and process groups. Megatron shards
 sequences in zigzag order (`get_batch_on_this_cp_rank`), so nothing else in the model changes.
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from attention2d.layout.checks import refuse_features
 from attention2d.layout.grid import group_size
@@ -18,7 +19,11 @@ from .choosing import choose
 from .family import USP, AllGather, Attention2D, Ring, Ulysses
 
 Tensor = torch.Tensor
-SCHEDULES: dict[str, Callable] = {"p2p": Ring, "all_gather": AllGather, "a2a": Ulysses}
+SCHEDULES: dict[str, Callable[[ProcessGroup | None], Attention2D]] = {
+    "p2p": Ring,
+    "all_gather": AllGather,
+    "a2a": Ulysses,
+}
 COMMUNICATION_TYPES = (*SCHEDULES, "a2a+p2p", "2d")
 
 
@@ -27,15 +32,16 @@ class CoreAttention(nn.Module):
 
     query (seq, batch, heads, head_dim), key and value (seq, batch, groups, head_dim) -> (seq, batch, heads * head_dim).
 
-    config: Megatron's TransformerConfig. pg_collection: its `cp` is the context-parallel group. cp_comm_type:
+    config: Megatron's TransformerConfig. pg_collection: its `cp` is the context-parallel group, its `tp` the tensor-parallel
+    group. cp_comm_type: the schedule (attribute `schedule`):
 
     - p2p (the default): `Ring`
     - all_gather: `AllGather`
     - a2a: `Ulysses`
     - a2a+p2p: `USP`, where config.hierarchical_context_parallel_sizes[0] ranks (default: 2) divide the heads
-    - 2d: `Attention2D` with the given rows, cols, ulysses and overlap; if none of them is given, what `choose` chooses
+    - 2d: `Attention2D` with the given rows, cols, ulysses and overlap; if none of them is given, the schedule of `choose`
 
-    ValueError for sizes that do not fit, and for options of attention that are not supported.
+    ValueError if sizes do not fit or an option of attention is not supported.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class CoreAttention(nn.Module):
         attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
         pg_collection: Any = None, rows: int | None = None, cols: int | None = None, ulysses: int | None = None,
         overlap: bool | None = None, **others: object,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         super().__init__()
         kind = getattr(config, "softmax_type", "vanilla")
         window = None if config.window_size is None or tuple(config.window_size) == (-1, -1) else config.window_size
@@ -54,32 +60,33 @@ class CoreAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale, self.mask_type = softmax_scale, attn_mask_type
         group, heads, kv_heads = _group_and_heads(config, pg_collection)
-        grid = {
-            name: value for name, value in dict(rows=rows, cols=cols, ulysses=ulysses, overlap=overlap).items() if value
-        }
+        grid = dict(rows=rows, cols=cols, ulysses=ulysses, overlap=overlap or None)
+        grid = {name: value for name, value in grid.items() if value is not None}
         self.schedule = _schedule(cp_comm_type or "p2p", group, heads, kv_heads, config, grid)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
         attention_bias: Tensor | None = None, packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's shards, as the schedule computes it and with what it sends.
+        """Attention of this rank's shards. Sends what `schedule` sends, in forward and in backward.
 
-        attention_mask is ignored: the mask type says what is seen, as in Transformer Engine's attention.
+        The mask type decides which keys a query sees, as in Transformer Engine's attention; attention_mask is ignored.
+        ValueError on every rank for the arguments of the schedule that it refuses, and for dropout during training,
+        attention_bias, packed_seq_params, and mask types other than causal and no_mask.
         """
         mask_type = (attn_mask_type or self.mask_type).name
-        # Tensors of other shapes are passed on as they are: the schedule refuses them on every rank.
-        q, k, v = (t.transpose(0, 1) if t.dim() == 4 else t for t in (query, key, value))
+        # Arguments of other shapes are passed on unchanged: the schedule refuses them on every rank.
+        q, k, v = (t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (query, key, value))
         out: Any = self.schedule(
             q, k, v, causal=mask_type == "causal", scale=self.scale, attention_bias=attention_bias,
             packed_seq_params=packed_seq_params, attention_dropout=self.dropout if self.training else None,
             attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type,
         )  # fmt: skip
-        return out.transpose(0, 1).flatten(2)  # type: ignore[union-attr]
+        return out.transpose(0, 1).flatten(2)
 
 
-def _group_and_heads(config, pg_collection):
-    """The context-parallel group, and how many query and key/value heads each of its ranks has."""
+def _group_and_heads(config: Any, pg_collection: Any) -> tuple[ProcessGroup | None, int, int]:
+    """The context-parallel group, and the numbers of query and key/value heads on each of its ranks."""
     group, tensor_group = (getattr(pg_collection, name, None) for name in ("cp", "tp"))
     if group_size(group) != config.context_parallel_size:
         raise ValueError(
@@ -89,16 +96,16 @@ def _group_and_heads(config, pg_collection):
     return group, config.num_attention_heads // tensor_ranks, max(1, config.num_query_groups // tensor_ranks)
 
 
-def _schedule(kind, group, heads, kv_heads, config, grid) -> Attention2D:
-    """The schedule of a cp_comm_type; grid: the arguments of `Attention2D` that were given."""
+def _schedule(
+    kind: str, group: ProcessGroup | None, heads: int, kv_heads: int, config: Any, grid: dict[str, Any]
+) -> Attention2D:
+    """The schedule for a cp_comm_type. grid: the arguments of `Attention2D` that the caller gave."""
     if kind not in COMMUNICATION_TYPES:
         raise ValueError(f"cp_comm_type={kind!r} is none of {', '.join(COMMUNICATION_TYPES)}")
     if kind == "2d":
-        return (
-            Attention2D(group, **_full_grid(group_size(group), **grid))
-            if grid
-            else _choose(group, heads, kv_heads, config)
-        )
+        if grid:
+            return Attention2D(group, **_full_grid(group_size(group), **grid))
+        return _choose(group, heads, kv_heads, config)
     if grid:
         raise ValueError(f"{', '.join(grid)}: only for cp_comm_type='2d', not for {kind!r}")
     if kind == "a2a+p2p":
@@ -107,17 +114,22 @@ def _schedule(kind, group, heads, kv_heads, config, grid) -> Attention2D:
     return SCHEDULES[kind](group)
 
 
-def _choose(group, heads, kv_heads, config) -> Attention2D:
-    """The schedule that sends the fewest bytes per token, whatever the length of the sequence, which is not known yet."""
+def _choose(group: ProcessGroup | None, heads: int, kv_heads: int, config: Any) -> Attention2D:
+    """The schedule that sends the fewest bytes.
+
+    The length of the sequence is not known yet. It does not matter: the bytes of every schedule grow in proportion to it.
+    """
     itemsize = getattr(getattr(config, "params_dtype", None), "itemsize", 2)
     shape = dict(heads=heads, kv_heads=kv_heads, head_dim=config.kv_channels, seq=2 * group_size(group))
     return choose(group, **shape, itemsize=itemsize)
 
 
-def _full_grid(ranks, rows=None, cols=None, ulysses=1, overlap=False) -> dict:
-    """Fill in rows or cols if only one of them is given; `Attention2D` raises if the product does not fit."""
-    if not (rows or cols):
+def _full_grid(
+    ranks: int, rows: int | None = None, cols: int | None = None, ulysses: int = 1, overlap: bool = False
+) -> dict[str, Any]:
+    """The arguments of `Attention2D`, with rows or cols filled in. `Attention2D` raises if the sizes do not fit."""
+    if rows is None and cols is None:
         raise ValueError("cp_comm_type='2d' with ulysses or overlap needs rows or cols as well")
-    rows = rows or max(1, ranks // (ulysses * (cols or 1)))
-    cols = cols or max(1, ranks // (ulysses * rows))
+    other = max(1, ranks // max(1, ulysses * (rows or cols or 1)))
+    rows, cols = (other if size is None else size for size in (rows, cols))
     return dict(rows=rows, cols=cols, ulysses=ulysses, overlap=overlap)

@@ -1,4 +1,8 @@
-"""Decoding over keys and values sharded over ranks: every rank attends its own keys, and the results are merged."""
+"""Decoding over sharded keys and values: every rank attends its own keys, and all ranks merge the results.
+
+Tree attention (Shyam et al., 2024) does this with an all-reduce along a tree. Here an all-gather of the partial results, and
+a merge in rank order, give the same bits on every rank.
+"""
 
 import torch
 from torch.distributed import ProcessGroup
@@ -9,6 +13,7 @@ from attention2d.layout.checks import (
     cast_for_autocast,
     check_heads,
     check_mask_and_scale,
+    check_sizes,
     check_tensors,
     refuse_features,
 )
@@ -19,23 +24,25 @@ Tensor = torch.Tensor
 
 
 class Tree(SequenceSharding):
-    """Attention of a few queries, equal on every rank of `group`, to keys and values of which each rank holds its own.
+    """Attention of a few queries, the same on every rank of `group`, to keys and values of which each rank holds a part.
 
-    It has no gradient. order: how `shard` divides keys and values; other divisions are attended correctly too, because the
+    It has no gradient. order: how `shard` divides keys and values. Any other division gives the same result, because the
     order of keys does not matter to a query that sees all of them.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, order: str = "zigzag"):
+    def __init__(self, group: ProcessGroup | None = None, order: str = "zigzag") -> None:
         super().__init__(group, order)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Tree(order={self.order!r})"
 
     def volume(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Volume:
-        """Bytes that each rank sends for one query of each sequence: (P-1) (head_dim + 1) a for each head.
+        """The bytes that each of P ranks sends for one query of each sequence: (P - 1) batch heads (head_dim + 1) a.
 
-        a: bytes of an element in at least fp32. The number of keys does not matter.
+        a = max(4, itemsize): bytes of an element of a partial result. The number of keys, `seq`, does not matter. ValueError
+        if a size is below 1 or kv_heads does not divide heads.
         """
+        check_sizes(batch=batch, seq=seq, head_dim=head_dim, itemsize=itemsize)
         check_heads(heads, kv_heads)
         return Volume((self.ranks - 1) * batch * heads * (head_dim + 1) * max(4, itemsize), 0)
 
@@ -48,12 +55,12 @@ class Tree(SequenceSharding):
         q: (batch, queries, heads, head_dim), the same on every rank. k, v: (batch, local keys, kv_heads, head_dim); the
         number of local keys may differ between ranks and may be 0. causal: refused for more than one query, because the
         positions of the keys are not known. scale: None is 1/sqrt(head_dim). seq: the number of tokens that `shard` has
-        divided, so that padding is left out (None: there is no padding). features: see `Attention2D`.
+        divided, so that padding is left out (None: there is no padding). return_lse, features: see `Attention2D`.
 
-        Returns out like q, with the same bits on every rank, and with return_lse also lse (batch, queries, heads) in at
-        least fp32. Where there is no key on any rank they are 0 and -inf. All-gathers `volume` bytes and, to compare the
-        arguments, 16 bytes. ValueError on every rank if an argument is wrong on one of them or differs between
-        them.
+        Returns out, with q's shape and dtype, and the same bits on every rank. With return_lse it returns (out, lse): lse is
+        (batch, queries, heads) in at least fp32. If no rank has a key, out is 0 and lse -inf. Sends the bytes of `volume`
+        for each query by an all-gather, and all-gathers 16 bytes to compare the arguments. ValueError on every rank if an
+        argument is wrong on one of them or differs between them; on CUDA only as `Attention2D` says.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, features), q, k, v)
@@ -61,7 +68,7 @@ class Tree(SequenceSharding):
             out, lse = self._attend(q, k, v, scale, seq)
         return (out, lse) if return_lse else out
 
-    def _attend(self, q, k, v, scale, seq):
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, seq: int | None) -> tuple[Tensor, Tensor]:
         """Attend this rank's keys, gather every rank's result, and merge them in rank order."""
         k, v = (t[:, : self._count_keys(k.shape[1], seq)].transpose(0, 1) for t in (k, v))
         q, scale = q.transpose(0, 1), q.shape[-1] ** -0.5 if scale is None else scale
@@ -74,15 +81,18 @@ class Tree(SequenceSharding):
             merge(out, lse, part[..., :-1], part[..., -1])
         return out.to(q.dtype).transpose(0, 1), lse.transpose(0, 1)
 
-    def _arguments(self, q, k, v, causal, scale, seq, features):
-        """What must be equal on all ranks; ValueError for what does not fit."""
+    def _arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None,
+        features: dict[str, object],
+    ) -> tuple[object, ...]:  # fmt: skip
+        """The values that must be equal on all ranks. ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v, same_length=False)
         check_heads(q.shape[2], k.shape[2])
         check_mask_and_scale(causal, scale)
         if causal and q.shape[1] > 1:
             raise ValueError(
-                f"causal=True with {q.shape[1]} queries: Tree knows no positions; decode one token at a time"
+                f"causal=True with {q.shape[1]} queries: Tree does not know positions; decode one token at a time"
             )
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             raise ValueError("Tree has no gradient: call it under torch.no_grad()")
@@ -90,7 +100,7 @@ class Tree(SequenceSharding):
         return repr(self), tuple(q.shape), k.shape[2], q.dtype, scale, seq
 
     def _count_keys(self, local: int, seq: int | None) -> int:
-        """How many of this rank's `local` keys are not padding."""
+        """The number of this rank's `local` keys that are not padding."""
         if seq is None:
             return local
         return sum(segment.valid for segment in self._segments(local, self._sequence_length(local, seq)))

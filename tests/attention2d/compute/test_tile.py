@@ -1,4 +1,4 @@
-"""Attention of one tile. Oracle: the plain form, and autograd through torch's own attention in float64."""
+"""Attention of one tile. Oracle: torch's own attention in float64, and its gradients by autograd."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_forward(queries, keys, causal, heads, kv_heads, head_dim, dtype, tolera
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("split", (4, 11, 15))
 def test_gradients_of_tiles_add_up(split, heads, kv_heads, dtype, tolerance):
-    """Two tiles of keys, each with the log-sum-exp and delta over all keys."""
+    """The keys are split into two tiles, each of which gets the log-sum-exp and delta over all keys."""
     q, k, v, dout = inputs(12, 16, heads, kv_heads, dtype=dtype)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     out, lse = torch_attention(*leaves, False, 0.3)
@@ -83,7 +83,7 @@ def test_gradients_of_a_causal_tile():
 
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_merged_tiles_are_exact(seed, sizes):
-    """For any division of the keys; merging the result of no keys changes nothing."""
+    """For any division of the keys. Merging the result over no keys changes nothing."""
     q, k, v, _ = inputs(5, sum(sizes), 4, 2, seed=seed)
     expected = torch_attention(q, k, v, False, 0.3)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
@@ -96,7 +96,7 @@ def test_merged_tiles_are_exact(seed, sizes):
 
 
 def test_the_last_dimension_may_have_any_stride():
-    """As in a cache that stores keys transposed; the CPU's kernel would read wrong elements."""
+    """As in a cache that stores keys transposed. Without a copy, the CPU's kernel would read wrong elements."""
     q, k, v, dout = inputs(6, 6, 4, 2, dtype=torch.float32)
     expected = attend(q, k, v, True, 0.3)
     delta = (dout * expected[0]).sum(-1)
@@ -113,7 +113,7 @@ def test_merging_two_empty_results_is_empty():
 
 
 def test_large_scores_do_not_overflow():
-    """Scores of very different size."""
+    """Two tiles whose scores are of the order of 10,000 are merged."""
     q, k, v, _ = inputs(4, 6, 2, 2, dtype=torch.float32)
     expected = torch_attention(q * 50, k * 50, v, False, 1.0)
     out, lse = attend(q * 50, k[:3] * 50, v[:3], False, 1.0)
@@ -123,7 +123,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_output_substitute():
-    """Its product with dout is delta, and its norm is at most the output's."""
+    """Its product with dout, summed over head_dim, is delta, and its norm is at most the output's."""
     _, _, out, dout = inputs(8, 8, 4, 4)
     dout[3] = 0
     delta = (dout * out).sum(-1)

@@ -1,6 +1,7 @@
-"""Peak memory of a call. Oracle: the bytes of all tensors alive, counted operation by operation.
+"""Peak memory of a call. Oracle: the bytes of all live tensors, counted after every operation.
 
-Tiles are small here, as they are in long sequences: a kernel call needs little compared with the sums it is added to.
+Tiles are small compared with a rank's tensors, as in long sequences, so a kernel call needs little compared with the sums to
+which its result is added.
 """
 
 import itertools
@@ -32,7 +33,7 @@ FOR_ANY_RANKS = [SCHEDULES[name] for name in ("ring", "all-gather", "one row", "
 
 
 def measure_all(cases):
-    """[(measured bytes, formula)] for each case on this rank."""
+    """For each case on this rank: (measured, formula), each the bytes (saved, most in forward, most in backward)."""
     tile.CPU_ELEMENTS, tile.MIN_LENGTH = 2**12, 1
     found = []
     for name, batch, causal, dtype in cases:
@@ -45,7 +46,7 @@ def measure_all(cases):
 
 
 def check(ranks, world_size, cases):
-    """Assert that the rank that needs most is within 7 % of the formula."""
+    """Assert that saved bytes equal the formula, and that the rank that needs most is within 7 % of it in each pass."""
     cases = [case for case in cases if case[0] != "Ulysses" or world_size == 2]  # there are two key/value heads
     results = zip(*ranks(lambda rank: measure_all(cases), world_size, timeout=300), strict=True)
     for case, rank_results in zip(cases, results, strict=True):

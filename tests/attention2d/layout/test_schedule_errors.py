@@ -1,4 +1,4 @@
-"""Wrong arguments: every rank raises the same one-sentence ValueError, and none waits. Oracle: the given numbers."""
+"""Wrong arguments: every rank raises the same one-sentence ValueError, and none waits. Oracle: the numbers passed."""
 
 import pytest
 import torch
@@ -21,10 +21,11 @@ def tensors(local=4, heads=4, kv_heads=2, head_dim=8, batch=1, dtype=torch.float
     return [torch.ones(batch, local, count, head_dim, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
 
 
-GRIDS = {
+GRIDS = {  # part of the error's message: how to make the schedule (the messages are those of four ranks)
     "rows=3, cols=2 make 6 ranks (1 * 3 * 2 = 6); the group has 4": lambda group: Attention2D(group, 3, 2),
     "ulysses=3, rows=1, cols=1 make 3 ranks": lambda group: USP(group, 3),
     "rows=0 must be an integer of at least 1": lambda group: Attention2D(group, 0, 4),
+    "ulysses=1.0 must be an integer": lambda group: USP(group, 1.0),
     "cols=2.0 must be an integer": lambda group: Attention2D(group, 2, 2.0),
     "order='spiral' is none of zigzag, contiguous, cyclic": lambda group: Ring(group, "spiral"),
     "cyclic order needs ulysses=1, not 4": lambda group: Ulysses(group, "cyclic"),
@@ -32,7 +33,7 @@ GRIDS = {
         group, 1, group.size(), transpose=True
     ),
 }
-CALLS = {
+CALLS = {  # part of the error's message: the call of a schedule
     "6 query heads do not divide over 4 key/value heads (6 % 4 = 2)": lambda s: s(*tensors(heads=6, kv_heads=4)),
     "zigzag order has two equal blocks on each rank, and 3 local tokens are odd": lambda s: s(*tensors(local=3)),
     "seq=9 in zigzag order makes": lambda s: s(*tensors(local=8), seq=9),
@@ -73,7 +74,7 @@ def test_wrong_grids(world_size, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_wrong_calls(world_size, ranks):
-    """Whether one rank or all of them make the wrong call; a correct call afterwards works."""
+    """One rank alone or all ranks make the wrong call. A correct call works afterwards."""
 
     def run(rank):
         schedule, good = Ring(dist.group.WORLD), tensors()
@@ -107,7 +108,7 @@ def test_heads_that_do_not_divide_over_ulysses_ranks(world_size, ulysses, ranks)
 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_ranks_with_different_arguments(world_size, ranks):
-    """In the first call and in later ones; also gradients or another schedule on one rank only."""
+    """In the first call and in later ones. Gradients, or another schedule, on one rank only are differences too."""
 
     def run(rank):
         schedule, is_last = Ring(dist.group.WORLD), rank == world_size - 1
@@ -136,7 +137,7 @@ def test_ranks_with_different_arguments(world_size, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_unsupported_features_are_refused_by_name(world_size, ranks):
-    """On every rank, if only one of them asks for the feature."""
+    """Every rank raises the error if only one of them uses the feature."""
 
     def run(rank):
         schedule, (q, k, v) = Ring(dist.group.WORLD), (t.transpose(1, 2) for t in tensors())

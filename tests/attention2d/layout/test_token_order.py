@@ -1,10 +1,13 @@
-"""Token orders and their kernel calls. Oracle: positions, compared for one query and one key at a time."""
+"""Token orders and their kernel calls. Oracle: positions, compared for each pair of a query and a key."""
+
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention2d import Ring
 from attention2d.compute.axis import ChunkLayout
 from attention2d.layout import token_order as orders
 
@@ -18,7 +21,7 @@ def all_segments(order, ranks, seq):
 
 
 def tokens(segments, seq):
-    """The position of every slot's token, -1 for padding; which slots are padding is read from `valid`."""
+    """The position of every slot's token, -1 for padding, which begins after the first `valid` slots of a segment."""
     parts = [torch.arange(s.length) * s.stride + s.start for s in segments]
     return torch.cat(
         [torch.where(torch.arange(s.length) < s.valid, part, -1) for s, part in zip(segments, parts, strict=True)]
@@ -30,14 +33,14 @@ def test_ranks_hold_every_token_once_and_equally_many_slots(sharding):
     order, ranks, seq = sharding
     parts = [tokens(segments, seq) for segments in all_segments(order, ranks, seq)]
     assert len({len(part) for part in parts}) == 1
-    everything = torch.cat(parts)
-    assert sorted(everything[everything >= 0].tolist()) == list(range(seq))
+    slots = torch.cat(parts)
+    assert sorted(slots[slots >= 0].tolist()) == list(range(seq))
     blocks = 2 * ranks if order == "zigzag" else ranks
     assert ranks * len(parts[0]) - seq < blocks  # no more padding than needed
 
 
 @given(shardings)
-def test_shards_hold_what_positions_say(sharding):
+def test_shards_hold_the_tokens_at_their_positions(sharding):
     order, ranks, seq = sharding
     x = torch.arange(1, seq + 1).float().expand(2, seq).unsqueeze(-1) * torch.ones(3)
     parts = [orders.shard(x, 1, order, rank, ranks) for rank in range(ranks)]
@@ -47,8 +50,14 @@ def test_shards_hold_what_positions_say(sharding):
     assert torch.equal(orders.unshard(parts, 1, order, seq), x)
 
 
+@pytest.mark.parametrize("shape, dim", (((4, 2), 2), ((4, 2), -3), ((), 0)))
+def test_sharding_a_dimension_that_does_not_exist_is_an_error(shape, dim):
+    with pytest.raises(IndexError, match=re.escape(f"dim={dim} is not a dimension of a tensor of shape {shape}")):
+        Ring().shard(torch.zeros(shape), dim)
+
+
 def test_zigzag_is_megatrons_order():
-    """Of 8 blocks, rank p of 4 holds p and 7 - p (get_batch_on_this_cp_rank)."""
+    """Of 8 blocks, rank p of 4 holds blocks p and 7 - p, as in Megatron's `get_batch_on_this_cp_rank`."""
     parts = [orders.shard(torch.arange(16), 0, "zigzag", rank, 4).tolist() for rank in range(4)]
     assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
@@ -58,10 +67,10 @@ def test_kernel_calls_cover_every_visible_pair_once(sharding, causal, data):
     """For any chunks in a query buffer and any in a key buffer."""
     order, ranks, seq = sharding
     chunks = all_segments(order, ranks, seq)
-    some = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
-    buffers = [ChunkLayout([chunks[rank] for rank in data.draw(some)]) for _ in range(2)]
-    q, kv = (buffer.segments for buffer in buffers)
-    seen = torch.zeros(buffers[0].slots, buffers[1].slots, dtype=torch.int64)
+    holders = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
+    layouts = [ChunkLayout([chunks[rank] for rank in data.draw(holders)]) for _ in range(2)]
+    q, kv = (layout.segments for layout in layouts)
+    seen = torch.zeros(layouts[0].slots, layouts[1].slots, dtype=torch.int64)  # how often each pair meets
     for call in orders.kernel_calls(q, kv, causal):
         tile = seen[call.q, call.kv]
         assert tile.numel()
@@ -87,7 +96,7 @@ def test_split_calls_cover_the_same_pairs(q, kv, queries, keys, causal, max_leng
 
 
 @pytest.mark.parametrize(
-    "q, kv, limit",
+    "q, kv, limit",  # the ranks whose queries and keys are attended, and how many calls that may take
     (
         (range(4), range(4), 1),  # the whole sequence
         ((2,), (2,), 1),
@@ -98,14 +107,12 @@ def test_split_calls_cover_the_same_pairs(q, kv, queries, keys, causal, max_leng
 )
 def test_zigzag_needs_few_kernel_calls(q, kv, limit):
     chunks = all_segments("zigzag", 4, 64)
-    assert (
-        len(orders.kernel_calls(*(ChunkLayout([chunks[rank] for rank in ranks]).segments for ranks in (q, kv)), True))
-        <= limit
-    )
+    segments = [ChunkLayout([chunks[rank] for rank in ranks]).segments for ranks in (q, kv)]
+    assert len(orders.kernel_calls(*segments, causal=True)) <= limit
 
 
 def test_every_pair_of_ranks_has_the_same_work_in_zigzag():
-    """Half of the square of queries and keys, and for a rank's own keys also half of the diagonal."""
+    """A causal pair has half of the square of queries and keys; a rank with itself also has half of the diagonal."""
     chunks = all_segments("zigzag", 5, 80)
     for p in range(5):
         areas = []
@@ -119,11 +126,11 @@ def test_every_pair_of_ranks_has_the_same_work_in_zigzag():
 def test_chunk_layouts_sort_segments_and_return_chunks(sharding, data):
     order, ranks, seq = sharding
     chunks = all_segments(order, ranks, seq)
-    some = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
-    layout = ChunkLayout([chunks[rank] for rank in some])
+    holders = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
+    layout = ChunkLayout([chunks[rank] for rank in holders])
     buffer = layout.new_buffer(torch.empty(len(tokens(chunks[0], seq)), 2))
-    for index, rank in enumerate(some):
+    for index, rank in enumerate(holders):
         layout.write(index, torch.stack([orders.positions(chunks[rank])] * 2, 1).float(), buffer)
     assert torch.equal(buffer[:, 0], orders.positions(layout.segments).float())
-    for index, rank in enumerate(some):
+    for index, rank in enumerate(holders):
         assert torch.equal(layout.read(index, buffer)[:, 1], orders.positions(chunks[rank]).float())

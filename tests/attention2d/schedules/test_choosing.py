@@ -1,15 +1,16 @@
-"""The cheapest schedule. Oracle: the table of attention2d.md A.7, and all other grids."""
+"""The cheapest schedule. Oracle: bytes computed by hand for some shapes, and the costs of all other grids."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from attention2d import choose
+from attention2d import Ring, Tree, choose
 from attention2d.schedules.choosing import candidates
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 
-# (heads, kv_heads, ranks): what the best grid sends forward, in chunks of q, and that grid (attention2d.md A.7)
+# (heads, kv_heads, ranks): what the best grid sends in forward, and its (ulysses, rows, cols). The unit is a chunk, which is
+# one rank's queries. On U x R x C ranks with k = kv_heads / heads it is (2 + 2 k) (U - 1) / U + 2 (C - 1) + 2 k (R - 1).
 BEST = {
     (32, 32, 16): (3.75, (16, 1, 1)),
     (32, 32, 64): (5.88, None),
@@ -25,7 +26,7 @@ BEST = {
 
 
 @pytest.mark.parametrize("shape", BEST)
-def test_best_grids_of_the_design_page(shape):
+def test_best_grids(shape):
     """With wide heads, so that the bytes of statistics are negligible."""
     heads, kv_heads, ranks = shape
     chunks, grid = BEST[shape]
@@ -50,14 +51,12 @@ def curve(operation, latency, rate, ranks=4):
 
 @pytest.mark.parametrize("operation", ("p2p", "all_gather"))
 def test_a_fabric_with_high_latency_prefers_few_steps(operation):
-    """For short sequences; for long ones the rate decides, so the order is that of bytes."""
+    """For short sequences. For long ones the rate decides, so the order is that of bytes."""
     fabric = Fabric((curve(operation, 1e-3, 1e10),))
-    long = dict(heads=2, kv_heads=2, head_dim=64, ranks=8)
-    by_bytes = candidates(seq=2**22, **long)[0]
-    assert (by_bytes.ulysses, by_bytes.rows, by_bytes.cols) == tuple(
-        getattr(candidates(seq=2**22, fabric=fabric, **long)[0], name) for name in ("ulysses", "rows", "cols")
-    )
-    short = candidates(seq=64, fabric=fabric, **long)
+    shape = dict(heads=2, kv_heads=2, head_dim=64, ranks=8)
+    by_bytes, by_time = candidates(seq=2**22, **shape)[0], candidates(seq=2**22, fabric=fabric, **shape)[0]
+    assert (by_bytes.ulysses, by_bytes.rows, by_bytes.cols) == (by_time.ulysses, by_time.rows, by_time.cols)
+    short = candidates(seq=64, fabric=fabric, **shape)
     assert short[0].seconds == min(each.seconds for each in short)
     if operation == "p2p":
         assert short[0].steps == min(each.steps for each in short)
@@ -75,12 +74,12 @@ def test_every_rank_chooses_the_same_and_says_why(world_size, ranks):
     assert len(set(found)) == 1 and found[0][2] == pytest.approx(64 // world_size * 64)
     name, reason, _ = found[0]
     assert name in reason and "MB in" in reason and "forward and backward" in reason
-    assert "overlap=True" in name  # one key/value head, few ranks: a ring
+    assert "overlap=True" in name  # with one key/value head on few ranks, a ring is the cheapest
 
 
 @pytest.mark.parametrize("training", (False, True))
 def test_the_cheapest_that_fits_into_memory(training):
-    """With less and less memory: first the same grid overlapped, at last one row or column, then an error."""
+    """With less and less memory: first the same grid with overlap, in the end one row or column, then an error."""
     shape = dict(heads=3, kv_heads=3, head_dim=64, seq=2**16, training=training)
     found = candidates(64, **shape)
     assert not found[0].overlap
@@ -97,6 +96,14 @@ def test_the_cheapest_that_fits_into_memory(training):
         candidates(64, **shape, memory=least - 1)
     with pytest.raises(ValueError, match="memory=1000: no schedule on 1 ranks"):
         choose(**shape, memory=1000)
+
+
+@pytest.mark.parametrize("name", ("seq", "batch", "head_dim", "itemsize"))
+def test_sizes_below_one_are_refused(name):
+    shape = dict(heads=4, kv_heads=2, head_dim=8, seq=16, batch=1, itemsize=2) | {name: 0}
+    for compute in (choose, Ring().volume, Ring().memory, Tree().volume):
+        with pytest.raises(ValueError, match=f"^{name}=0 must be at least 1"):
+            compute(**shape)
 
 
 def test_heads_that_do_not_divide():

@@ -1,4 +1,4 @@
-"""Tiles and schedules on a GPU (CUDA, NCCL). Oracle: the plain form in float64, and results of the CPU."""
+"""Tiles and schedules on a GPU, with NCCL. Oracle: plain operations in float64, and exact attention on the CPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("heads, kv_heads", ((4, 4), (8, 2), (6, 1)))
 @pytest.mark.parametrize("queries, keys, causal", ((200, 77, False), (130, 130, True), (1, 64, False)))
 def test_tiles(queries, keys, causal, heads, kv_heads, head_dim, dtype):
-    """Slices of larger tensors with two sequences; backward with statistics as if there were other keys."""
+    """Slices of larger tensors with two sequences. Backward gets statistics as if there were more keys."""
     shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
     q, k, v, dout = (torch.randn(n + 5, 2, h, head_dim, device="cuda").to(dtype)[5:] for n, h in shapes)
     scale = head_dim**-0.5
@@ -24,7 +24,7 @@ def test_tiles(queries, keys, causal, heads, kv_heads, head_dim, dtype):
     limit = 1e-5 if dtype is torch.float32 else 2e-2 if dtype is torch.bfloat16 else 3e-3
     for ours, theirs in zip(attend(q, k, v, causal, scale), exact, strict=True):
         assert ours.dtype == torch.float32 and (ours - theirs).abs().max() <= limit
-    lse, delta = exact[1] + 0.5, (dout * exact[0]).sum(-1) * 0.6  # of more keys than these
+    lse, delta = exact[1] + 0.5, (dout * exact[0]).sum(-1) * 0.6  # as if there were more keys
     exact_inputs = [t.double() for t in (dout, delta, q, k, v, lse)]
     ours = attend_backward(dout, delta.float(), q, k, v, lse.float(), causal, scale)
     for mine, theirs in zip(ours, attend_backward_ref(*exact_inputs, causal, scale), strict=True):

@@ -1,4 +1,4 @@
-"""The example that trains a transformers model on several ranks. Oracle: its losses on one rank."""
+"""examples/long_context.py trains a model of transformers on several ranks. Oracle: its losses on one rank."""
 
 import os
 import re
@@ -14,7 +14,7 @@ COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npr
 
 
 def losses(ranks, *flags):
-    """The losses of two steps on 101 tokens, a length that does not divide over any number of ranks."""
+    """The losses of two steps on 101 tokens, a length that neither 2 nor 4 ranks divide."""
     program = ["examples/long_context.py", "--seq-length", "101", "--steps", "2", *flags]
     command = [*COMMAND, str(ranks), "--"] if ranks > 1 else [sys.executable]
     result = subprocess.run(

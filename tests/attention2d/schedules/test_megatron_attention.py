@@ -15,7 +15,7 @@ from attention2d import CoreAttention
 from megatron_ssm.integrations.specs import core_attention, with_core_attention
 
 SEQ, VOCAB = 32, 50
-CASES = {  # by number of ranks: (cp_comm_type, arguments of core_attention, part of the schedule's repr)
+CASES = {  # by number of ranks: (cp_comm_type, arguments of `core_attention`, part of the schedule's repr)
     2: [("p2p", {}, "rows=2, cols=1, ulysses=1"), ("2d", dict(rows=1, cols=2), "rows=1, cols=2, ulysses=1")],
     4: [
         ("2d", dict(rows=2, cols=2), "rows=2, cols=2, ulysses=1, order='zigzag')"),
@@ -46,7 +46,7 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 def gpt(ranks, kind=None, **grid):
-    """A model of two layers in float64 with the same parameters on every rank."""
+    """A model with two layers in float64, with the same parameters on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,7 +95,7 @@ def run_on_one_rank(rank):
 
 @pytest.fixture(scope="module")
 def expected(ranks):
-    """Imports Megatron once, so that the forked ranks need not."""
+    """The results on one rank. Megatron is imported before the fork, once for all ranks and tests."""
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 
@@ -121,7 +121,7 @@ def run_cases(rank, cases):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_gpt_model(world_size, ranks, expected):
-    """With tokens sharded by Megatron itself."""
+    """Megatron itself shards the tokens."""
     logits, loss, gradients = expected
     for found in ranks(run_cases, world_size, CASES[world_size], timeout=120):
         for (_, _, name), (schedules, ours, positions, ours_loss, ours_gradients) in zip(
@@ -142,7 +142,7 @@ CONFIG = dict(
 
 
 def make_core_attention(mask="causal", kind="self", arguments=None, **config_changes):
-    """A CoreAttention on one rank."""
+    """A CoreAttention on one rank. arguments: of its constructor. config_changes: to CONFIG."""
     config = SimpleNamespace(**CONFIG | config_changes)
     return CoreAttention(config, 1, SimpleNamespace(name=mask), kind, **arguments or {})
 
@@ -157,6 +157,12 @@ REFUSED = {
         make_core_attention, arguments=dict(cp_comm_type="ring")
     ),
     "rows: only for cp_comm_type='2d', not for 'p2p'": partial(make_core_attention, arguments=dict(rows=2)),
+    "rows=0 must be an integer of at least 1": partial(
+        make_core_attention, arguments=dict(cp_comm_type="2d", rows=0, cols=1)
+    ),
+    "'2d' with ulysses or overlap needs rows or cols": partial(
+        make_core_attention, arguments=dict(cp_comm_type="2d", overlap=True)
+    ),
     "context_parallel_size=2, and pg_collection.cp has 1 ranks": partial(make_core_attention, context_parallel_size=2),
 }
 

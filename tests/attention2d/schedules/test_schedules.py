@@ -15,7 +15,7 @@ from attention2d.compute import tile
 from attention2d.layout.token_order import ORDERS
 from attention_problems import Problem, exact, sub_group
 
-FORWARD, GRADIENTS = 1e-13, 1e-12
+FORWARD, GRADIENTS = 1e-13, 1e-12  # the largest absolute errors in float64: of out and lse, and of dq, dk and dv
 
 
 def grids(ranks):
@@ -39,7 +39,7 @@ def all_arguments(ranks):
 
 
 def head_counts(ulysses):
-    """(query heads, key/value heads): as many, two groups, and one key/value head for each of the cell's ranks."""
+    """(query heads, key/value heads): equally many, half as many, and one key/value head for each rank of a cell."""
     return [(2 * ulysses, 2 * ulysses), (4 * ulysses, 2 * ulysses), (2 * ulysses, ulysses)]
 
 
@@ -49,7 +49,7 @@ def lengths(ranks):
 
 
 def largest_errors(rank, work):
-    """The largest error of each answer over `work`, a list of (arguments, problem)."""
+    """The largest error of out, lse, dq, dk and dv over `work`, a list of (arguments, problem), on this rank."""
     worst = [0.0] * 5
     for arguments, problem in work:
         schedule = Attention2D(dist.group.WORLD, **arguments)
@@ -62,7 +62,7 @@ def largest_errors(rank, work):
 def make_work(ranks, chosen, count, skip=0):
     """[(arguments, problem)], `count` problems for each of the `chosen` arguments.
 
-    Problems take all lengths, masks and head counts in turn; `skip`: how many of these combinations to leave out first.
+    The problems cycle through all lengths, masks and head counts. skip: how many of these combinations to leave out first.
     """
     kinds = itertools.cycle(
         (length, causal, index) for length, causal, index in itertools.product(lengths(ranks), (True, False), range(3))
@@ -98,7 +98,7 @@ OPTIONS = (
 
 @pytest.mark.parametrize("world_size, least", ((6, 2), pytest.param(8, 2, marks=pytest.mark.full), (9, 3)))
 def test_some_schedules_on_more_ranks(world_size, least, ranks):
-    """Grids of at least `least` rows and columns, where a wrong direction shows; and grids with ulysses=2."""
+    """Grids of at least `least` rows and columns, on which a wrong direction shows, and grids with ulysses=2."""
     chosen = [
         dict(rows=rows, cols=cols, **options)
         for ulysses, rows, cols in grids(world_size)
@@ -111,9 +111,8 @@ def test_some_schedules_on_more_ranks(world_size, least, ranks):
         for overlap in (False, True)
         if ulysses == 2
     ]
-    work = make_work(world_size, chosen, 1, skip=13) + make_work(
-        world_size, shared, 1, skip=16
-    )  # with lengths smaller than the number of ranks
+    # These combinations include lengths smaller than the number of ranks.
+    work = make_work(world_size, chosen, 1, skip=13) + make_work(world_size, shared, 1, skip=16)
     check(ranks(largest_errors, world_size, work))
 
 
@@ -156,15 +155,15 @@ def test_overlap_makes_no_difference(world_size, rows, cols, ulysses, dtype, lar
 
 @pytest.mark.parametrize("world_size, count", ((4, 2), (6, 2), pytest.param(8, 2, marks=pytest.mark.full), (6, 3)))
 def test_disjoint_groups_at_once(world_size, count, ranks):
-    """None of the groups is the world; each has its own problem and its own grid at any time."""
+    """Several groups, none of which is the world, call different schedules on different problems at the same time."""
     size = world_size // count
     problems = [Problem.of(10 * size + 1 + index, 4, 2, True, seed=index) for index in range(count)]
-    some = [arguments for arguments in all_arguments(size) if arguments.get("ulysses", 1) <= 2]
+    choices = [arguments for arguments in all_arguments(size) if arguments.get("ulysses", 1) <= 2]
 
     def run(rank):
         group, worst, number = sub_group(count), [], rank // size
-        for at in range(len(some)):
-            schedule = Attention2D(group, **some[(at + number) % len(some)])
+        for index in range(len(choices)):
+            schedule = Attention2D(group, **choices[(index + number) % len(choices)])
             worst.append(problems[number].errors(schedule, problems[number].solve(schedule)))
         return [max(each) for each in zip(*worst, strict=True)]
 
@@ -173,7 +172,7 @@ def test_disjoint_groups_at_once(world_size, count, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_views_of_one_projection(world_size, ranks):
-    """q, k and v as views of one tensor; and gradients of only some inputs."""
+    """q, k and v are views of one tensor; and only some of them require gradients."""
     problem = Problem.of(12 * world_size, 4, 2, True)
 
     def run(rank):
@@ -183,11 +182,11 @@ def test_views_of_one_projection(world_size, ranks):
         out = schedule(*packed.split([4, 2, 2], dim=2), causal=True)
         out.backward(dout)
         found = [out.detach(), None, *packed.grad.split([4, 2, 2], dim=2)]
-        for some in ((True, False, False), (False, True, True)):
-            leaves = [t.clone().requires_grad_(on) for t, on in zip((q, k, v), some, strict=True)]
+        for required in ((True, False, False), (False, True, True)):
+            leaves = [t.clone().requires_grad_(flag) for t, flag in zip((q, k, v), required, strict=True)]
             schedule(*leaves, causal=True).backward(dout)
-            for leaf, on, whole in zip(leaves, some, found[2:], strict=True):
-                assert leaf.grad is None if not on else torch.equal(leaf.grad, whole)
+            for leaf, flag, gradient in zip(leaves, required, found[2:], strict=True):
+                assert torch.equal(leaf.grad, gradient) if flag else leaf.grad is None
         with torch.no_grad():
             assert torch.equal(schedule(q, k, v, causal=True), found[0])
         found[1] = schedule(q, k, v, causal=True, return_lse=True)[1]
@@ -208,7 +207,7 @@ def test_scale_and_sizes(world_size, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_several_calls_before_backward(world_size, ranks):
-    """Gradients of a loss over several calls, also of other lengths; backward runs in reverse order."""
+    """One loss of several calls with sequences of different lengths; backward runs in reverse order."""
     problems = [Problem.of(seq * world_size, 4, 2, True, seed=seq) for seq in (4, 6, 4)]
 
     def run(rank):
@@ -264,7 +263,7 @@ def test_equivalent_schedules(world_size, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_values_in_padding_do_not_matter(world_size, ranks):
-    """Not even NaN."""
+    """Padding may even be NaN."""
     problem = Problem.of(8 * world_size - 3, 4, 2, False)
 
     def run(rank):
@@ -309,7 +308,7 @@ def test_recomputation_and_repeated_backward(world_size, rows, cols, reentrant, 
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_autocast(world_size, ranks):
-    """float32 inputs, as rotary embeddings leave them, are cast as by torch's own attention."""
+    """float32 inputs, which rotary embeddings return, are cast as torch's own attention casts them."""
     problem = Problem.of(8 * world_size, 4, 2, True, dtype=torch.float32)
 
     def run(rank):
@@ -325,7 +324,7 @@ def test_autocast(world_size, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_the_output_can_be_viewed_and_added_to(world_size, ranks):
-    """It is contiguous for any batch; without gradients it can be changed in place."""
+    """It is contiguous for any batch size, and without gradients it can be changed in place."""
 
     def run(rank):
         for batch in (1, 3):
@@ -343,7 +342,7 @@ def test_the_output_can_be_viewed_and_added_to(world_size, ranks):
 @pytest.mark.parametrize("world_size, arguments", ((4, dict(rows=2, cols=2)), (2, dict(rows=1, cols=1, ulysses=2))))
 @pytest.mark.parametrize("overlap", (False, True))
 def test_expanded_gradients(world_size, arguments, overlap, ranks):
-    """As `sum()` makes them: one expanded element; also a tiny one."""
+    """The gradient of `sum()` is a single expanded element. Also a tiny element, whose square is 0."""
     problem = Problem.of(4 * world_size, 4, 2, True)
     leaves = [t.clone().requires_grad_() for t in problem.inputs[:3]]
     expected = torch.autograd.grad(exact(*leaves, True)[0].sum(), leaves)
@@ -361,7 +360,7 @@ def test_expanded_gradients(world_size, arguments, overlap, ranks):
 
 
 def test_one_rank_needs_no_group():
-    """With a sequence of any length."""
+    """The sequence may have any length."""
     problem = Problem.of(7, 4, 2, True)
     q, k, v = problem.inputs[:3]
     for schedule in (Ring(), Attention2D(None, 1, 1, order="cyclic")):
@@ -403,14 +402,14 @@ def test_float32(world_size, rows, cols, overlap, ranks):
 @pytest.mark.parametrize("world_size, rows, cols", ((4, 2, 2), (8, 2, 4)))
 @pytest.mark.parametrize("overlap", (False, True))
 def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, overlap, ranks):
-    """Nor is it worse than torch's attention in bfloat16 in one process: a partial result is rounded once."""
+    """Because partial results are rounded once. Gradients are as exact as those of torch's attention in one process."""
     problem = Problem.of(512, 4, 2, True, batch=1, head_dim=64, dtype=torch.bfloat16)
     leaves = [t.clone().requires_grad_() for t in problem.inputs[:3]]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     out.backward(problem.inputs[3])
-    wholes = [problem.answers[0], *problem.answers[2:]]
-    alone = [relative_error(*pair) for pair in zip([out.detach(), *(t.grad for t in leaves)], wholes, strict=True)]
+    answers = [problem.answers[0], *problem.answers[2:]]
+    alone = [relative_error(*pair) for pair in zip([out.detach(), *(t.grad for t in leaves)], answers, strict=True)]
 
     def run(rank, rows, cols):
         schedule = Attention2D(dist.group.WORLD, rows, cols, overlap=overlap)
@@ -418,7 +417,7 @@ def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, ove
         return [schedule.unshard(t) for t in (out, *gradients)]
 
     few, many = (
-        [relative_error(*pair) for pair in zip(ranks(run, *grid)[0], wholes, strict=True)]
+        [relative_error(*pair) for pair in zip(ranks(run, *grid)[0], answers, strict=True)]
         for grid in ((2, 1, 2), (world_size, rows, cols))
     )
     assert all(more <= 1.2 * less for less, more in zip(few, many, strict=True)), (few, many)
@@ -430,7 +429,7 @@ def test_bfloat16_does_not_get_worse_with_more_ranks(world_size, rows, cols, ove
 
 
 def sent_and_volumes(rank, work):
-    """[((sent forward, backward), (volume forward, backward))] of each (arguments, problem)."""
+    """For each (arguments, problem): the bytes that this rank sent (forward, backward), and those of `volume`."""
     found = []
     for arguments, problem in work:
         schedule = Attention2D(dist.group.WORLD, **arguments)
@@ -456,7 +455,10 @@ def sent_and_volumes(rank, work):
     ),
 )
 def test_volume_is_what_is_sent(world_size, dtype, ranks):
-    """By the busiest rank, and without transpose by every rank. On few ranks for every schedule, else for every grid."""
+    """The busiest rank sends exactly `volume`, and without transpose every rank does.
+
+    Up to four ranks try all schedules, more ranks a part of them.
+    """
     work = []
     for index, arguments in enumerate(all_arguments(world_size)):
         if world_size > 4 and (arguments["order"] == "contiguous" or index // 2 % 2):

@@ -1,4 +1,4 @@
-"""Decoding over keys sharded over ranks. Oracle: exact attention in float64 in one process."""
+"""Decoding over keys that are sharded over ranks. Oracle: exact attention in float64 in one process."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def problem(queries, keys, dtype=torch.float64):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_sharded_keys(world_size, order, ranks):
-    """Of lengths that divide and lengths that do not; also fewer keys than ranks."""
+    """Numbers of keys that divide over the ranks and that do not, also fewer keys than ranks."""
     problems = [problem(queries, keys) for queries, keys in ((1, 24), (1, 23), (3, 7), (1, 1))]
 
     def run(rank):
@@ -40,7 +40,7 @@ def test_sharded_keys(world_size, order, ranks):
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_any_number_of_keys_on_each_rank(world_size, ranks):
-    """As when a cache grows on one rank: others have fewer keys or none. bfloat16 results are rounded once."""
+    """As when a cache grows on one rank, and the others have fewer keys or none. bfloat16 results are rounded once."""
     q, k, v = problem(1, 30)
     bounds = [0, 19, 30] if world_size == 2 else [0, 0, 7, 30, 30]
 
