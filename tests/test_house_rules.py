@@ -1,7 +1,8 @@
-"""Rules of the source: layout, imports, docstrings, habits. Oracle: the syntax trees of its files."""
+"""Rules of the source: layout, imports, docstrings, annotations, habits. Oracle: the syntax trees of its files."""
 
 import ast
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")  # each imports only those to its left
+PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")  # each imports only packages to its left
 PRESENT = [package for package in PACKAGES if (ROOT / package / "__init__.py").exists()]
 PACKAGE_FILES = [path for package in PRESENT for path in sorted((ROOT / package).rglob("*.py"))]
 # The sub-packages of each package in order: each imports only those before it.
@@ -28,20 +29,23 @@ ROOMS = {
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
 ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MEGATRON_FILES = {"megatron_ssm/parallel/groups.py", "megatron_ssm/integrations/specs.py"}
-OPTIONAL_IMPORTS = {  # packages that may be missing or broken: one file imports them, and says so
+OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
     ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
 }
-WORLD_NAMES = {"world", "world_size", "tp", "dp", "cp"}  # parameters that multiply to the number of ranks
+WORLD_NAMES = {"world", "world_size", "tp", "dp", "cp"}  # a test's parameters whose product is its number of ranks
+# Pages of the design, which are not part of the repository.
+DESIGN_PAGES = re.compile(r"(?<![\w/-])(?:ssm|attention2d|gradcomm|commir|context|packaging|style)\.md\b")
 
 
 @cache
 def tree(path):
+    """The syntax tree of a file."""
     return ast.parse(path.read_text(), str(path))
 
 
 def at(path, node):
-    """file:line of a node, as in a compiler's message."""
+    """The file and line of a node, as compilers print them: file:line."""
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -51,20 +55,20 @@ def nodes(paths, *kinds):
 
 
 def imported_packages(node):
-    """Top-level names that an import statement loads; none if it is relative."""
+    """The top-level packages that an import statement names; none if it is relative."""
     if isinstance(node, ast.Import):
         return [alias.name.split(".")[0] for alias in node.names]
     return [node.module.split(".")[0]] if node.level == 0 else []
 
 
 def importers(*packages):
-    """Files of ours that import one of these packages, anywhere in them."""
+    """The files of our packages with an import of one of `packages`, at the top or in a function."""
     found = nodes(PACKAGE_FILES, ast.Import, ast.ImportFrom)
     return {str(path.relative_to(ROOT)) for path, node in found if set(packages) & set(imported_packages(node))}
 
 
 def assert_none(found):
-    """Fail with everything found, one per line."""
+    """Fail if anything was found, and show each find on a line."""
     __tracebackhide__ = True
     assert not found, "\n".join(["", *map(str, found)])
 
@@ -73,12 +77,12 @@ def assert_none(found):
 
 
 def test_packages_import_only_packages_to_their_left():
-    def rightward(path, node):
+    def later_packages(path, node):
         own = PACKAGES.index(path.relative_to(ROOT).parts[0])
         return set(PACKAGES[own + 1 :]) & set(imported_packages(node))
 
     found = nodes(PACKAGE_FILES, ast.Import, ast.ImportFrom)
-    assert_none([f"{at(path, node)} imports {rightward(path, node)}" for path, node in found if rightward(path, node)])
+    assert_none([f"{at(path, node)} imports {later}" for path, node in found if (later := later_packages(path, node))])
 
 
 def rooms_imported(path):
@@ -101,7 +105,7 @@ def test_every_room_is_in_the_order():
 
 
 def test_relative_imports_stay_in_their_room():
-    """Across rooms imports are absolute, so that a file shows which rooms it uses."""
+    """Imports from other rooms are absolute, so that a file shows which rooms it uses."""
     found = nodes(PACKAGE_FILES, ast.ImportFrom)
     assert_none([at(path, node) for path, node in found if node.level > 1])
 
@@ -119,7 +123,7 @@ def test_rooms_import_earlier_rooms_only_as_their_docstrings_say(package):
 
 
 def test_adapters_are_thin():
-    """The adapters of frameworks translate, and do nothing else: fewer than 100 lines each."""
+    """The adapters of frameworks only translate calls, so each has fewer than 100 lines."""
     adapters = [
         ROOT / "sparsefusion" / "adapters" / name for name in ("torch_ddp.py", "megatron_ddp.py", "deepspeed_engine.py")
     ]
@@ -172,13 +176,13 @@ def test_folders_have_at_most_fourteen_modules():
     assert_none([f"{folder.relative_to(ROOT)}: {count} modules" for folder, count in counts.items() if count > 14])
 
 
-def test_files_are_read_in_one_sitting():
+def test_files_have_at_most_350_lines():
     counts = {path: len(path.read_text().splitlines()) for path in PACKAGE_FILES}
     assert_none([f"{path.relative_to(ROOT)}: {count} lines" for path, count in counts.items() if count > 350])
 
 
 def test_functions_fit_a_screen():
-    """Half of them take ten lines or fewer, nine in ten 35 or fewer (with docstrings)."""
+    """Half of them have at most ten lines, nine in ten at most 35, docstrings included."""
     found = nodes(PACKAGE_FILES, ast.FunctionDef)
     lines = [node.end_lineno - node.lineno + 1 for _, node in found]
     assert statistics.median(lines) <= 10
@@ -189,7 +193,7 @@ def test_functions_fit_a_screen():
 
 
 def definitions(node, owner=None):
-    """(owner class or None, node) of each public class, function and method under a module or a class."""
+    """(class or None, node) of each public class, function and method in a module or a class, but not in functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from definitions(child, owner)
@@ -199,8 +203,8 @@ def definitions(node, owner=None):
                 yield from definitions(child, child)
 
 
-def may_go_without(owner, node):
-    """One-line properties, and what a documented torch.autograd.Function overrides."""
+def needs_no_docstring(owner, node):
+    """Whether this is a property of one line, or a method that a documented torch.autograd.Function overrides."""
     if owner is None or isinstance(node, ast.ClassDef):
         return False
     decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
@@ -215,7 +219,38 @@ def test_public_names_have_docstrings():
         f"{at(path, node)} {node.name}"
         for path in PACKAGE_FILES
         for owner, node in definitions(tree(path))
-        if not ast.get_docstring(node) and not may_go_without(owner, node)
+        if not ast.get_docstring(node) and not needs_no_docstring(owner, node)
+    ]
+    assert_none(missing)
+
+
+def test_design_pages_are_not_cited():
+    """Sources cite what a reader can find: pages of docs/, papers by section, or the formula itself."""
+    files = [path for path in ALL_FILES if path != Path(__file__)]
+    found = [(path, number, line) for path in files for number, line in enumerate(path.read_text().splitlines(), 1)]
+    assert_none([f"{path.relative_to(ROOT)}:{number}" for path, number, line in found if DESIGN_PAGES.search(line)])
+
+
+# Annotations
+
+
+def unannotated(owner, function):
+    """The names of a function's arguments without annotation, and "return" if its result has none."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    missing = [each.arg for each in named if each and not each.annotation]
+    if owner is not None and missing[:1] in (["self"], ["cls"]):
+        del missing[0]
+    return missing + ["return"] * (function.returns is None)
+
+
+def test_public_functions_are_annotated():
+    """All arguments and the result of each public function and method. mypy checks what the annotations say."""
+    missing = [
+        f"{at(path, node)} {node.name}: {', '.join(names)}"
+        for path in PACKAGE_FILES
+        for owner, node in definitions(tree(path))
+        if not isinstance(node, ast.ClassDef) and (names := unannotated(owner, node))
     ]
     assert_none(missing)
 
@@ -224,6 +259,8 @@ def test_public_names_have_docstrings():
 
 
 def test_no_exception_is_swallowed():
+    """No handler of all exceptions does nothing."""
+
     def swallows(handler):
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds)
@@ -234,6 +271,8 @@ def test_no_exception_is_swallowed():
 
 
 def test_nothing_unpickles():
+    """Files may come from other people, and unpickling runs code. torch.load with weights_only=True does not."""
+
     def unpickles(node):
         if isinstance(node, ast.ImportFrom):
             names = {alias.name for alias in node.names}
@@ -242,7 +281,7 @@ def test_nothing_unpickles():
             return ast.unparse(node) in {"pickle.load", "pickle.loads"}
         if ast.unparse(node.func) == "torch.load":
             return "weights_only=True" not in map(ast.unparse, node.keywords)
-        return ast.unparse(node.func) == "pickle.Unpickler"  # a subclass that restricts find_class may be called
+        return ast.unparse(node.func) == "pickle.Unpickler"  # a subclass with a restricted find_class is allowed
 
     found = nodes(PACKAGE_FILES, ast.ImportFrom, ast.Attribute, ast.Call)
     assert_none([at(path, node) for path, node in found if unpickles(node)])
@@ -256,7 +295,7 @@ def test_nothing_is_named_utils():
 
 
 def parametrizations(path, owner, function):
-    """The (names, rows) of the parametrize marks of a test and its class; mark or values may be module constants."""
+    """(names, rows) of each parametrize mark of a test and of its class. Marks and rows may be constants of the module."""
     constants = {
         target.id: node.value
         for node in tree(path).body
@@ -276,22 +315,22 @@ def parametrizations(path, owner, function):
 
 
 def row_values(row, names):
-    """The nodes of one row of a parametrization, one for each name."""
+    """The nodes of the values in one row of a parametrization, one for each name."""
     if isinstance(row, ast.Call) and ast.unparse(row.func) == "pytest.param":
         return row.args
     return [row] if len(names) == 1 else getattr(row, "elts", [])
 
 
 def world_sizes(names, rows):
-    """The products of the literal integers that stand under world-like names."""
+    """The numbers of ranks of the rows: products of the integers under WORLD_NAMES. Rows with other values are left out."""
     columns = [index for index, name in enumerate(names) if name in WORLD_NAMES]
     worlds = [[getattr(row[index], "value", None) for index in columns] for row in rows if row]
     return {math.prod(world) for world in worlds if world and all(isinstance(size, int) for size in world)}
 
 
 def test_tests_of_ranks_run_two_world_sizes():
-    """Each takes `world`, `world_size`, `tp`, ... from a parametrize mark with at least two literal values."""
-    lonely = [
+    """Each takes parameters of WORLD_NAMES from a parametrize mark with at least two numbers of ranks."""
+    found = [
         f"{at(path, node)} {node.name}"
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         for owner, node in definitions(tree(path))
@@ -299,4 +338,4 @@ def test_tests_of_ranks_run_two_world_sizes():
         if "ranks" in {argument.arg for argument in node.args.args}
         if all(len(world_sizes(names, rows)) < 2 for names, rows in parametrizations(path, owner, node))
     ]
-    assert_none(lonely)
+    assert_none(found)
