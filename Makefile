@@ -1,15 +1,15 @@
-# Everything runs in .venv, which `make env` builds and every other target brings up to date.
+# Everything runs in .venv. `make env` creates it, and every other target updates it first if it is out of date.
 
 TORCH ?= torch==2.13.0
-# A package index for torch alone, for instance one that holds CPU builds.
+# A package index that is used for torch only, for instance one with CPU builds.
 TORCH_INDEX ?=
 
 PYTHON := .venv/bin/python
-# Two at a time: a test's ranks wait for one another more than they compute.
+# Two tests at a time, also on few cores: the ranks of a test wait for one another more than they compute.
 WORKERS := -n 2 --dist worksteal
-# Which tests: files, or pytest's options.
+# The tests to run (files, or options of pytest); all if empty.
 TESTS ?=
-# -qq: errors only; pip's warnings are about its own configuration.
+# -qq shows only errors: pip's warnings are about its own configuration.
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
 BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*.py)))
 
@@ -19,7 +19,7 @@ BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*
 env: .venv/stamp
 	@cat .venv/stamp
 
-# The stamp's text is the line that `make env` prints.
+# The stamp contains the line that `make env` prints.
 .venv/stamp: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
 	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (a minute or two)"
 	@test -x .venv/bin/pip || \
@@ -44,11 +44,11 @@ lint: .venv/stamp
 	@$(PYTHON) -m ruff format --check --quiet .
 	@$(PYTHON) -m mypy
 
-# The site, in build/site.
+# Builds the site into build/site.
 docs: .venv/stamp
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
-# The first line of a benchmark is its docstring, which ends in "(about N min)".
+# The first line of a benchmark is the beginning of its docstring and says "about N min".
 bench: .venv/stamp
 	@awk 'FNR == 1 { gsub(/"""/, ""); print FILENAME ": " $$0; \
 	                 if (match($$0, /about [0-9]+ min/)) minutes += substr($$0, RSTART + 6) } \
@@ -56,7 +56,7 @@ bench: .venv/stamp
 	@set -e; for file in $(BENCHMARKS); do \
 	    echo; echo "== $$file"; \
 	    if head -1 "$$file" | grep -q "root" && ! { [ "$$(id -u)" = 0 ] && command -v ip >/dev/null; }; then \
-	        echo "left out: it needs root and iproute2 (ip, tc)"; continue; \
+	        echo "skipped: it needs root and iproute2 (ip, tc)"; continue; \
 	    fi; \
 	    $(PYTHON) "$$file"; \
 	done

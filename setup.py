@@ -1,6 +1,7 @@
-"""Metadata of megatron-ssm, and its C kernels, which are optional: without a compiler torch does their work.
+"""Metadata of megatron-ssm, and the build of its C kernels.
 
-The build itself needs nothing but setuptools: torch is what the code runs on.
+The kernels are optional: without a compiler the package is built without them, and PyTorch's operations are used instead.
+The build needs only setuptools; torch is needed only to run the code.
 """
 
 import sys
@@ -17,49 +18,49 @@ from sparsefusion.native.library import LIBRARY_NAME, digest, skipped, sources  
 
 REPOSITORY = "https://github.com/megatron-ssm/megatron-ssm"
 FLAGS = ["-std=gnu11", "-O3", "-fno-wrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-# Sums within a kernel may be added in any order (sparsefusion's sums between ranks may not).
+# Kernels of megatron_ssm may add in any order. Those of sparsefusion may not: their sums over ranks have a fixed order.
 OWN_FLAGS = {"sparsefusion": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
 WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
-# What is tried, the best first: a compiler may lack OpenMP, x86-64's flags, or clones for several processors.
+# Flags to try, the best first: a compiler may lack OpenMP, the flags for x86-64, or function clones for several processors.
 ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
 
 
 class BuildKernels(build_ext):
-    """Compile with the most that the compiler can do."""
+    """Compiles each library with the first of ATTEMPTS that the compiler supports."""
 
-    def build_extension(self, extension):
-        """With each of ATTEMPTS until one works; the last one's error is the build's."""
-        self.force = True  # of a file that was removed, distutils would not know
+    def build_extension(self, extension: Extension) -> None:
+        """Compile with each of ATTEMPTS in turn until one works. Raises the error of the last one if none does."""
+        self.force = True  # always rebuild: distutils would not notice that a source file was removed
         for flags in ATTEMPTS:
             extension.extra_compile_args = [*FLAGS, *OWN_FLAGS[extension.name.split(".")[0]], *flags]
             extension.extra_link_args = [flag for flag in flags if flag == THREADS]
             try:
                 return super().build_extension(extension)
-            except Exception:  # distutils' own, of several classes
+            except Exception:  # distutils raises errors of several classes
                 if flags is ATTEMPTS[-1]:
                     raise
 
-    def get_ext_filename(self, name):
-        """`PACKAGE/native/libkernels.so`: ctypes loads it, so one file serves every version of Python."""
+    def get_ext_filename(self, name: str) -> str:
+        """`PACKAGE/native/libkernels.so`. The name has no Python version: ctypes loads the library, so one serves all."""
         return str(Path(*name.split(".")[:-1], LIBRARY_NAME))
 
-    def get_export_symbols(self, extension):
-        """What ctypes loads needs no PyInit function."""
+    def get_export_symbols(self, extension: Extension) -> list[str]:
+        """No symbols: a library that ctypes loads needs no PyInit function."""
         return []
 
 
 class KernelsWheel(bdist_wheel):
-    """A wheel for every Python 3: of this platform if it holds the C libraries, else of any platform."""
+    """A wheel for every Python 3: for this platform if it contains the C libraries, otherwise for any platform."""
 
-    def get_tag(self):
-        """Called after the build, when it is known whether a compiler was found."""
+    def get_tag(self) -> tuple[str, str, str]:
+        """The tag of the wheel. It is asked for after the build, when it is known whether the libraries were built."""
         self.root_is_pure = not list(Path(self.bdist_dir).rglob(LIBRARY_NAME))
         *_, platform = super().get_tag()
         return "py3", "none", platform
 
 
-def kernels(package) -> Extension:
-    """The library of a package: `package`/native/libkernels.so."""
+def kernels(package: str) -> Extension:
+    """The C library of a package: `package`/native/libkernels.so."""
     files = [str(path.relative_to(HERE)) for path in sources(package, HERE)]
     macros = [("SOURCES", f'"{digest(package, HERE)}"')]
     return Extension(
@@ -73,7 +74,7 @@ def kernels(package) -> Extension:
 
 setup(
     name="megatron-ssm",
-    version="0.1.0",  # the only place that has it
+    version="0.1.0",  # the only place where the version is written
     description="Tensor parallelism for state-space language models",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -109,7 +110,7 @@ setup(
             "sparsefusion = sparsefusion.cli.commands:main",
         ]
     },
-    # With this an editable install puts the directory itself on the path, so that a package added later is found.
+    # An editable install then puts this directory on the path, so packages that are added later are found too.
     package_dir={"": "."},
     ext_modules=[] if skipped() else [kernels("sparsefusion"), kernels("megatron_ssm")],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelsWheel},
@@ -132,7 +133,7 @@ setup(
         "bench": ["transformers", "matplotlib"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
-        # mamba-ssm: from 2.3.2 on the selective scan's offsets have 64 bits.
+        # mamba-ssm before 2.3.2 has 32-bit offsets in the selective scan.
         "cuda": ["mamba-ssm>=2.3.2", "causal-conv1d>=1.4"],
     },
 )

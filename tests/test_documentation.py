@@ -1,4 +1,4 @@
-"""What the documentation promises: commands that exist, tables that benchmarks write. Oracle: the checkout."""
+"""The documentation names commands, links and tables that exist. Oracle: the files of the checkout."""
 
 import ast
 import importlib.util
@@ -20,20 +20,20 @@ BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*/*.py")) if p
 
 
 def assert_none(found):
-    """Fail with everything found, one per line."""
+    """Fail if anything was found, and show each find on a line."""
     __tracebackhide__ = True
     assert not found, "\n".join(["", *map(str, found)])
 
 
 def command_lines(text):
-    """The shell words of each command in ```sh and ```bash blocks."""
+    """The shell words of each command in the text's ```sh and ```bash blocks."""
     for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             yield shlex.split(re.sub(r"^(\$ )?(\w+=\S* )*", "", line), comments=True)
 
 
-def missing_from(words):
-    """The make targets, scripts and modules that a command names and the checkout lacks."""
+def missing_names(words):
+    """The make targets, scripts and modules that a command names and that do not exist."""
     if words[:1] == ["make"]:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return [word for word in words[1:] if "=" not in word and not word.startswith("-") and word not in targets]
@@ -41,11 +41,13 @@ def missing_from(words):
         return []
     modules = [name for flag, name in zip(words, words[1:], strict=False) if flag == "-m"]
     scripts = [word for word in words if word.endswith(".py")]
-    return [name for name in modules if not runnable(name)] + [name for name in scripts if not (ROOT / name).exists()]
+    return [name for name in modules if not is_runnable(name)] + [
+        name for name in scripts if not (ROOT / name).exists()
+    ]
 
 
-def runnable(module):
-    """Whether `python -m module` finds something: in the checkout where the package is ours, else installed."""
+def is_runnable(module):
+    """Whether `python -m module` finds the module: in the checkout if the package is ours, otherwise among the installed."""
     top, *rest = module.split(".")
     if top not in PACKAGES:
         return importlib.util.find_spec(top) is not None
@@ -53,12 +55,12 @@ def runnable(module):
     return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
-def test_the_commands_of_the_pages_exist():
+def test_commands_on_the_pages_exist():
     missing = [
         f"{path.relative_to(ROOT)}: {shlex.join(words)}: no {name}"
         for path in PAGES
         for words in command_lines(path.read_text())
-        for name in missing_from(words)
+        for name in missing_names(words)
     ]
     assert_none(missing)
 
@@ -70,23 +72,23 @@ def test_relative_links_lead_to_files():
     assert_none([f"{path.relative_to(ROOT)}: {link}" for path, link in found if not (path.parent / link).exists()])
 
 
-def test_readme_is_one_sitting():
+def test_readme_has_at_most_200_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-def test_headline_numbers_stand_on_the_pages_that_readme_links_to():
-    """Each row of README's table of results: its bold numbers occur on the page that the row links to."""
+def test_headline_numbers_occur_on_the_pages_that_readme_links_to():
+    """The bold numbers in each row of README's table of results occur on the page to which the row links."""
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\|.*docs/results/", line)]
     assert len(rows) >= 6
     for row in rows:
         page = (ROOT / re.search(r"\((docs/results/[^)#]+)", row)[1]).read_text()
         numbers = re.findall(r"\*\*([^*]+)\*\*", row)
         assert numbers, row
-        assert_none([f"{number!r} of {row!r}" for number in numbers if number not in page])
+        assert_none([f"{number!r} in {row!r}" for number in numbers if number not in page])
 
 
-def test_benchmarks_tell_how_long_they_take():
-    """`make bench` prints the first line of each, which says "(about N min)"."""
+def test_first_lines_of_benchmarks_say_how_long_they_take():
+    """`make bench` prints the first line of each, which contains "about N min"."""
     assert len(BENCHMARKS) > 20
     assert_none([path for path in BENCHMARKS if not re.search(r"about \d+ min", path.read_text().partition("\n")[0])])
 
@@ -94,16 +96,16 @@ def test_benchmarks_tell_how_long_they_take():
 MARKED = re.compile(r"^<!-- ([\w-]+) -->$", re.MULTILINE)
 
 
-def tables():
-    """The names of all tables that benchmarks publish."""
+def table_names():
+    """The names of all tables that benchmarks publish, sorted."""
     calls = [
         node for path in BENCHMARKS for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
     ]
     return sorted(node.args[0].value for node in calls if ast.unparse(node.func).endswith("publish"))
 
 
-def test_every_table_stands_on_exactly_one_page():
-    """Between markers that follow one another: its name, the table, end."""
+def test_every_table_is_on_exactly_one_page():
+    """Each is between two markers: one with its name, and the next one, `end`."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -114,12 +116,15 @@ def test_every_table_stands_on_exactly_one_page():
             table = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].splitlines()
             assert len(table) >= 3 and all(line.startswith("| ") and line.endswith(" |") for line in table), name
             assert set(table[1]) == set("| -") and len({line.count(" | ") for line in table}) == 1, name
-    assert sorted(found) == tables() and len(found) >= 4
+    assert sorted(found) == table_names() and len(found) >= 4
 
 
-@pytest.mark.parametrize("emptied", ("", *tables()))
+@pytest.mark.parametrize("emptied", ("", *table_names()))
 def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch):
-    """Also where it is empty, or another one is; a table that no page has is an error and changes nothing."""
+    """Also if the table, or another one, is empty. A table that is on no page is an error and changes nothing.
+
+    emptied: the name of the table that is empty before.
+    """
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png", "*.svg"))
     monkeypatch.setattr(published, "DOCUMENTATION", tmp_path / "docs")
     pages = sorted((tmp_path / "docs").rglob("*.md"))
@@ -128,7 +133,7 @@ def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch)
         pattern = rf"(<!-- {emptied} -->\n).*?(<!-- end -->)"
         page.write_text(re.sub(pattern, r"\1\2", page.read_text(), count=1, flags=re.DOTALL))
         assert f"<!-- {emptied} -->\n<!-- end -->" in page.read_text()
-    for name in tables():
+    for name in table_names():
         texts = {page: page.read_text() for page in pages}
         published.publish(name, published.markdown(["a", "b"], [["1", r"\1"]]))
         (changed,) = [page for page in pages if f"<!-- {name} -->" in texts[page]]
@@ -151,7 +156,7 @@ for script in sys.argv[1:]:
 
 
 def test_benchmarks_and_examples_import():
-    """What they import exists, also where a function of ours was renamed. They do nothing without __main__."""
+    """Every name that they import exists. Run under another name than __main__, they only import and define."""
     scripts = [*BENCHMARKS, *sorted((ROOT / "examples").glob("*.py"))]
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *map(str, scripts)]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""The wheel, built and installed into a clean environment. Oracle: pip, and what the installed commands print."""
+"""The wheel, built and installed into a clean environment. Oracle: pip, and the output of the installed commands."""
 
 import json
 import os
@@ -23,7 +23,7 @@ NO_COMPILER = "/nonexistent"
 
 @pytest.fixture
 def sources(tmp_path):
-    """The files that a wheel is built from, without libraries that were built before."""
+    """A folder with the files from which a wheel is built, without libraries that were built before."""
     folder = tmp_path / "sources"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -33,7 +33,7 @@ def sources(tmp_path):
 
 
 def build_wheel(sources: Path, **environment: str) -> Path:
-    """The wheel that pip builds, without network: the build needs setuptools only, which is installed."""
+    """The wheel that pip builds. It uses no network: the build needs only setuptools, which is installed."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
     environment = {**os.environ, "MEGATRON_SSM_SKIP_NATIVE": "", "CFLAGS": "-g0 -O1 -DNO_CLONES", **environment}
     subprocess.run(command, cwd=sources, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -42,30 +42,19 @@ def build_wheel(sources: Path, **environment: str) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """The folder of the commands of a new environment that has the wheel, and the dependencies of this one."""
+    """The folder of commands of a new environment with the wheel, which finds its dependencies in this environment."""
     venv.create(folder, symlinks=True)
-    # A .pth file adds the dependencies' folder, but not what the .pth files in it add, such as this checkout.
+    # A .pth file adds this environment's packages, but ignores the .pth files among them, such as the one of this checkout.
     (site_packages,) = folder.glob("lib/python*/site-packages")
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     python = folder / "bin" / "python"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "-q",
-        "--no-deps",
-        "--ignore-installed",
-        wheel,
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--ignore-installed", wheel], check=True)
     return python.parent
 
 
 def output(*command: object, cwd: Path) -> str:
-    """What a command prints, run outside the checkout and without its path."""
+    """The output of a command that runs in `cwd`, without the checkout on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["MEGATRON_SSM_SKIP_NATIVE"] = ""
     return subprocess.check_output(list(map(str, command)), cwd=cwd, env=environment, text=True)
@@ -73,7 +62,7 @@ def output(*command: object, cwd: Path) -> str:
 
 @pytest.mark.parametrize("cc", [compiler(), NO_COMPILER])
 def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
-    """With a compiler it holds the C libraries and is of this platform; without one, torch does the work."""
+    """With a compiler the wheel has the C libraries and this platform's tag; without one it has neither and uses torch."""
     if cc != NO_COMPILER and not shutil.which(cc):
         pytest.skip("no C compiler")
     wheel = build_wheel(sources, CC=cc)

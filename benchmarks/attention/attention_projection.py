@@ -1,28 +1,30 @@
 """PROJECTION, not a measurement: attention over a million tokens on 64 to 1024 ranks, by the bytes they send (about 1 min).
 
-Bytes are exact (`volume`), forward and backward, bf16, gradients in fp32. Seconds are those of the messages: a step takes a
-third of an all-gather's time among the four H100s of examples/h100x4, which share NVLink; or at 50 GB/s, what a network card
-of 400 Gbit/s carries, without latency. Neither was measured on so many ranks. Products: 3.5 times forward's, at half of an
-H100's 989 TFLOP/s, all ranks alike; where they take longer than messages, an overlapped schedule hides those.
+The bytes are exact (`volume`): forward and backward in bf16 with fp32 gradients. The seconds are those of the messages,
+under two assumptions, neither of which was measured on so many ranks. Over NVLink, a step takes a third of the time of an
+all-gather among the four H100s of examples/h100x4. Over network cards, messages travel at 50 GB/s, the rate of 400 Gbit/s,
+without latency. Matrix products, forward and backward, are 3.5 times those of forward; they run at half of an H100's 989
+TFLOP/s and are spread evenly over the ranks. An overlapped schedule hides messages that take less time than the products.
 """
 
 from pathlib import Path
 
 import matplotlib
 
-from attention2d.cost.volume import messages
+from attention2d.cost.volume import Messages, messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from benchmarks.paper.projection import h100s
 from benchmarks.support.tables import markdown, publish
+from sparsefusion.fabric.cost_model import Fabric
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "attention_projection.png"
 SEQ, RANKS, FLOPS = 2**20, (64, 256, 1024), 0.5 * 989e12
-MEASURED, CARD = 4, 50e9
+MEASURED, CARD = 4, 50e9  # ranks of the measured fabric; bytes per second of a network card
 PLOTTED = tuple(2**power for power in range(2, 11))
 SHAPES = {
     "32/32 heads of 128": (32, 32, 128),
@@ -32,8 +34,8 @@ SHAPES = {
 SCHEDULES = ("ring", "paper's 2-D", "2-D", "3-D")
 
 
-def points(ranks, heads, kv_heads, head_dim) -> dict[str, Grid]:
-    """The grids compared: those called 2-D and 3-D send the fewest bytes of their kind."""
+def points(ranks: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Grid]:
+    """The compared grids by name. Those called 2-D and 3-D send the fewest bytes of their kind."""
     ordered = candidates(ranks, heads, kv_heads, head_dim, SEQ)
     ordered.sort(key=lambda each: each.bytes_sent)
     flat = next(each for each in ordered if each.ulysses == 1)
@@ -46,28 +48,28 @@ def points(ranks, heads, kv_heads, head_dim) -> dict[str, Grid]:
     }
 
 
-def sent(name, grid, shape):
-    """The messages of one rank."""
+def sent(name: str, grid: Grid, shape: tuple[int, int, int]) -> Messages:
+    """The messages of one rank. shape: (heads, kv_heads, head_dim)."""
     slots = local_length("zigzag", SEQ, grid.ranks)
     return messages(grid, slots, 1, *shape, 2, transpose=name == "paper's 2-D")
 
 
-def gigabytes(name, grid, shape) -> float:
-    """Forward and backward."""
+def gigabytes(name: str, grid: Grid, shape: tuple[int, int, int]) -> float:
+    """The gigabytes that one rank sends, forward and backward."""
     volume = sent(name, grid, shape).volume
     return (volume.forward + volume.backward) / 1e9
 
 
-def seconds(fabric, name, grid, shape) -> str:
-    """Of all messages, over NVLink and over network cards."""
+def seconds(fabric: Fabric, name: str, grid: Grid, shape: tuple[int, int, int]) -> str:
+    """The time of all messages, over NVLink and over network cards."""
     made = sent(name, grid, shape)
     steps = [message for message in (*made.forward, *made.backward) if message[0]]
     nvlink = sum(count * fabric.time("all_gather", nbytes, MEASURED) / (MEASURED - 1) for count, nbytes in steps)
     return f"{nvlink:.2g} / {gigabytes(name, grid, shape) * 1e9 / CARD:.2g} s"
 
 
-def row(fabric, title, shape, ranks) -> list[str]:
-    """A shape on so many ranks."""
+def row(fabric: Fabric, title: str, shape: tuple[int, int, int], ranks: int) -> list[str]:
+    """A row of the table: one shape on `ranks` ranks."""
     heads, _, head_dim = shape
     products = 3.5 * 2 * SEQ**2 * heads * head_dim / ranks / FLOPS
     cells = []
@@ -79,7 +81,7 @@ def row(fabric, title, shape, ranks) -> list[str]:
 
 
 def plot() -> None:
-    """Bytes against ranks, a panel for each shape."""
+    """Plot bytes against ranks, with a panel for each shape."""
     figure, panels = plt.subplots(1, len(SHAPES), figsize=(12, 3.8), sharey=True, layout="constrained")
     for panel, (title, shape) in zip(panels, SHAPES.items(), strict=True):
         for name in SCHEDULES:

@@ -1,9 +1,10 @@
 """Attention over a grid of ranks against the schedules it competes with, behind slow links (about 16 min; root).
 
-The claims (bf16, causal, MHA, 20 mbit): forward >= 1.55x a ring's speed on 8 ranks and >= 1.7x on 9, forward and backward
->= 1.5x on 8; with two heads the 3-D grid >= 1.8x a ring's and >= 1.15x USP's. Every schedule takes its turn in each
-repetition, which starts with a barrier and lasts until the slowest rank is done; medians. The ring runs twice: the
-difference is the spread. Of several grids, the one that sends the fewest bytes (`volume`) is shown.
+The claims (bf16, causal, as many key/value heads as heads, links of 20 mbit): a grid's forward is >= 1.55x as fast as a
+ring's on 8 ranks and >= 1.7x on 9; forward and backward >= 1.5x on 8; with two heads the 3-D grid is >= 1.8x as fast as a
+ring and >= 1.15x as fast as USP. In each repetition all schedules run in turn. A run starts with a barrier and lasts until
+the slowest rank is done. The table shows medians. The ring runs twice, and the difference of its two medians is the spread.
+Of several possible grids, the one that sends the fewest bytes (`volume`) is shown.
 """
 
 import sys
@@ -23,12 +24,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "grid_attention.png"
-REPETITIONS, BURST = 10, "16kb"
+REPETITIONS, BURST = 10, "16kb"  # burst: of the emulated links (launch/netlab.sh)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A shape on ranks behind links."""
+    """One measurement: a shape of the tensors on a number of ranks behind links of a rate."""
 
     ranks: int
     rate: str
@@ -38,13 +39,13 @@ class Cell:
     head_dim: int = 64
     training: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         way = "forward + backward" if self.training else "forward"
         return f"{self.ranks}, {self.rate}, {self.seq} tokens, {self.heads}/{self.kv_heads} x {self.head_dim}, {way}"
 
     @property
-    def shape(self) -> dict:
-        """As `volume` and `choose` take it."""
+    def shape(self) -> dict[str, int]:
+        """The keyword arguments of `volume` and `choose`."""
         return dict(seq=self.seq, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
 
 
@@ -64,8 +65,8 @@ CELLS = [
 SHOWN = ["all-gather", "Ulysses", "USP", "2-D", "2-D, overlapped", "3-D", "paper's 2-D"]
 
 
-def contestants(cell: Cell, group) -> dict[str, Attention2D]:
-    """The schedules by their names; those for which there are too few heads, or no such grid, are not there."""
+def contestants(cell: Cell, group: dist.ProcessGroup) -> dict[str, Attention2D]:
+    """The schedules by their names, without those for which there are too few heads or ranks."""
     ranks, shared = group.size(), 2 if group.size() % 2 == 0 else 3
     found = {"ring": Ring(group), "ring again": Ring(group), "all-gather": AllGather(group)}
     if cell.kv_heads % ranks == 0:
@@ -83,21 +84,21 @@ def contestants(cell: Cell, group) -> dict[str, Attention2D]:
     return found if same else found | {"chosen": chosen}
 
 
-def cheapest(cell: Cell, group, ulysses: int) -> tuple[int, int]:
-    """Of the grids with more than one row and column the (rows, cols) that send the least."""
+def cheapest(cell: Cell, group: dist.ProcessGroup, ulysses: int) -> tuple[int, int]:
+    """The (rows, cols) that send the fewest bytes, of all grids with at least two rows and two columns."""
     cells = group.size() // ulysses
     grids = [(rows, cells // rows) for rows in range(2, cells) if cells % rows == 0]
     return min(grids, key=lambda grid: sent(Attention2D(group, *grid, ulysses=ulysses), cell))
 
 
-def sent(schedule, cell: Cell) -> int:
-    """Bytes of the busiest rank."""
+def sent(schedule: Attention2D, cell: Cell) -> int:
+    """The bytes that the busiest rank sends."""
     volume = schedule.volume(batch=1, itemsize=2, **cell.shape)
     return volume.forward + cell.training * volume.backward
 
 
-def measure(out, number) -> None:
-    """One rank's part of a cell."""
+def measure(out: str, number: str) -> None:
+    """Run one rank of cell number `number`. Rank 0 writes the result to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cell, group = CELLS[int(number)], dist.group.WORLD
@@ -105,13 +106,13 @@ def measure(out, number) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     local = cell.seq // cell.ranks
 
-    def tensor(heads):
+    def tensor(heads: int) -> torch.Tensor:
         made = torch.randn(1, local, heads, cell.head_dim, generator=generator).bfloat16()
         return made.requires_grad_(cell.training)
 
     q, k, v, dout = map(tensor, (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads))
 
-    def call(schedule):
+    def call(schedule: Attention2D) -> None:
         found = schedule(q, k, v, causal=True)
         if cell.training:
             torch.autograd.grad(found, (q, k, v), dout.detach())
@@ -130,18 +131,18 @@ def measure(out, number) -> None:
 
 
 def point(schedule: Attention2D) -> str:
-    """Its grid, heads first if they are shared."""
+    """The schedule's grid as text: "ULYSSES x ROWS x COLS", or "ROWS x COLS" if cells have one rank."""
     grid = schedule.grid
     shared = f"{grid.ulysses} x " if grid.ulysses > 1 else ""
     return f"{shared}{grid.rows} x {grid.cols}"
 
 
 def row(cell: Cell, measured: dict) -> list[str]:
-    """A line of the table: how many times as fast as the ring, and in brackets how many times fewer bytes."""
+    """A row of the table: how many times as fast as the ring, and in brackets how many times fewer bytes are sent."""
     seconds, nbytes, grids = measured["seconds"], measured["sent"], measured["grids"]
     ring, again = seconds["ring"], seconds["ring again"]
 
-    def against(name):
+    def against(name: str) -> str:
         if name not in seconds:
             return ""
         grid = f" {grids[name]}" if name in ("2-D", "3-D") else ""
@@ -154,7 +155,7 @@ def row(cell: Cell, measured: dict) -> list[str]:
 
 
 def plot(results: dict) -> None:
-    """How much faster than the ring, against how many times fewer bytes, with links of 20 mbit."""
+    """Plot speed over the ring's against how many times fewer bytes are sent, for links of 20 mbit."""
     figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
     for number, name in enumerate(SHOWN):
         points = [
@@ -175,7 +176,7 @@ def plot(results: dict) -> None:
 
 
 def main() -> None:
-    """Measure every cell, or those whose numbers are given; publish the table and the plot of all."""
+    """Measure all cells and publish the table and the plot; or measure and print those whose numbers are arguments."""
     results = measured_cells(__file__, CELLS, burst=BURST)
     header = ["ranks, links, tensors", "ring", *SHOWN, "`choose`", "spread"]
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])

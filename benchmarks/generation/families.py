@@ -1,13 +1,14 @@
 """Every family against transformers, on 1, 2 and 4 ranks: logits, greedy tokens, all-reduces, cache (about 1 min).
 
-The claims: what the table of families says. The models are those of the tests (tests/helpers/hf.py: small, fp32,
-weights drawn again so that logits stay O(1..10)); the counts hold at every size.
+The claims are the rows of the table of families. The models are those of the tests (tests/helpers/hf.py): small, in fp32,
+with weights rescaled so that logits are of the order of 1 to 10. The counts of all-reduces hold for models of every size.
 """
 
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
@@ -33,8 +34,8 @@ FAMILIES = {
 
 
 @torch.no_grad()
-def theirs(model, ids):
-    """transformers: one-shot logits, those of the last DECODED tokens by its cache, and NEW greedy tokens."""
+def theirs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """transformers' logits of one forward pass, those of the last DECODED tokens with its cache, and NEW greedy tokens."""
     output, decoded = model(ids[:, :-DECODED], use_cache=True), []
     name = cache_name(output)
     for i in range(SEQ - DECODED, SEQ):
@@ -45,8 +46,11 @@ def theirs(model, ids):
 
 
 @torch.no_grad()
-def ours(rank, directory, ids):
-    """The same from our model, in one piece and in chunks; all-reduces per decoded token, and cache bytes."""
+def ours(rank: int, directory: str, ids: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], float, int]:
+    """(results, all-reduces per decoded token, bytes of one sequence's cache on this rank) of megatron_ssm.
+
+    results: logits of one forward pass, of a prompt in chunks and of the last DECODED tokens, and NEW greedy tokens.
+    """
     model = megatron_ssm.load(directory, dist.group.WORLD)
     cache, cuts = model.new_cache(BATCH, SEQ), (0, 7, 9, 40, SEQ - DECODED)
     pieces = [model(ids[:, i:j], cache=cache) for i, j in zip(cuts, cuts[1:], strict=False)]
@@ -57,8 +61,8 @@ def ours(rank, directory, ids):
     return (model(ids), torch.cat(pieces, 1), torch.cat(decoded, 1), tokens), calls, cache.nbytes // BATCH
 
 
-def measure(family, changes):
-    """One row's cells: worst differences over 1, 2 and 4 ranks, and the counts on each."""
+def measure(family: str, changes: dict[str, Any]) -> list[str]:
+    """The cells of one row: the largest differences over 1, 2 and 4 ranks, and the counts on each number of ranks."""
     ids = torch.randint(61, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     model = hf_model(family, **changes)
     with tempfile.TemporaryDirectory() as directory:
@@ -85,7 +89,7 @@ def measure(family, changes):
             " / ".join(cache)]  # fmt: skip
 
 
-def main():
+def main() -> None:
     """Measure every family and publish the table."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()

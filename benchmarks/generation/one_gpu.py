@@ -1,14 +1,17 @@
 """One GPU: parity with the CPU, prefill and decoding against transformers, CUDA graphs (about 4 min; needs CUDA).
 
-The claims: logits within 2e-3 of the CPU's in fp32 and the same greedy tokens; decoding >= 1.0x transformers at batch 1 and
-64, with mamba-ssm's kernels in both where they are installed (the last line says where not); graphs >= 2x without them at
-batch 1. "decode" never looks at a token, "generate" reads a prompt and looks at each. A prefill's memory is the growth of
-what torch gave out, beside the formula. The 130m shapes and a Mamba of 2.8b, random weights; fp32 where parity is the claim,
-else bf16. Without a GPU the table stays as it is.
+The claims: in fp32, logits are within 2e-3 of the CPU's, and greedy tokens are the same; decoding is >= 1.0x as fast as
+transformers at batch 1 and 64, both with mamba-ssm's kernels where these are installed (the table's last row says whether);
+CUDA graphs make decoding >= 2x as fast at batch 1. In "decode" the host never reads a token; "generate" reads a prompt, and
+the host reads each token. The memory of a prefill is the growth of the bytes that torch has allocated, beside the
+formula's. The 130m shapes and a Mamba of 2.8b, with random weights, in fp32 for the comparison with the CPU and otherwise
+in bf16. Without a GPU the table stays unchanged.
 """
 
 import logging
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -21,38 +24,38 @@ from benchmarks.support.tables import interleaved, markdown, publish
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.sizing.memory import Memory
 
-BATCHES, STREAM = (1, 64), 2**28  # floats to read
+BATCHES, STREAM = (1, 64), 2**28  # STREAM: floats that are read to measure the memory's bandwidth
 LARGE = {"Mamba 2.8b": PUBLISHED["mamba-2.8b"]}
 WARNINGS = logging.getLogger("transformers.integrations.hub_kernels")
 
 
 class Missing(logging.Handler):
-    """The functions for which transformers says that it falls back to torch."""
+    """Collects the names of functions for which transformers logs that it falls back to torch."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.names = []
+        self.names: list[str] = []
         WARNINGS.setLevel(logging.WARNING)
         WARNINGS.addHandler(self)
 
-    def emit(self, record):
-        """`NAME` is falling back ..."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take the name out of "`NAME` is falling back ..."."""
         if "falling back" in record.getMessage():
             self.names.append(record.getMessage().split("`")[1])
 
 
-def synchronized(function):
-    """The function, until the GPU is done."""
+def synchronized(function: Callable[[], Any]) -> Callable[[], None]:
+    """A function that calls `function` and waits until the GPU is done."""
 
-    def run():
+    def run() -> None:
         function()
         torch.cuda.synchronize()
 
     return run
 
 
-def parity(directory) -> str:
-    """How far fp32 logits on the GPU are from the CPU's, and whether greedy tokens are the same."""
+def parity(directory: str) -> str:
+    """The largest difference between fp32 logits on the GPU and on the CPU, and whether greedy tokens are the same."""
     ids = torch.randint(0, 50280, (2, PROMPT), generator=torch.Generator().manual_seed(0))
     cpu, gpu = megatron_ssm.load(directory), megatron_ssm.load(directory, device="cuda")
     difference = (gpu(ids.cuda()).cpu() - cpu(ids)).abs().max().item()
@@ -60,12 +63,12 @@ def parity(directory) -> str:
     return f"{difference:.0e}, {'same' if torch.equal(*tokens) else 'other'} tokens"
 
 
-def ours(model, ids):
-    """{phase: a repetition of ours}"""
+def ours(model: megatron_ssm.Model, ids: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """{phase: function that runs it once}."""
     cache = model.new_cache(len(ids), 2**20)
     model.local_logits(ids, cache=cache, logits_to_keep=1)
 
-    def decode():
+    def decode() -> None:
         for _ in range(NEW):
             model.local_logits(ids[:, :1], cache=cache)
 
@@ -76,16 +79,16 @@ def ours(model, ids):
     }
 
 
-def memory_of(prefill, memory, batch) -> str:
-    """What torch's allocator gave out for a prefill at its peak, and what the formula says."""
+def memory_of(prefill: Callable[[], Any], memory: Memory, batch: int) -> str:
+    """The most bytes that torch has allocated during a prefill, beside those of the formula."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     prefill()
     return f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.2f} / {memory.prefill(batch, PROMPT) / 1e9:.2f} GB"
 
 
-def rows(shape, directory, agreement) -> list[list[str]]:
-    """The table's lines of one shape."""
+def rows(shape: str, directory: str, agreement: str) -> list[list[str]]:
+    """The table's rows for one shape. agreement: the result of `parity`."""
     where = dict(dtype=torch.bfloat16, device="cuda")
     eager, graph = (megatron_ssm.load(directory, graphs=on, **where) for on in (False, True))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda().eval()
@@ -115,7 +118,7 @@ def rows(shape, directory, agreement) -> list[list[str]]:
 def main() -> None:
     """Measure every shape and publish the table."""
     if not torch.cuda.is_available():
-        print("no GPU here: the table stays as it is")
+        print("there is no GPU: the table stays unchanged")
         return
     missing, table = Missing(), []
     FAMILIES.update(LARGE)

@@ -1,12 +1,15 @@
 """Prefill and decode against transformers at the 130m shapes, one thread, by format of the weights (about 3 min).
 
-The claim, for Mamba-1, against transformers in float32: prefill of 256 tokens >= 1.6x, in bf16 >= 4x; decode at batch 1
->= 1.8x, in bf16 >= 2.3x, with int8 weights >= 2.8x. All engines run the same random checkpoint, in turn, in one process;
-transformers runs twice, and the difference between its two runs is the spread. "torch" is ours without its C kernels.
+The claim, for Mamba-1 and compared with transformers in float32: prefill of 256 tokens is >= 1.6x as fast, in bf16 >= 4x;
+decode at batch 1 is >= 1.8x as fast, in bf16 >= 2.3x, with int8 weights >= 2.8x. All engines run the same random checkpoint
+in turn, in one process. transformers runs twice, and the difference of its two times is the spread. "torch" is megatron_ssm
+without its C kernels.
 """
 
 import os
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1")
 
@@ -22,10 +25,10 @@ FORMATS = {"fp32": {}, "bf16": dict(dtype=torch.bfloat16), "int8": dict(weights=
 LIBRARY = kernels.LIBRARY.functions
 
 
-def without_kernels(function):
-    """The function, run on the torch twins of all kernels."""
+def without_kernels(function: Callable[[], Any]) -> Callable[[], None]:
+    """A function that calls `function` without C kernels, so that torch's equivalents run."""
 
-    def run():
+    def run() -> None:
         kernels.LIBRARY.functions = None
         try:
             function()
@@ -35,32 +38,32 @@ def without_kernels(function):
     return run
 
 
-def theirs(model, ids):
-    """{phase: a repetition of transformers}; decode: NEW tokens after a prompt."""
+def theirs(model: Any, ids: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """{phase: function that runs it once with transformers}; decode: NEW tokens after a prompt."""
     output = model(ids, use_cache=True, logits_to_keep=1)
-    cache = {name: output[name] for name in ("cache", "cache_params") if name in output}  # renamed in transformers 5.24
+    cache = {name: output[name] for name in ("cache", "cache_params") if name in output}  # transformers 5.24 renamed it
 
-    def decode():
+    def decode() -> None:
         for _ in range(NEW):
             model(ids[:, :1], use_cache=True, **cache)
 
     return {"prefill": lambda: model(ids, use_cache=True, logits_to_keep=1), "decode": decode}
 
 
-def ours(model, ids):
-    """{phase: a repetition of ours}."""
+def ours(model: megatron_ssm.Model, ids: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """{phase: function that runs it once with megatron_ssm}."""
     cache = model.new_cache(1)
     model(ids, cache=cache, logits_to_keep=1)
 
-    def decode():
+    def decode() -> None:
         for _ in range(NEW):
             model(ids[:, :1], cache=cache)
 
     return {"prefill": lambda: model(ids, cache=model.new_cache(1), logits_to_keep=1), "decode": decode}
 
 
-def contestants(shape):
-    """{engine: {phase: function}}."""
+def contestants(shape: str) -> dict[str, dict[str, Callable[[], Any]]]:
+    """{engine: {phase: function that runs it once}}."""
     with tempfile.TemporaryDirectory() as directory:
         model = random_model(shape, directory)
         loaded = {name: megatron_ssm.load(directory, **options) for name, options in FORMATS.items()}
@@ -70,12 +73,12 @@ def contestants(shape):
     return {**engines, "torch": plain, "again": engines["transformers"]}
 
 
-def row(shape, phase, times) -> list[str]:
-    """A line of the table."""
+def row(shape: str, phase: str, times: dict[str, float]) -> list[str]:
+    """A row of the table. times: seconds by engine."""
     base = (times["transformers"] + times["again"]) / 2
     spread = f"{abs(times['transformers'] / times['again'] - 1):.1%}"
 
-    def cell(engine):
+    def cell(engine: str) -> str:
         seconds = times[engine]
         value = f"{NEW / seconds:.0f} tokens/s" if phase == "decode" else f"{seconds:.2f} s"
         return f"{value} ({base / seconds:.2f}x)"

@@ -1,12 +1,12 @@
 """Two ranks of one thread against one rank of one thread, at the 130m shapes (about 8 min).
 
-The claim, on a quiet machine whose two cores have ways of their own to the memory: prefill of 256 tokens >= 1.7x,
-decode >= 1.4x; CPU time of a rank outside collectives >= 1.9x less in prefill, >= 1.8x less in decode. In each
-repetition one rank works alone, then both through shared memory; then, for what the memory allows at that moment, one
-rank reads a tensor, and each of two a half. Medians of a launch; of several launches the median, the least and the
-most, because a virtual machine's two processors are put by its host, for a launch or for minutes, where they share a
-way to the memory or where they do not. The ranks spin between phases, and gloo's turn, in which they sleep, is a launch
-of its own: ranks that have slept wake up near each other.
+The claim, on an idle machine whose two cores do not share the bandwidth of the memory: prefill of 256 tokens is >= 1.7x as
+fast, decode >= 1.4x; a rank's CPU time outside collectives is >= 1.9x less in prefill and >= 1.8x less in decode. In each
+repetition one rank works alone, then both work together through shared memory. To show what the memory allows at that
+moment, one rank then reads a tensor, and both read a half each. A launch gives medians; the table shows the median, the
+least and the most of several launches, because the host of a virtual machine may place its two processors, for minutes,
+where they share a path to the memory. Ranks spin between phases, because after sleeping the scheduler wakes them close to
+each other. gloo, with which they sleep, is therefore measured in a launch of its own.
 """
 
 import ctypes
@@ -14,7 +14,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1")
 
@@ -27,28 +29,31 @@ from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import markdown, publish
 
 NEW, REPETITIONS, LAUNCHES = 16, 5, 5
-STREAM = 2**26  # floats to read
+STREAM = 2**26  # floats that are read to measure the memory's bandwidth
 FORMATS = {"fp32": {}, "bf16": dict(dtype=torch.bfloat16), "int8": dict(weights="int8")}
 PHASES = ("prefill", "decode")
 REDUCE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
 
 class Stopwatch:
-    """Seconds and CPU seconds of a function, and the CPU seconds that went into collectives while it ran."""
+    """Measures the seconds of functions, and their CPU seconds outside the collectives of a model's shared memory.
 
-    def __init__(self, model=None):
+    inside: CPU seconds in collectives. within: whether a collective is running.
+    """
+
+    def __init__(self, model: megatron_ssm.Model | None = None) -> None:
         self.inside, self.within, memory = 0.0, False, model and model.ranks.memory
         if memory is not None:
             for name in ("all_reduce", "all_gather", "wait"):
                 setattr(memory, name, self.watched(getattr(memory, name)))
             reduce, channel = memory.addresses()
-            self._in_c = REDUCE(self.watched(REDUCE(reduce)))  # what C calls while layers follow one another
+            self._in_c = REDUCE(self.watched(REDUCE(reduce)))  # the C code calls it between the layers
             memory.addresses = lambda: (ctypes.cast(self._in_c, ctypes.c_void_p).value, channel)
 
-    def watched(self, collective):
-        """The collective, its CPU time added up."""
+    def watched(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that calls `collective` and adds its CPU seconds to `inside`."""
 
-        def call(*arguments, **keywords):
+        def call(*arguments: Any, **keywords: Any) -> Any:
             if self.within:
                 return collective(*arguments, **keywords)
             self.within, start = True, time.process_time()
@@ -58,20 +63,20 @@ class Stopwatch:
 
         return call
 
-    def time(self, function) -> tuple[float, float]:
-        """(seconds, CPU seconds outside collectives)."""
+    def time(self, function: Callable[[], Any]) -> tuple[float, float]:
+        """(seconds, CPU seconds outside collectives) of one call."""
         self.inside, start, cpu = 0.0, time.perf_counter(), time.process_time()
         function()
         return time.perf_counter() - start, time.process_time() - cpu - self.inside
 
 
-def phases(model):
-    """{phase: function}"""
+def phases(model: megatron_ssm.Model) -> dict[str, Callable[[], Any]]:
+    """{phase: function that runs it once}."""
     ids = torch.arange(PROMPT).unsqueeze(0)
     cache = model.new_cache(1)
     model(ids, cache=cache, logits_to_keep=1)
 
-    def decode():
+    def decode() -> None:
         for _ in range(NEW):
             model.local_logits(ids[:, :1], cache=cache)
 
@@ -79,8 +84,11 @@ def phases(model):
 
 
 @torch.no_grad()
-def rank_main(rank, folder, arrived, directory, gloo) -> None:
-    """One rank's part of a launch; rank 0 writes {(format, phase): {contestant: (seconds, CPU seconds)}} down."""
+def rank_main(rank: int, folder: str, arrived: torch.Tensor, directory: str, gloo: bool) -> None:
+    """Run one rank. Rank 0 saves {(format, phase): {contestant: (seconds, CPU seconds)}} in `folder`.
+
+    gloo: use gloo instead of shared memory. arrived: see `benchmarks.support.pair.meet`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
     measured = {}
@@ -97,21 +105,23 @@ def rank_main(rank, folder, arrived, directory, gloo) -> None:
     dist.barrier()
 
 
-def reading(rank, arrived) -> dict:
-    """{contestant: (function, Stopwatch)} of plain reading; two read until the slower one has."""
+def reading(rank: int, arrived: torch.Tensor) -> dict[str, tuple[Callable[[], Any], Stopwatch]]:
+    """{contestant: (function, Stopwatch)} of plain reading. Two ranks read until the slower one is done."""
     stream = torch.ones(STREAM)
     half = stream[rank * STREAM // 2 :][: STREAM // 2]
 
-    def read():
+    def read() -> None:
         half.sum()
         meet(arrived, rank)
 
     return {"two read": (read, Stopwatch())} | ({"one reads": (stream.sum, Stopwatch())} if rank == 0 else {})
 
 
-def race(works, arrived, rank) -> dict:
-    """{contestant: (median seconds, median CPU seconds)}, in turn; arrived: (2,) int64 that the ranks share."""
-    times = {who: [] for who in works}
+def race(
+    works: dict[str, tuple[Callable[[], Any], Stopwatch]], arrived: torch.Tensor, rank: int
+) -> dict[str, tuple[float, ...]]:
+    """{contestant: (median seconds, median CPU seconds)} of contestants that run in turn."""
+    times: dict[str, list[tuple[float, float]]] = {who: [] for who in works}
     for _ in range(REPETITIONS + 1):
         for who in ("one", "two", "one reads", "two read"):
             meet(arrived, rank)
@@ -123,13 +133,13 @@ def race(works, arrived, rank) -> dict:
     }
 
 
-def faster(one: str, two: str, column=0):
-    """The function of a measurement that says by how much contestant `two` takes less than `one`."""
+def faster(one: str, two: str, column: int = 0) -> Callable[[dict[str, tuple[float, ...]]], float]:
+    """A function of a measurement: how many times as much contestant `one` takes as `two`. column: 1 for CPU seconds."""
     return lambda each: each[one][column] / each[two][column]
 
 
-def row(shape, name, phase, launches, gloo) -> list[str]:
-    """A line of the table."""
+def row(shape: str, name: str, phase: str, launches: list[dict], gloo: dict) -> list[str]:
+    """A row of the table. launches, gloo: what `rank_main` saved, with shared memory and with gloo."""
     each = [measured[name, phase] for measured in launches]
     per = (lambda s: f"{s / NEW * 1e3:.1f} ms/token") if phase == "decode" else (lambda s: f"{s * 1e3:.0f} ms")
     seconds = [per(statistics.median(one[who][0] for one in each)) for who in ("one", "two")]

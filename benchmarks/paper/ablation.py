@@ -1,14 +1,17 @@
-"""What each step of the paper's design is worth: a token at 256/256, naive sharding to quantized sums (about 10 min; root).
+"""What each step of the paper's design gains: a token at 256/256, naive sharding to quantized sums (about 10 min; root).
 
-The claim: cached decoding >= 10x faster than recomputing the sequence, in shared memory. Mamba-1 of the 130m shape on two
-ranks of one thread. Naive sharding is the paper's: four collectives a block, because packed activations are put together
-again after in_proj and around the convolution; nothing is cached, so every token is a forward pass of what stands before
-it (of 384 tokens, those of the one in the middle: the time of a pass is linear in its length). Medians of 10.
+The claim: through shared memory, cached decoding is >= 10x as fast as recomputing the sequence. Mamba-1 of the 130m shape
+on two ranks of one thread; 256 tokens in and 256 out; medians of 10. Naive sharding is the paper's baseline, with four
+collectives per block, because the packed activations are gathered after in_proj and around the convolution. Without a
+cache, every token takes a forward pass over all tokens before it. The pass of the token in the middle, over 384 tokens,
+stands for their mean, because the time of a pass is linear in its length.
 """
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1")
 
@@ -30,7 +33,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
-BEFORE = PROMPT + PROMPT // 2  # the tokens that stand before the one in the middle
+BEFORE = PROMPT + PROMPT // 2  # the tokens before the one in the middle of the output
 LINKS = {"shared memory": None, "gloo": None, "1gbit": "1gbit", "200mbit": "200mbit"}
 STEPS = {
     "naive sharding, nothing cached": "naive",
@@ -44,17 +47,17 @@ PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "abla
 
 
 class NaiveMixer(nn.Module):
-    """A MambaMixer whose packed projection is cut into equal rows, whatever field they belong to. Nothing is cached."""
+    """A MambaMixer whose packed in_proj is split into equal ranges of rows, regardless of its fields. It has no cache."""
 
-    def __init__(self, mixer, ranks):
+    def __init__(self, mixer: Any, ranks: Any) -> None:
         super().__init__()
         self.mixer, self.ranks = mixer, ranks
         whole = torch.cat([ranks.gather(field.detach()).flatten(0, 1) for field in mixer.in_proj.weight.parameters()])
         self.rows = whole.chunk(ranks.size)[ranks.rank].clone()
         self.mine = slice(ranks.rank * mixer.channels, (ranks.rank + 1) * mixer.channels)
 
-    def forward(self, hidden, call, cache=None):
-        """hidden (batch, seq, hidden) -> the same, by two all-gathers and two all-reduces."""
+    def forward(self, hidden: torch.Tensor, call: Any, cache: Any = None) -> torch.Tensor:
+        """(batch, seq, hidden) -> (batch, seq, hidden), with two all-gathers and two all-reduces."""
         mixer = self.mixer
         x, z = gather_last(linear(hidden, self.rows), self.ranks).chunk(2, dim=-1)
         x, _ = mixer.conv(x[..., self.mine])
@@ -65,8 +68,8 @@ class NaiveMixer(nn.Module):
         return mixer.out_proj(y)
 
 
-def load(directory, link, step):
-    """The model of one step of the ablation."""
+def load(directory: str, link: str, step: str) -> megatron_ssm.Model:
+    """The model of one step of the ablation, on this rank."""
     reduce = step if step in ("fp16", "int8") else "fp32"
     shared = link == "shared memory"
     model = megatron_ssm.load(directory, dist.group.WORLD, reduce=reduce, shared_memory=shared)
@@ -76,15 +79,15 @@ def load(directory, link, step):
     return model
 
 
-def check(models, ids) -> None:
-    """The naive model is the same model."""
+def check(models: dict[str, megatron_ssm.Model], ids: torch.Tensor) -> None:
+    """AssertionError unless the naive model has the same logits as ours."""
     ours, naive = (models[step].local_logits(ids, logits_to_keep=1) for step in ("split", "naive"))
     torch.testing.assert_close(naive, ours, rtol=0, atol=1e-3)
 
 
 @torch.no_grad()
-def cell(out, link, directory) -> None:
-    """One rank's part: {step: seconds per token}."""
+def cell(out: str, link: str, directory: str) -> None:
+    """Run one rank. Rank 0 writes {step: seconds per token} to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -99,7 +102,7 @@ def cell(out, link, directory) -> None:
     models["again"] = models["fp32"]
     caches = {step: models[step].new_cache(1) for step in (*cached, "again")}
 
-    def decode(step):
+    def decode(step: str) -> None:
         for _ in range(NEW):
             models[step].local_logits(ids[:, :1], cache=caches[step])
 
@@ -113,21 +116,21 @@ def cell(out, link, directory) -> None:
     dist.destroy_process_group()
 
 
-def column(milliseconds) -> list[str]:
-    """Cells of one link: each step's time, and by how much it is faster than the one before."""
+def column(milliseconds: Sequence[float]) -> list[str]:
+    """The cells of one link: the time of each step, and how many times as fast it is as the step before."""
     cells = [f"{milliseconds[0]:.0f}"]
     for before, now in zip(milliseconds, milliseconds[1:], strict=False):
         cells.append(f"{now:.1f} ({before / now:.2f}x)" if before / now < 10 else f"{now:.1f} ({before / now:.0f}x)")
     return cells + ["-"] * (len(STEPS) - len(cells))
 
 
-def spread(seconds) -> str:
+def spread(seconds: dict[str, float]) -> str:
     """The difference between two identical runs of cached decoding."""
     return f"{abs(seconds['again'] / seconds['fp32'] - 1):.0%}"
 
 
-def plot(columns) -> None:
-    """Bars: steps side by side, links as groups."""
+def plot(columns: dict[str, Sequence[float]]) -> None:
+    """Plot a group of bars for each link, with a bar for each step. columns: milliseconds by link."""
     figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.08, 1, 0.92))
     for index, step in enumerate(STEPS):
@@ -141,7 +144,7 @@ def plot(columns) -> None:
 
 
 def main() -> None:
-    """Measure on every link, plot, publish."""
+    """Measure on every link; publish the table and the plot."""
     columns, spreads = {}, []
     with tempfile.TemporaryDirectory() as directory:
         random_model(SHAPE, directory)

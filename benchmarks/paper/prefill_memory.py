@@ -1,8 +1,9 @@
-"""How long a prompt fits: 256 sequences read at once, 48 and 80 GB, published shapes (about 6 min)
+"""The longest prompt that fits: a batch of 256 on 48 and 80 GB, published shapes (about 6 min).
 
-The claim: `megatron_ssm.sizing.memory`'s formula is within 5 % of what a prefill really needs, on one rank and on two. bf16
-weights and activations, fp32 states. What is really needed is measured on one layer of each published shape with a small
-vocabulary: the growth of a rank's anonymous memory to its peak, at least 1 GB, by gloo; of the rank that needs most.
+The claim: the formula of `megatron_ssm.sizing.memory` is within 5 % of the measured memory of a prefill, on one rank and on
+two. Weights and activations are in bf16, states in fp32. One layer of each published shape with a small vocabulary is
+measured: the growth of a rank's anonymous memory to its peak, which is at least 1 GB. The rank with the most counts. Ranks
+use gloo.
 """
 
 import os
@@ -21,35 +22,35 @@ from benchmarks.support.tables import markdown, publish
 from megatron_ssm.sizing.memory import Memory
 
 GB, BATCH, DEGREES, BUDGETS = 1e9, 256, (1, 2, 4), (48, 80)
-PROMPT, CHUNK = 1024, 64  # of the largest batch
-PAPER = {  # Fig. 3, A6000 and A100: 1x and DP, then TP
+PROMPT, CHUNK = 1024, 64  # tokens of the prompts, and of the chunks in which they are read, for the largest batch
+PAPER = {  # the paper's Fig. 3, on A6000 and on A100: one GPU and data parallelism, then tensor parallelism
     "mamba-2.8b": ("64 -> 256", "128 -> 512"),
     "mamba2-2.7b": ("64 -> 256", "128 -> 512"),
     "falcon-mamba-7b": ("2 to 4x", "2 to 4x"),
     "Zamba-7B-v1": ("2 to 4x", "2 to 4x"),
 }
-MEASURED = 1.3 * GB
+MEASURED = 1.3 * GB  # the least memory, by the formula, of the prefill that is measured
 
 
-def config_of(shape) -> megatron_ssm.Config:
-    """Ours."""
+def config_of(shape: str) -> megatron_ssm.Config:
+    """megatron_ssm's configuration of a published shape."""
     return megatron_ssm.Config.from_dict(PUBLISHED[shape].to_dict())
 
 
-def longest(shape) -> list[str]:
-    """A line of the first table."""
+def longest(shape: str) -> list[str]:
+    """A row of the first table."""
     cells = []
     for budget in BUDGETS:
         memories = [Memory(config_of(shape), degree) for degree in DEGREES]
-        borrowed = [Memory(config_of(shape), degree, on_cuda=True) for degree in DEGREES]
-        for each in (memories, borrowed):
+        on_cuda = [Memory(config_of(shape), degree, on_cuda=True) for degree in DEGREES]
+        for each in (memories, on_cuda):
             cells.append(" / ".join(f"{memory.longest_prompt(budget * GB, BATCH):,}" for memory in each))
         cells.append(" / ".join(f"{memory.largest_batch(budget * GB, PROMPT, CHUNK):,}" for memory in memories))
     return [shape, *PAPER[shape], *cells]
 
 
-def one_layer(shape, directory) -> None:
-    """A checkpoint of one layer, or of two where they share a block."""
+def one_layer(shape: str, directory: str) -> None:
+    """Save a checkpoint of one layer, or of two if layers share a block."""
     changed = PUBLISHED[shape].to_dict() | dict(num_hidden_layers=1, vocab_size=256)
     if changed.pop("layers_block_type", None):
         changed |= dict(num_hidden_layers=2, layers_block_type=["hybrid"] * 2)
@@ -58,7 +59,7 @@ def one_layer(shape, directory) -> None:
 
 
 def peak_anonymous() -> int:
-    """The most memory without a file that this process had since `forget_peak`: all, less what it now has of files."""
+    """The peak of this process's anonymous memory since `forget_peak`: its peak of all memory, less files mapped now."""
     with open("/proc/self/status") as status:
         sizes = dict(line.split(":", 1) for line in status)
     peak, *files = (int(sizes[name].split()[0]) * 1024 for name in ("VmHWM", "RssFile", "RssShmem"))
@@ -66,14 +67,14 @@ def peak_anonymous() -> int:
 
 
 def forget_peak() -> None:
-    """From now on (Linux: man 5 proc, clear_refs)."""
+    """Let `peak_anonymous` count from now on (Linux: clear_refs in proc(5))."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 @torch.no_grad()
-def cell(out, directory) -> None:
-    """One rank's part: (formula, measured) bytes of a prefill on the rank that needs most."""
+def cell(out: str, directory: str) -> None:
+    """Run one rank. Rank 0 writes (formula, measured), the bytes of a prefill on the rank that needs most, to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -95,8 +96,8 @@ def cell(out, directory) -> None:
     dist.destroy_process_group()
 
 
-def confirmed(shape) -> list[str]:
-    """A line of the second table."""
+def confirmed(shape: str) -> list[str]:
+    """A row of the second table."""
     cells = []
     with tempfile.TemporaryDirectory() as directory:
         one_layer(shape, directory)
@@ -107,7 +108,7 @@ def confirmed(shape) -> list[str]:
 
 
 def main() -> None:
-    """Compute, measure, publish both tables."""
+    """Compute, measure and publish both tables."""
     header = ["1 / 2 / 4 GPUs", "paper, 48 GB: 1 -> 4", "paper, 80 GB"]
     for budget in BUDGETS:
         header += [f"{budget} GB: longest prompt, batch {BATCH}", "with mamba-ssm's kernels"]

@@ -1,13 +1,15 @@
-"""PROJECTION, not a measurement: published shapes on 1 to 8 H100s, from what four H100s were measured to take (about 1 min).
+"""PROJECTION, not a measurement: published shapes on 1 to 8 H100s, from measurements of four H100s (about 1 min).
 
-A token that follows 1024 others takes the bytes it reads (a shared block's at each use; keys and values) over 0.7 of an
-H100's 3.35 TB/s, and its all-reduces' time by the fabric of examples/h100x4 (four GPUs; two and eight are extrapolated).
-Extrapolated times are intervals: from a latency that does not grow with the ranks to one that grows like a ring's. "Graph"
-is all-reduce latency inside CUDA graphs; what the host takes to launch kernels is in neither. bf16 weights, fp32 states and
-sums; the longest prompt is that of mamba-ssm's kernels.
+The time of a token that follows 1024 others has two parts. Its bytes are read at 0.7 of an H100's 3.35 TB/s: weights (those
+of a shared block at each use), states, keys and values. Its all-reduces take the time of the fabric in examples/h100x4,
+which was measured on four GPUs and is extrapolated to two and eight. An extrapolated time is an interval: from a latency
+that does not grow with the ranks to one that grows like a ring's. "graphs" means the latency of all-reduces inside CUDA
+graphs. The host's time to launch kernels is not included. Weights are in bf16, states and sums in fp32. The longest prompt
+is that of mamba-ssm's kernels.
 """
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
@@ -20,17 +22,17 @@ from sparsefusion.fabric.readers import extended, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 DEGREES, BATCHES, PROMPT, GB = (1, 2, 4, 8), (1, 64), 1024, 1e9
-CAPACITY, MEASURED = 80 * GB, (1, 4)
+CAPACITY, MEASURED = 80 * GB, (1, 4)  # MEASURED: the numbers of GPUs whose times are not extrapolated
 
 
 def h100s() -> Fabric:
-    """Four H100s: small messages as a token's all-reduces were timed, larger ones as nccl-tests did."""
+    """The fabric of four H100s: small messages from timed all-reduces of a token, larger ones from nccl-tests."""
     sweeps = [read_curves(FILES / f"{name}.csv", name, 4)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
     return Fabric(tuple(extended(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
 
 
-def row(name, config, fabric, degree) -> list[str]:
-    """A model on so many GPUs."""
+def row(name: str, config: Config, fabric: Fabric, degree: int) -> list[str]:
+    """A row of the table: one model on `degree` GPUs."""
     memory = Memory(config, degree)
     held = memory.weights + memory.cache(max(BATCHES), PROMPT)
     cells = [name, str(degree), f"{memory.weights / GB:.1f} GB", f"{held / GB:.1f} GB"]
@@ -46,8 +48,8 @@ def row(name, config, fabric, degree) -> list[str]:
     return [*cells, f"{Memory(config, degree, on_cuda=True).longest_prompt(CAPACITY, 256):,}"]
 
 
-def milliseconds(found) -> str:
-    """Of a measured number of GPUs the time, of others the interval."""
+def milliseconds(found: Any) -> str:
+    """The time per token as text; the interval, if the number of GPUs was not measured. found: a row of `best_degree`."""
     if found.degree in MEASURED:
         return f"{found.seconds * 1e3:.2f}"
     return f"{found.low * 1e3:.1f} to {found.high * 1e3:.1f}"
@@ -56,8 +58,8 @@ def milliseconds(found) -> str:
 def main() -> None:
     """Compute and publish."""
     fabric, rows = h100s(), []
-    for name, theirs in PUBLISHED.items():
-        config = Config.from_dict(theirs.to_dict())
+    for name, published in PUBLISHED.items():
+        config = Config.from_dict(published.to_dict())
         for degree in DEGREES:
             try:
                 rows.append(row(name, config, fabric, degree))

@@ -1,13 +1,15 @@
-"""What quantized sums add to throughput, by prompt and output: the paper's Fig. 9 (about 14 min; root).
+"""How much quantized all-reduces add to throughput, by prompt and output: the paper's Fig. 9 (about 14 min; root).
 
-The claim: fp16 sums >= 1.1x at 256 tokens in and 16 out behind 200 mbit. Mamba-1 of the 130m shape, and the two others of
-which the paper gives a number; batch 1, links of 1 gbit and 200 mbit. Reading each prompt and decoding are measured in turn
-with exact, fp16 and int8 sums, medians of 15; an output of n tokens takes one and n - 1 times the other. The exact model
-runs twice: gains are over the mean of both, and their difference is the spread.
+The claim: with 256 tokens in and 16 out, over links of 200 mbit, fp16 sums give >= 1.1x the throughput. Mamba-1 of the 130m
+shape and the two other families for which the paper gives a number, at batch 1, over links of 1 gbit and 200 mbit. Reading
+a prompt and decoding are measured in turn with exact, fp16 and int8 sums (medians of 15). An output of n tokens takes the
+time of reading the prompt and n - 1 times that of decoding a token. The exact model runs twice: gains are over the mean of
+both runs, and their difference is the spread.
 """
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
@@ -35,8 +37,8 @@ PAPER = [["Mamba, the paper's", "A6000, PCIe", "64 to 256", "fp16", "1.03 to 1.1
 
 
 @torch.no_grad()
-def cell(out, shape, directory) -> None:
-    """One rank's part: {"prompt format": seconds}; prompt 0: of a decoded token."""
+def cell(out: str, shape: str, directory: str) -> None:
+    """Run one rank. Rank 0 writes {"PROMPT FORMAT": seconds} to `out`; with PROMPT 0, the seconds of a decoded token."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -46,10 +48,10 @@ def cell(out, shape, directory) -> None:
     prompts = PROMPTS[shape]
     ids = torch.randint(0, 50280, (1, max(prompts)), generator=torch.Generator().manual_seed(0))
 
-    def read(name, prompt):
+    def read(name: str, prompt: int) -> None:
         models[name].local_logits(ids[:, :prompt], cache=models[name].new_cache(1), logits_to_keep=1)
 
-    def decode(name):
+    def decode(name: str) -> None:
         for _ in range(NEW):
             models[name].local_logits(ids[:, :1], cache=caches[name])
 
@@ -64,25 +66,25 @@ def cell(out, shape, directory) -> None:
     dist.destroy_process_group()
 
 
-def gain(seconds, prompt, output, name) -> float:
-    """Throughput over exact sums'."""
-    exact, again, those = (whole(seconds, prompt, output, each) for each in ("fp32", "again", name))
-    return (exact + again) / 2 / those
+def gain(seconds: dict[str, float], prompt: int, output: int, name: str) -> float:
+    """The throughput with format `name` over that with exact sums. seconds: what `cell` wrote."""
+    exact, again, quantized = (whole(seconds, prompt, output, each) for each in ("fp32", "again", name))
+    return (exact + again) / 2 / quantized
 
 
-def whole(seconds, prompt, output, name) -> float:
-    """Seconds of a prompt and what follows."""
+def whole(seconds: dict[str, float], prompt: int, output: int, name: str) -> float:
+    """The seconds of reading a prompt and decoding an output."""
     return seconds[f"{prompt} {name}"] + (output - 1) * seconds[f"0 {name}"]
 
 
-def spread(seconds, prompt) -> str:
-    """The largest difference between two exact runs."""
+def spread(seconds: dict[str, float], prompt: int) -> str:
+    """The largest difference between the two exact runs."""
     pairs = ([whole(seconds, prompt, output, name) for name in ("fp32", "again")] for output in OUTPUTS)
     return f"{max(max(pair) / min(pair) for pair in pairs) - 1:.0%}"
 
 
-def plot(gains) -> None:
-    """A line for each link, prompt and format of the first shape; gains: a function of these and the output."""
+def plot(gains: Callable[[str, int, str, int], float]) -> None:
+    """Plot a line for each link, prompt and format of the first shape. gains: (link, prompt, format, output) -> gain."""
     figure, panels = plt.subplots(1, len(LINKS), figsize=(8, 3), layout="constrained", sharey=True)
     for panel, link in zip(panels, LINKS, strict=True):
         for name, style in zip(FORMATS[1:], (".-", ".--"), strict=True):
@@ -98,7 +100,7 @@ def plot(gains) -> None:
 
 
 def main() -> None:
-    """Measure both links, plot, publish."""
+    """Measure on both links; publish the table and the plot."""
     measured = {}
     for shape in PROMPTS:
         with tempfile.TemporaryDirectory() as directory:

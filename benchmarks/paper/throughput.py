@@ -1,16 +1,17 @@
 """Tensor parallelism against one rank, and against data parallelism on the same cores, by prompt and output (about 33 min).
 
-The claim: two ranks give more tokens per second than one rank, and, unless the prompt is long and the output short, than two
-replicas that take half of the batch each.
-Four families at sizes near 130m, one thread per rank, all ranks of one machine, greedy `megatron_ssm.stream`; the token
-times of one run give the throughput of every shorter output. Medians of interleaved runs; the spread is what TP 2's even
-and odd runs differ by.
+The claim: two tensor-parallel ranks (TP 2) give more tokens per second than one rank. They also give more than two replicas
+with half of the batch each (DP 2), unless the prompt is long and the output short. Four families at sizes near 130m, all
+ranks on one machine with one thread each, greedy `megatron_ssm.stream`. The token times of one run give the throughput of
+every shorter output. Medians of interleaved runs; the spread is the difference between the medians of TP 2's even and odd
+runs.
 """
 
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
@@ -28,7 +29,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 BATCH, REPETITIONS = 4, 6
-PROMPTS = {"Mamba-1 130m": (16, 64, 256), "Mamba-2 130m": (16, 64, 256)}  # the paper's; of the others up to 1024
+PROMPTS = {"Mamba-1 130m": (16, 64, 256), "Mamba-2 130m": (16, 64, 256)}  # those of the paper; for other families LONG
 LONG, OUTPUTS = (16, 256, 1024), (4, 16, 64)
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "throughput.png"
 PAPER = [
@@ -37,8 +38,8 @@ PAPER = [
 ]
 
 
-def token_times(model, ids) -> list[float]:
-    """Seconds after which each token of the longest output was known."""
+def token_times(model: megatron_ssm.Model, ids: torch.Tensor) -> list[float]:
+    """The seconds from the start until each token of the longest output is known."""
     start, times = time.perf_counter(), []
     for _ in megatron_ssm.stream(model, ids, max_new_tokens=max(OUTPUTS)):
         times.append(time.perf_counter() - start)
@@ -46,8 +47,11 @@ def token_times(model, ids) -> list[float]:
 
 
 @torch.no_grad()
-def rank_main(rank, folder, arrived, directory, prompts) -> None:
-    """One rank's part; rank 0 writes {(prompt, who): [token times of a run]} down, each the slower rank's."""
+def rank_main(rank: int, folder: str, arrived: torch.Tensor, directory: str, prompts: tuple[int, ...]) -> None:
+    """Run one rank. Rank 0 saves {(prompt, contestant): [token times of each run]} in `folder`, those of the slower rank.
+
+    arrived: see `benchmarks.support.pair.meet`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
     both, alone = megatron_ssm.load(directory, dist.group.WORLD), megatron_ssm.load(directory)
@@ -72,42 +76,42 @@ def rank_main(rank, folder, arrived, directory, prompts) -> None:
     dist.barrier()
 
 
-class Found:
-    """Medians of one family and prompt."""
+class Result:
+    """The runs of one family and prompt, by contestant, and their medians. measured: what `rank_main` saved."""
 
-    def __init__(self, measured, prompt):
+    def __init__(self, measured: dict[tuple[int, str], list[list[float]]], prompt: int) -> None:
         self.runs = {who: runs for (length, who), runs in measured.items() if length == prompt}
 
-    def median(self, who, of) -> float:
-        """Of a function of a run's token times."""
+    def median(self, who: str, of: Callable[[list[float]], float]) -> float:
+        """The median over a contestant's runs of a function `of` their token times."""
         return statistics.median(map(of, self.runs[who]))
 
-    def first(self, who) -> float:
-        """TTFT in seconds."""
+    def first(self, who: str) -> float:
+        """The time to the first token, in seconds."""
         return self.median(who, lambda times: times[0])
 
-    def each(self, who) -> float:
-        """TPOT in seconds."""
+    def each(self, who: str) -> float:
+        """The time per token after the first one, in seconds."""
         return self.median(who, lambda times: (times[-1] - times[0]) / (len(times) - 1))
 
-    def gain(self, over, output) -> float:
-        """Throughput of TP 2 over another's: both give the batch's tokens, in the time of the last."""
+    def gain(self, over: str, output: int) -> float:
+        """The throughput of TP 2 over that of contestant `over`, for an output of `output` tokens."""
         return self.median(over, lambda t: t[output - 1]) / self.median("TP 2", lambda t: t[output - 1])
 
     def spread(self) -> float:
-        """How far the halves of TP 2's runs are apart, first token to last."""
+        """The relative difference between the medians of TP 2's even and odd runs."""
         totals = [times[-1] for times in self.runs["TP 2"]]
         return abs(statistics.median(totals[::2]) / statistics.median(totals[1::2]) - 1)
 
     @property
-    def gains(self) -> tuple:
-        """What `plot` takes."""
+    def gains(self) -> tuple[list[float], list[float], float]:
+        """What `plot` draws: throughput over one rank and over DP 2, by output; speed of the first token over DP 2."""
         over = [[self.gain(who, output) for output in OUTPUTS] for who in ("one rank", "DP 2")]
         return *over, self.first("DP 2") / self.first("TP 2")
 
 
-def row(family, prompt, found: Found) -> list[str]:
-    """A line of the table."""
+def row(family: str, prompt: int, found: Result) -> list[str]:
+    """A row of the table."""
     whole = []
     for value, unit in ((found.first, "ms"), (found.each, "ms")):
         times = [value(who) for who in ("one rank", "TP 2", "DP 2")]
@@ -116,10 +120,10 @@ def row(family, prompt, found: Found) -> list[str]:
     return [family, str(prompt), *whole, *gains, f"{found.spread():.0%}"]
 
 
-def plot(gains) -> None:
-    """Throughput over one rank and over replicas by output, first token by prompt: the paper's Figs. 4 to 6.
+def plot(gains: dict[tuple[str, int], tuple[list[float], list[float], float]]) -> None:
+    """Plot the throughput by output and the speed of the first token by prompt, as the paper's Figs. 4 to 6 do.
 
-    gains: {(family, prompt): (over one rank, over DP 2, of the first token over DP 2)}, the first two by output.
+    gains: {(family, prompt): `Result.gains`}.
     """
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     families = list(dict.fromkeys(family for family, _ in gains))
@@ -151,7 +155,7 @@ def main() -> None:
             random_model(family, directory)
             prompts = PROMPTS.get(family, LONG)
             measured = launch(rank_main, directory, prompts)
-        found |= {(family, prompt): Found(measured, prompt) for prompt in prompts}
+        found |= {(family, prompt): Result(measured, prompt) for prompt in prompts}
     plot({of: one.gains for of, one in found.items()})
     outputs = " / ".join(map(str, OUTPUTS))
     header = [f"model, batch {BATCH}", "prompt", "TP 2: first token (faster than one rank, than DP 2)",

@@ -1,4 +1,6 @@
-"""Figures of attention on a grid of ranks: where queries, keys and values travel, and how the traffic falls."""
+"""Figures of attention on a grid of ranks: where queries, keys and values travel, and how traffic falls with ranks."""
+
+from pathlib import Path
 
 from svg import COLOURS, INK, MUTED, Drawing
 
@@ -10,8 +12,8 @@ CELL, GAP, LEFT, TOP = 96, 44, 150, 96
 BLUE, ORANGE, GREEN = (COLOURS[name][1] for name in ("blue", "orange", "green"))
 
 
-def attention_on_a_grid():
-    """Nine ranks; one of them, its row and its column are marked."""
+def attention_on_a_grid() -> Path:
+    """Draw nine ranks, with one of them, its row and its column marked."""
     drawing = Drawing(760, 520, "Attention on a grid of 3 rows and 3 columns")
     drawing.text(LEFT + 1.5 * CELL + GAP, 32, "queries travel along a row", 15, True, "middle", BLUE)
     drawing.text(LEFT + 1.5 * CELL + GAP, 54, "to every cell of it, C - 1 chunks", 14, False, "middle", BLUE)
@@ -48,15 +50,15 @@ def attention_on_a_grid():
     return drawing.save("attention-on-a-grid")
 
 
-def sent(ranks, rows, cols, k=1.0):
-    """Bytes that the busiest rank sends forward, in units of the whole sequence's queries."""
+def sent(ranks: int, rows: int, cols: int, k: float = 1.0) -> float:
+    """The bytes that the busiest rank sends in forward, in units of the whole sequence's queries. k: kv_heads / heads."""
     slots, heads, head_dim = 2**20 // ranks, 32, 128
     nbytes = messages(Grid(0, 1, rows, cols), slots, 1, heads, int(heads * k), head_dim, 2).volume.forward
     return nbytes / (2**20 * heads * head_dim * 2)
 
 
-def grid_traffic():
-    """Bytes of a ring and of the best grid, by ranks, on logarithmic axes."""
+def grid_traffic() -> Path:
+    """Plot the bytes of a ring and of a square grid, by ranks, on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Draw all figures of the documentation into docs/assets/figures: `python docs/figures/draw.py` (matplotlib; no torch)."""
+"""Draw all figures of the documentation into docs/assets/figures: `python docs/figures/draw.py`. Needs matplotlib."""
 
 import sys
 from pathlib import Path

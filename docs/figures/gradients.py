@@ -1,31 +1,37 @@
-"""The figure of selective sparsification: one backward pass sent in three ways, as lanes of work over time."""
+"""The figure of selective sparsification: one backward pass whose gradients are sent in three ways, over time."""
+
+from pathlib import Path
 
 from svg import MUTED, Drawing
 
-LEFT, UNIT = 110, 28  # x of time 0; pixels of a unit of time
+LEFT, UNIT = 110, 28  # the x coordinate of time 0; pixels per unit of time
 LONGEST = 22.4
-# Gradients in the order in which backward has them ready: (name, units of backward, of selecting from it).
+# Gradients in the order in which backward computes them: (name, time to compute it, time to select from it).
 GRADIENTS = (
     ("g4", 2.0, 0.9), ("b", 0.6, 0.6), ("g3", 2.0, 0.9), ("b", 0.6, 0.6), ("g2", 2.0, 0.9), ("b", 0.6, 0.6),
     ("g1", 2.0, 0.9),
 )  # fmt: skip
-DENSE, SPARSE, SMALL = 4.6, 0.9, 0.6  # units of a message
+DENSE, SPARSE, SMALL = (
+    4.6,
+    0.9,
+    0.6,
+)  # the time of a message with a whole matrix, with selected elements, and with a small gradient
 
 
-def lane(drawing, y, name):
-    """A lane's name and its line."""
+def lane(drawing: Drawing, y: float, name: str) -> None:
+    """Draw the name and the line of a lane, in which work is shown over time."""
     drawing.text(LEFT - 12, y + 19, name, 13.5, False, "end", MUTED)
     drawing.line([(LEFT, y + 31), (LEFT + LONGEST * UNIT, y + 31)], "#e3e6ea", 1)
 
 
-def work(drawing, y, start, length, text, colour):
-    """A piece of work in a lane, from a time on; returns when it ends."""
+def work(drawing: Drawing, y: float, start: float, length: float, text: str, colour: str) -> float:
+    """Draw a piece of work that begins at time `start` in the lane at `y`. Returns the time at which it ends."""
     drawing.box(LEFT + start * UNIT, y, length * UNIT - 2, 28, text, colour, 12, radius=4)
     return start + length
 
 
-def dense(drawing, y):
-    """Every gradient whole."""
+def dense(drawing: Drawing, y: float) -> None:
+    """Draw a step that sends every gradient whole."""
     lane(drawing, y, "compute")
     lane(drawing, y + 38, "network")
     at = link = 0.0
@@ -34,8 +40,8 @@ def dense(drawing, y):
         link = work(drawing, y + 38, max(link, at), SMALL if name == "b" else DENSE, name, "orange")
 
 
-def one_by_one(drawing, y):
-    """Every gradient sparse, in a message of its own."""
+def one_by_one(drawing: Drawing, y: float) -> None:
+    """Draw a step that sends selected elements of every gradient, each gradient in its own message."""
     lane(drawing, y, "compute")
     lane(drawing, y + 38, "network")
     at = link = 0.0
@@ -45,8 +51,8 @@ def one_by_one(drawing, y):
         link = work(drawing, y + 38, max(link, at), SPARSE, name, "orange")
 
 
-def selective(drawing, y):
-    """Two buffers; small gradients whole."""
+def selective(drawing: Drawing, y: float) -> None:
+    """Draw a step with two fused buffers, which sends small gradients whole."""
     lane(drawing, y, "compute")
     lane(drawing, y + 38, "network")
     at = link = 0.0
@@ -63,8 +69,8 @@ def selective(drawing, y):
         link = work(drawing, y + 38, link, 0.5 + 0.5 * len(large), names, "orange")
 
 
-def selective_sparsification():
-    """Dense, every gradient sparse and alone, and fused buffers that send small gradients whole."""
+def selective_sparsification() -> Path:
+    """Draw the three steps below each other."""
     drawing = Drawing(760, 510, "One backward pass: dense, sparse one by one, and selective in fused buffers")
     plans = (
         ("Dense: every number is sent", dense),

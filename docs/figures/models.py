@@ -1,12 +1,14 @@
 """Figures of a state-space block: how it is split over two ranks, and how many all-reduces each kind of block needs."""
 
+from pathlib import Path
+
 from svg import MUTED, Drawing
 
 RANKS = (("rank 0: channels 0 to I/2", "blue"), ("rank 1: channels I/2 to I", "orange"))
 
 
-def splitting_an_ssm():
-    """A Mamba-1 block on two ranks: what each rank holds, and the two all-reduces."""
+def splitting_an_ssm() -> Path:
+    """Draw a Mamba-1 block on two ranks: what each rank holds, and the two all-reduces."""
     drawing = Drawing(760, 700, "A Mamba-1 block split by channel over two tensor-parallel ranks")
     left, width, gap = 150, 280, 20
     columns = [left, left + width + gap]
@@ -48,8 +50,8 @@ def splitting_an_ssm():
     return drawing.save("splitting-an-ssm")
 
 
-def all_reduce_count():
-    """Three blocks beside each other: two all-reduces, one, and two again."""
+def all_reduce_count() -> Path:
+    """Draw three blocks beside each other, with two all-reduces, one, and two."""
     drawing = Drawing(860, 605, "All-reduces of a block by family")
     columns = [
         ("Mamba-1, Falcon-Mamba", "2 per block", [

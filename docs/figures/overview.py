@@ -1,4 +1,6 @@
-"""The overview: four packages, their rooms, and what each talks to."""
+"""The overview: the four packages, their rooms, and the libraries and files with which each exchanges data."""
+
+from pathlib import Path
 
 from svg import INK, MUTED, Drawing
 
@@ -16,8 +18,8 @@ PACKAGES = (
 LEFT, WIDTH = 190, 470
 
 
-def overview():
-    """Packages from bottom to top in import order; outside of them, who uses them and what they use."""
+def overview() -> Path:
+    """Draw the packages from bottom to top in import order, and beside them their users and what they use."""
     drawing = Drawing(880, 560, "The four packages and what talks to what")
     tops = {}
     top = 62
@@ -35,7 +37,9 @@ def overview():
             drawing.text(middle + 10, top + height + 18, "imports", 12, colour=MUTED)
         top += height + 28
 
-    def beside(package, text, left, height=48, shift=0.0, both=False, inward=False):
+    def beside(
+        package: str, text: str, left: bool, height: float = 48, shift: float = 0.0, both: bool = False, inward: bool = False
+    ) -> None:  # fmt: skip
         at, high = tops[package]
         y = at + high / 2 - height / 2 + shift
         x, width = (14, 138) if left else (706, 160)

@@ -1,5 +1,6 @@
-"""A small SVG writer for the diagrams of the documentation: boxes, text, arrows, on a background of their own."""
+"""A small SVG writer for the diagrams of the documentation: boxes, text and arrows on a white card."""
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -19,13 +20,17 @@ COLOURS = {
 
 
 class Drawing:
-    """Shapes on a white card of width x height; `save` writes them to docs/assets/figures/NAME.svg."""
+    """Shapes on a white card of width x height pixels; `save` writes them to docs/assets/figures/NAME.svg."""
 
-    def __init__(self, width: int, height: int, title: str):
-        self.width, self.height, self.title, self.shapes = width, height, title, []
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self.shapes: list[str] = []
 
-    def box(self, x, y, width, height, text="", colour="white", size=15, bold=False, dashed=False, radius=6):
-        """A rectangle with lines of text in its middle."""
+    def box(
+        self, x: float, y: float, width: float, height: float, text: str = "", colour: str = "white", size: float = 15,
+        bold: bool = False, dashed: bool = False, radius: float = 6,
+    ) -> None:  # fmt: skip
+        """Draw a rectangle with lines of text in its middle. (x, y): its upper left corner. bold: the first line."""
         fill, stroke = COLOURS[colour]
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.shapes.append(
@@ -38,18 +43,24 @@ class Drawing:
             for number, line in enumerate(lines):
                 self.text(x + width / 2, first + number * size * 1.24, line, size, bold and number == 0, "middle")
 
-    def text(self, x, y, text, size=15, bold=False, anchor="start", colour=INK, italic=False):
-        """One line of text; y is its baseline."""
+    def text(
+        self, x: float, y: float, text: str, size: float = 15, bold: bool = False, anchor: str = "start",
+        colour: str = INK, italic: bool = False,
+    ) -> None:  # fmt: skip
+        """Draw one line of text. y: its baseline. anchor: SVG's text-anchor, the part of the text that is at x."""
         style = ' font-weight="600"' * bold + ' font-style="italic"' * italic
         place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"'
         self.shapes.append(f"<text {place}{style}>{escape(text)}</text>")
 
-    def note(self, x, y, text):
-        """One line of small, pale text."""
+    def note(self, x: float, y: float, text: str) -> None:
+        """Draw one line of small, pale text."""
         self.text(x, y, text, 13, colour=MUTED)
 
-    def line(self, points, colour=LINE, width=1.8, arrow=False, dashed=False):
-        """A line through points; arrow: with a head at its end."""
+    def line(
+        self, points: Sequence[tuple[float, float]], colour: str = LINE, width: float = 1.8, arrow: bool = False,
+        dashed: bool = False,
+    ) -> None:  # fmt: skip
+        """Draw a line through points. arrow: with a head at its end."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.shapes.append(
@@ -58,7 +69,7 @@ class Drawing:
         if arrow:
             self._head(points[-2], points[-1], colour)
 
-    def _head(self, start, end, colour, size=8):
+    def _head(self, start: tuple[float, float], end: tuple[float, float], colour: str, size: float = 8) -> None:
         (x0, y0), (x1, y1) = start, end
         length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
@@ -69,7 +80,7 @@ class Drawing:
         self.shapes.append(f'<polygon points="{points}" fill="{colour}"/>')
 
     def save(self, name: str) -> Path:
-        """Write the file; returns its path."""
+        """Write the file and return its path."""
         path = FOLDER / f"{name}.svg"
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
