@@ -1,5 +1,5 @@
-"""Collectives that count their bytes, the formats of numbers on the wire, shared memory between ranks of one host,
-and the comparison by which ranks find out that they were asked for different things.
+"""Collectives that count their bytes, wire formats, shared memory between ranks of one host, and the comparison of
+what ranks were called with, so that different calls raise an error instead of waiting for ever.
 
 In: tensors and a process group.
 Out: the results on every rank, and the bytes that this rank sent.

@@ -1,21 +1,26 @@
-"""Compares what ranks were called with before they communicate; different calls would make them wait for ever."""
+"""Compares what the ranks were called with before they communicate: after different calls they would wait for ever."""
 
 import hashlib
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 SHOWN = 320  # bytes of each rank's arguments in the error
 
+Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank -> those of all ranks, (P, n)
+T = TypeVar("T")
 
-def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "ranks") -> int:
+
+def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object], whose: str = "ranks") -> int:
     """Compare the arguments of all ranks. Returns a random number below 2^48, the same on all ranks.
 
-    gather: a tensor (n,) of this rank -> those of all ranks, (P, n). asked: returns this rank's arguments, whose `repr`
-    is compared, or raises an error. ValueError on every rank: the arguments differ, or are wrong on some ranks; an
-    error that occurs on all ranks is raised as it is. Gathers 16 bytes per rank, and SHOWN more if they differ.
+    gather: an all-gather of int64 on `device`. asked: returns this rank's arguments, whose `repr` is compared, or raises
+    an error. whose: what the error calls the ranks. ValueError on every rank: the arguments differ, or are wrong on some
+    ranks; an error that occurs on all ranks is raised as it is. Gathers 16 bytes per rank, and SHOWN more if they differ.
     """
     wrong: Exception | None = None
     try:
@@ -25,47 +30,55 @@ def agree(gather: Callable, device, asked: Callable[[], object], whose: str = "r
         text = repr(wrong)
     except Exception as error:  # of any kind: the others wait in the gather
         wrong, text = error, repr(error)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-    given = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
-    different = (given[:, 0] != given[0, 0]).nonzero().flatten().tolist()
+    digest = int.from_bytes(hashlib.sha256(_encode(text)).digest()[:8], "little", signed=True)
+    gathered = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
+    different = (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()
     if different:
         texts = _gather_text(gather, device, f"{bool(wrong):d}{text if wrong is None else wrong}")
         raise ValueError(_difference(texts, different, whose))
     if wrong is not None:
         raise wrong
-    return int(given[0, 1])
+    return int(gathered[0, 1])
 
 
-def from_first(made, group, device):
-    """Call `made()` on the first rank of `group`, and return its result on all ranks. group None: call it here.
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device | str | None) -> T:
+    """Call `make()` on the first rank of `group`, and return its result on all ranks. group None: call it here.
 
-    RuntimeError on all ranks: the error that it raised. The result is sent as a pickled object, as torch does.
+    RuntimeError on all ranks: the error that it raised, or a result that cannot be pickled. The result is broadcast as a
+    pickled object, as torch does. device: where the broadcast's tensors are created.
     """
     if group is None:
-        return made()
-    box = [None, None]
+        return make()
+    box: list = [None, None]  # the result, and the error
     if group.rank() == 0:
         try:
-            box[0] = made()
+            box[0] = make()
+            pickle.dumps(box[0])  # the broadcast would raise the error on this rank only
         except Exception as error:  # of any kind: the others wait
-            box[1] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+            box = [None, f"{type(error).__name__}: {error}"]
+    where = None if device is None else torch.device(device)
+    dist.broadcast_object_list(box, group=group, group_src=0, device=where)
     if box[1]:
         raise RuntimeError(f"rank 0 of {group.size()}: {box[1]}")
     return box[0]
 
 
-def _gather_text(gather, device, text) -> list[str]:
+def _encode(text: str) -> bytes:
+    """Its UTF-8. Surrogates, as in the name of a file that is not UTF-8, are escaped, because they have no UTF-8."""
+    return text.encode(errors="backslashreplace")
+
+
+def _gather_text(gather: Gather, device: torch.device | str, text: str) -> list[str]:
     """The first SHOWN bytes of each rank's text."""
-    words = torch.frombuffer(bytearray(text.encode()[:SHOWN].ljust(SHOWN, b"\0")), dtype=torch.int64)
+    words = torch.frombuffer(bytearray(_encode(text)[:SHOWN].ljust(SHOWN, b"\0")), dtype=torch.int64)
     return [
         bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")
         for row in gather(words.to(device)).cpu()
     ]
 
 
-def _difference(texts, different, whose) -> str:
-    """The message of the error. texts: of each rank; they begin with 1 if they describe an error."""
+def _difference(texts: Sequence[str], different: Sequence[int], whose: str) -> str:
+    """The message of the error. texts: of each rank, "1" and an error or "0" and the arguments. different: ranks."""
     for rank, text in enumerate(texts):
         if text.startswith("1"):
             return f"{text[1:]} (rank {rank})"
@@ -74,5 +87,5 @@ def _difference(texts, different, whose) -> str:
     return (
         f"{message}: {other} instead of {first}"
         if other != first
-        else f"{message} (now or earlier, or with other options)"
+        else f"{message}; the difference is beyond the first {SHOWN} bytes"
     )

@@ -1,46 +1,48 @@
 """Collectives that count the bytes that they send.
 
-Every function has a process group (None: one rank, nothing is sent) and a `Counter` (None: nothing is counted). It
-returns new tensors without gradients, and does not change its input. All ranks call it with the same shape and dtype,
-unless it says otherwise. What a rank sends of a buffer of S bytes among P ranks:
+Every function takes a process group (None: one rank, nothing is sent) and a `Counter` (None: nothing is counted). It
+returns tensors without gradients, and does not change its input; among several ranks the results are new tensors, and
+with group None they share the input's memory. All ranks call it with the same shape and dtype, unless it says otherwise.
+How many bytes a rank sends of an input of S bytes among P ranks:
 
-| | input | sent |
+| collective | input of a rank | bytes sent |
 |---|---|---|
-| all_reduce | S | 2 (P-1)/P S (a ring's) |
-| all_gather | S, this rank's part | (P-1) S |
-| reduce_scatter | S, P parts | (P-1)/P S |
-| all_to_all | S, P parts | (P-1)/P S |
-| exchange | what it sends | the same |
+| all_reduce | the tensor | 2 (P-1)/P S, as in a ring |
+| all_gather | its part | (P-1) S |
+| reduce_scatter | P parts | (P-1)/P S |
+| all_to_all | P parts | (P-1)/P S |
+| exchange | the messages that it sends | S |
 """
 
-from collections import Counter as Tally
+from collections import Counter as CallCounts
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-STEP_BYTES = 32 * 1024
+STEP_BYTES = 32 * 1024  # from this size on, messages are sent to one rank after the other
 
 
 @dataclass
 class Counter:
-    """What this rank has given to collectives.
+    """Counts this rank's calls of collectives.
 
-    calls: how many, per kind of collective. nbytes: bytes of the input buffers. sent: bytes that this rank has sent.
+    calls: the number of calls of each collective. nbytes: bytes of the inputs. sent: bytes that this rank has sent.
     """
 
-    calls: Tally = field(default_factory=Tally)
+    calls: CallCounts[str] = field(default_factory=CallCounts)
     nbytes: int = 0
     sent: int = 0
 
     def add(self, kind: str, nbytes: int, sent: int) -> None:
-        """Count one call of collective `kind`, with the bytes of its input and the bytes that it sends."""
+        """Count one call of the collective `kind`, the bytes of its input, and the bytes that it sends."""
         self.calls[kind] += 1
         self.nbytes += nbytes
         self.sent += sent
 
     def include(self, other: "Counter") -> None:
-        """Add what another counter has counted."""
+        """Add the counts of another counter."""
         self.calls.update(other.calls)
         self.nbytes += other.nbytes
         self.sent += other.sent
@@ -51,22 +53,32 @@ class Counter:
         self.nbytes = self.sent = 0
 
 
-def _count(counter, kind, tensor, times, ranks) -> None:
-    """Count a call that sends `times`/`ranks` of the tensor, rounded up, as the busiest rank of a ring does."""
+def _count(counter: Counter | None, kind: str, tensor: torch.Tensor, times: int, ranks: int) -> None:
+    """Count a call that sends `times`/`ranks` of the tensor's bytes, rounded up: the share of a ring's busiest rank."""
     if counter is not None:
         counter.add(kind, tensor.nbytes, -(-times * tensor.nbytes // ranks))
 
 
-def all_reduce(tensor, group=None, counter=None, op=dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce `tensor` elementwise over `group`; every rank gets the same new tensor of the same shape and dtype."""
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    counter: Counter | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
+    """Reduce `tensor` elementwise over `group`; every rank gets the same result, of the same shape and dtype."""
     if group is None:
         return tensor.detach()
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     return begin_all_reduce(total, group, counter, op).wait()[0]
 
 
-def begin_all_reduce(total, group, counter=None, op=dist.ReduceOp.SUM) -> "Exchange":
-    """Start an `all_reduce` of a contiguous tensor, in place; `wait()` returns [tensor].
+def begin_all_reduce(
+    total: torch.Tensor,
+    group: dist.ProcessGroup,
+    counter: Counter | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> "Exchange":
+    """Start an `all_reduce` of a contiguous tensor, which is overwritten with the result; `wait()` returns [tensor].
 
     All ranks start their collectives in the same order.
     """
@@ -74,14 +86,16 @@ def begin_all_reduce(total, group, counter=None, op=dist.ReduceOp.SUM) -> "Excha
     return Exchange([dist.all_reduce(total, op=op, group=group, async_op=True)], (), [total])
 
 
-def all_gather(tensor, group=None, counter=None) -> torch.Tensor:
+def all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, counter: Counter | None = None
+) -> torch.Tensor:
     """Every rank's `tensor`, in rank order, on every rank: shape (P, *tensor.shape)."""
     if group is None:
         return tensor.detach().unsqueeze(0)
     return begin_all_gather(tensor, group, counter).wait()[0]
 
 
-def begin_all_gather(tensor, group, counter=None) -> "Exchange":
+def begin_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, counter: Counter | None = None) -> "Exchange":
     """Start an `all_gather`; `wait()` returns [result]. All ranks start their collectives in the same order."""
     tensor = tensor.detach().contiguous()
     _count(counter, "all_gather", tensor, group.size() - 1, 1)
@@ -98,16 +112,17 @@ def begin_all_gather(tensor, group, counter=None) -> "Exchange":
     return Exchange([work], tensor, [parts])
 
 
-def all_gather_small(tensor, group=None) -> torch.Tensor:
+def all_gather_small(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """An `all_gather` of a few bytes, not counted; on CPUs in ceil(log2 P) rounds instead of P - 1 (Bruck et al., 1997).
 
-    In each round a rank sends all that it holds. 16 bytes on 8 ranks of two cores take 5 ms, and 13 ms by gloo's ring.
+    In each round a rank sends all parts that it has so far. Among 8 ranks on two cores, 16 bytes take 5 ms; with gloo's
+    ring they take 13 ms.
     """
     if group is None or tensor.is_cuda:
         return all_gather(tensor, group)
     rank, ranks, held = group.rank(), group.size(), 1
     parts = tensor.new_empty(ranks, *tensor.shape)
-    parts[0] = tensor  # part i belongs to rank + i, until the end
+    parts[0] = tensor  # until the end, part i is that of the rank i places after this one
     while held < ranks:
         more = min(held, ranks - held)
         before, after = (rank - held) % ranks, (rank + held) % ranks
@@ -116,8 +131,10 @@ def all_gather_small(tensor, group=None) -> torch.Tensor:
     return parts.roll(rank, 0)
 
 
-def all_to_all(tensor, group=None, counter=None) -> torch.Tensor:
-    """tensor (P, ...), row r for rank r -> (P, ...), row r from rank r."""
+def all_to_all(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, counter: Counter | None = None
+) -> torch.Tensor:
+    """Send row r of `tensor` (P, ...) to rank r. Returns (P, ...), row r from rank r."""
     if group is None:
         return tensor.detach()
     tensor = _rows_for_ranks(tensor, group)
@@ -133,24 +150,27 @@ def all_to_all(tensor, group=None, counter=None) -> torch.Tensor:
     return received
 
 
-def _step_by_step(message) -> bool:
+def _step_by_step(message: torch.Tensor) -> bool:
     """Whether to send messages of this size to one rank after the other.
 
-    That uses the full rate of a link; gloo's all-to-all, and its all-gather among two ranks, use 50 to 80 % of it.
+    This uses the full bandwidth of a link; gloo's all-to-all, and its all-gather between two ranks, use 50 to 80 % of it.
     """
     return not message.is_cuda and message.nbytes >= STEP_BYTES
 
 
-def _swap(out, into, step, group) -> None:
+def _swap(out: torch.Tensor, into: torch.Tensor, step: int, group: dist.ProcessGroup) -> None:
     """Send `out` to the rank `step` after this one while receiving `into` from the one `step` before."""
     rank, ranks = group.rank(), group.size()
     exchange([(out, (rank + step) % ranks)], [(into, (rank - step) % ranks)], group).wait()
 
 
-def reduce_scatter(tensor, group=None, counter=None) -> torch.Tensor:
-    """tensor (P, ...), row r for rank r -> (...): the sum of the rows for this rank, added in rank order.
+def reduce_scatter(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, counter: Counter | None = None
+) -> torch.Tensor:
+    """The sum (...) of row r of every rank's `tensor` (P, ...) on rank r; on CPUs added in rank order.
 
-    gloo's own reduce-scatter is an all-reduce, and sends twice as much; here an all-to-all sends the rows.
+    gloo's reduce-scatter is an all-reduce, which sends twice as much. On CPUs an all-to-all sends the rows instead, and
+    is what the counter counts.
     """
     if group is None:
         return tensor[0].detach()
@@ -164,8 +184,8 @@ def reduce_scatter(tensor, group=None, counter=None) -> torch.Tensor:
     return total
 
 
-def in_rank_order(parts) -> torch.Tensor:
-    """The sum of `parts`, added in their order, so that it has the same bits on every rank."""
+def in_rank_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of `parts`, a new tensor. They are added in their order, so that it has the same bits on every rank."""
     total, *others = parts
     total = total.clone()
     for part in others:
@@ -173,7 +193,8 @@ def in_rank_order(parts) -> torch.Tensor:
     return total
 
 
-def _rows_for_ranks(tensor, group) -> torch.Tensor:
+def _rows_for_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor, contiguous. ValueError: it does not have one row for each rank."""
     if tensor.shape[0] != group.size():
         raise ValueError(f"{tensor.shape[0]} rows of shape {tuple(tensor.shape[1:])} for {group.size()} ranks")
     return tensor.detach().contiguous()
@@ -182,28 +203,36 @@ def _rows_for_ranks(tensor, group) -> torch.Tensor:
 class Exchange:
     """Messages in flight; `wait()` returns the received tensors."""
 
-    def __init__(self, work, sent, received):
-        self.work, self._sent, self.received = work, sent, received  # sent tensors must stay alive until they are sent
+    def __init__(self, work: Sequence[dist.Work | None], sent: object, received: list[torch.Tensor]):
+        self.work, self.received = work, received
+        self._sent = sent  # the tensors, which must stay alive until they are sent
 
     def wait(self) -> list[torch.Tensor]:
         """Block until all messages are sent and received. Returns the received tensors, in the order of the request."""
         for work in self.work:
-            work.wait()
-        self.work = self._sent = ()
+            if work is not None:  # torch returns None to a rank that is not in the group
+                work.wait()
+        self.work, self._sent = (), None
         return self.received
 
 
-def exchange(sends, receives, group=None, counter=None) -> Exchange:
-    """Start sending and receiving; returns at once.
+def exchange(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup | None = None,
+    counter: Counter | None = None,
+) -> Exchange:
+    """Start sending and receiving, and return at once.
 
-    sends: [(tensor, rank in group to send it to)]. receives: [(empty tensor to fill, rank in group it comes from)].
-    Two ranks' messages meet in the order in which they are listed, so both list them in the same order, and call other
-    functions of this module in the same place between exchanges: some of them exchange messages too. Group None
-    sends nothing: both lists must be empty.
+    sends: [(tensor, rank in group to send it to)]. receives: [(contiguous tensor to fill, rank in group it comes from)].
+    The messages of two ranks are matched in the order in which they are listed, so both ranks list them in the same
+    order. They also call the other functions of this module at the same places between exchanges, because some of those
+    exchange messages too. ValueError: group is None, and the lists are not empty.
     """
     if group is None and (sends or receives):
         raise ValueError(f"{len(sends)} messages to send and {len(receives)} to receive, and group None is one rank")
-    operations, leaving = [], []
+    operations: list[dist.P2POp] = []
+    leaving: list[torch.Tensor] = []
     for buffer, peer in receives:
         operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
     for tensor, peer in sends:

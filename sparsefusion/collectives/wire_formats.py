@@ -1,17 +1,19 @@
-"""Wire formats: how float32 values are encoded between two ranks.
+"""Wire formats: how ranks encode the values that they send to one another.
 
 | format | bytes per element | relative error of a heavy-tailed sum |
 |---|---|---|
 | fp32 | 4 (float64: 8) | rounding only |
-| fp16 | 2, as x / ranks: finite while abs(x) and abs(sum) <= 65504 * ranks, else inf | 3e-4 |
-| bf16 | 2, float32's range | 3e-3 |
-| int8 | 1 + 4/128: blocks of 128 share a float32 scale, max(abs(x)) / 127 | 2e-2 |
+| fp16 | 2; sends x / ranks: finite while abs(x) and abs(sum) <= 65504 * ranks, else inf | 3e-4 |
+| bf16 | 2; has float32's range | 3e-3 |
+| int8 | 1 + 4/128; each block of 128 has a float32 scale, max(abs(x)) / 127 | 2e-2 |
 
-A format encodes rows of values as rows of bytes, and decodes them. NaN and Inf stay NaN or Inf (in int8, their whole
-block). Source: section IV-D of the tensor-parallel SSM paper (fp16 transfer of the all-reduces that remain).
+A format encodes rows of values as rows of bytes, and decodes them. A NaN or Inf is decoded as NaN or Inf; in int8 so is
+its whole block. Source: Tensor Parallelism for State-Space
+Models (Dutt et al.), section IV-D, which sends the remaining all-reduces in fp16.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,39 +24,46 @@ LARGEST_SCALE = torch.finfo(torch.float32).max / 127 * (1 - 2**-24)
 
 @dataclass(frozen=True)
 class Cast:
-    """Values in another dtype. scaled: divided by the number of ranks first, so that their sum has the same range."""
+    """Values in another dtype.
+
+    scaled: values are divided by the number of ranks first, so that their sum is within the dtype's range too.
+    """
 
     name: str
     dtype: torch.dtype
     scaled: bool = False
-    block = 1
+    block: ClassVar[int] = 1
 
     def nbytes(self, numel: int) -> int:
         """Bytes of `numel` values."""
         return numel * self.dtype.itemsize
 
-    def encode(self, x, ranks: int) -> torch.Tensor:
-        """x (rows, n) -> uint8 (rows, nbytes(n))."""
+    def encode(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        """x (rows, n), float32 or float64 -> uint8 (rows, nbytes(n))."""
         return (x / ranks if self.scaled else x).to(self.dtype).view(torch.uint8)
 
-    def decode(self, message, dtype) -> torch.Tensor:
+    def decode(self, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 (rows, nbytes(n)) -> dtype (rows, n), still divided by the number of ranks if scaled."""
         return view_bytes(message, self.dtype).to(dtype)
 
-    def encode_sum(self, total, ranks: int) -> torch.Tensor:
-        """A sum of decoded values -> uint8. If only rounding made it exceed the range, it becomes the largest value."""
+    def encode_sum(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+        """A sum (rows, n) of decoded values -> uint8 (rows, nbytes(n)).
+
+        If a sum exceeds the range by no more than the rounding of its summands can have added, it becomes the largest
+        value.
+        """
         limit = torch.finfo(self.dtype).max
         if self.scaled and (total.is_cuda or not all(abs(end) <= limit for end in _extremes(total))):
             slack = limit * (1 + ranks * torch.finfo(self.dtype).eps)
             total = total.where(total.abs() > slack, total.clamp(-limit, limit))
         return total.to(self.dtype).view(torch.uint8)
 
-    def restore(self, total, ranks: int) -> torch.Tensor:
+    def restore(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum of the original values, from the sum of decoded values, which may be overwritten."""
         return total.mul_(ranks) if self.scaled else total
 
-    def rounded(self, total, ranks: int) -> torch.Tensor:
-        """A sum of decoded values as if it had been sent, so that it does not depend on the algorithm."""
+    def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+        """A sum of decoded values, rounded as if it had been sent, so that it does not depend on the algorithm."""
         return self.decode(self.encode_sum(total, ranks), total.dtype)
 
 
@@ -66,22 +75,22 @@ class Int8:
     """
 
     name: str = "int8"
-    block = BLOCK
+    block: ClassVar[int] = BLOCK
 
     def nbytes(self, numel: int) -> int:
         """Bytes of `numel` values, a multiple of 128: the scales, then the integers."""
         return numel // BLOCK * 4 + numel
 
-    def encode(self, x, ranks: int) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
         """x (rows, n), n a multiple of 128 -> uint8 (rows, nbytes(n))."""
         blocks = x.float().view(len(x), -1, BLOCK)
         scale = blocks.abs().amax(-1, keepdim=True).div_(127)
-        # Not 0, for a block of zeros; and 127 times the scale must not overflow, unless the block does.
+        # The scale must not be 0 for a block of zeros, and 127 times the scale must not overflow, unless the block does.
         scale = scale.where(scale.isinf(), scale.clamp(torch.finfo(torch.float32).tiny, LARGEST_SCALE))
         integers = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([scale.flatten(1).view(torch.uint8), integers.flatten(1).view(torch.uint8)], dim=1)
 
-    def decode(self, message, dtype) -> torch.Tensor:
+    def decode(self, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 (rows, nbytes(n)) -> dtype (rows, n)."""
         blocks = message.shape[1] // (BLOCK + 4)
         scale, integers = message.split([4 * blocks, BLOCK * blocks], dim=1)
@@ -90,16 +99,18 @@ class Int8:
 
     encode_sum = encode
 
-    def restore(self, total, ranks: int) -> torch.Tensor:
+    def restore(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum of the decoded values, unchanged."""
         return total
 
-    def rounded(self, total, ranks: int) -> torch.Tensor:
+    def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum, unchanged: rounding it once more would double the error."""
         return total
 
 
-LOSSY = {
+WireFormat = Cast | Int8
+
+LOSSY: dict[str, WireFormat] = {
     "fp16": Cast("fp16", torch.float16, scaled=True),
     "bf16": Cast("bf16", torch.bfloat16),
     "int8": Int8(),
@@ -111,13 +122,13 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def wire_format(name: str, dtype: torch.dtype):
+def wire_format(name: str, dtype: torch.dtype) -> WireFormat:
     """The format called `name`, for sums of `dtype`, float32 or float64; "fp32" sends both unchanged."""
     return LOSSY.get(name) or Cast("fp32", dtype)
 
 
-def _extremes(x) -> list[float]:
-    """[smallest, largest] value, NaN if there is one; [] for an empty tensor."""
+def _extremes(x: torch.Tensor) -> list[float]:
+    """[smallest, largest] value, both NaN if there is a NaN; [] for an empty tensor."""
     return torch.stack(x.aminmax()).tolist() if x.numel() else []
 
 
@@ -126,14 +137,14 @@ def padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def rows_of(x, rows: int, multiple: int) -> torch.Tensor:
+def rows_of(x: torch.Tensor, rows: int, multiple: int) -> torch.Tensor:
     """x (n,) split into `rows` rows of equal length, a multiple of `multiple`, with zeros at the end."""
     total = padded(x.numel(), rows * multiple)
     return (F.pad(x, (0, total - x.numel())) if total > x.numel() else x).view(rows, total // rows)
 
 
-def view_bytes(message, dtype) -> torch.Tensor:
-    """The bytes of each row as values of `dtype`; copied if they are not aligned."""
+def view_bytes(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes (rows, nbytes) of each row as values of `dtype` (rows, n); copied if they are not aligned."""
     size = dtype.itemsize
     if message.storage_offset() % size or message.stride(0) % size or message.stride(-1) != 1:
         message = message.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""The C kernels of this package, and the loader that finds, checks and opens a package's C library with ctypes.
+"""The C kernels of this package, and the loader that finds, checks and opens the C library of any package with ctypes.
 
-In: the name of a package. Out: its library with typed functions,
-or the reason why it cannot be used, in which case torch does the work.
+In: the name of a package, and the argument types of its C functions.
+Out: the library, or the reason why it cannot be used; then the same operations run in torch.
 May import: no other room.
 """

@@ -1,4 +1,4 @@
-/* What a library says of itself: which sources it was built from, and which of its variants runs here. */
+/* Describes a library: the digest of the sources it was built from, and the instruction set that its kernels use. */
 #include "native.h"
 
 #ifndef SOURCES
@@ -7,6 +7,7 @@
 
 const char *native_sources(void) { return SOURCES; }
 
+/* The instruction set of the clones that run on this processor (see CLONES), or else of the whole library. */
 const char *native_variant(void) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES)
   __builtin_cpu_init();

@@ -1,4 +1,4 @@
-"""Finds and loads a package's C library with ctypes, or says why it cannot be used.
+"""Finds and loads a package's C library with ctypes, or gives the reason why it cannot be used.
 
 A package's kernels are the C files in its `native` folder. If there is a compiler, setup.py compiles them into one
 shared library in the same folder, `libkernels.so`. Every kernel has an equivalent in torch, which runs when the library
@@ -8,9 +8,11 @@ is missing. With MEGATRON_SSM_SKIP_NATIVE=1 no library is built or loaded.
 import ctypes
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the packages
+ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the packages
 COMMON = ("sparsefusion/native/about.c", "sparsefusion/native/native.h")  # compiled into every library
 LIBRARY_NAME = "libkernels.so"
 SIZE, POINTER, INT, FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -21,14 +23,14 @@ def skipped() -> bool:
     return os.environ.get("MEGATRON_SSM_SKIP_NATIVE", "") not in ("", "0")
 
 
-def sources(package: str, root=ROOT) -> list[Path]:
-    """The C files of a package's library. An installed wheel has none."""
+def sources(package: str, root: str | Path = ROOT) -> list[Path]:
+    """The C files that a package's library is built from, sorted. An installed wheel contains none."""
     own = Path(root, package, "native").glob("*.[ch]")
     return sorted({*own, *(path for name in COMMON if (path := Path(root, name)).is_file())})
 
 
-def digest(package: str, root=ROOT) -> str:
-    """The digest of a package's C files, which a library built from them contains; empty if there are none."""
+def digest(package: str, root: str | Path = ROOT) -> str:
+    """The SHA-256 digest of a package's C files, which setup.py compiles into the library; empty if there are no files."""
     texts = [path.read_bytes() for path in sources(package, root)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else ""
 
@@ -42,17 +44,20 @@ def file_of(package: str) -> Path | None:
 class Library:
     """The C library of a package. True if it can be used.
 
-    Attributes: functions, the ctypes library, or None; why, the reason if it cannot be used; variant, the instruction
-    set of its kernels. signatures: {name: argument types} of the functions. path: another library than the package's
-    own, as tests build for older processors.
+    signatures: {name of a function: its argument types}; all functions return an int. path: another library than the
+    package's own, as the tests build for older processors.
+
+    Attributes: functions, the ctypes library, or None if it cannot be used; why, the reason if it cannot be used;
+    variant, the instruction set of its kernels.
     """
 
-    def __init__(self, package: str, signatures: dict, path=None):
-        self.package, self.functions, self.why, self.variant = package, None, "", ""
+    def __init__(self, package: str, signatures: Mapping[str, Any], path: str | Path | None = None):
+        self.package, self.why, self.variant = package, "", ""
+        self.functions: Any = None  # not `CDLL | None`: functions of a CDLL have no types, and `bool(self)` is checked
         try:
             self.functions = self._load(Path(path) if path else self._path(), signatures)
             self.variant = self.functions.native_variant().decode()
-        except (OSError, AttributeError) as error:  # no such file, no library; one without the functions
+        except (OSError, AttributeError) as error:  # not a library; a library that lacks one of the functions
             self.why = str(error)
 
     def _path(self) -> Path:
@@ -63,7 +68,7 @@ class Library:
             raise OSError("not built: it needs a C compiler when the package is installed")
         return path
 
-    def _load(self, path, signatures):
+    def _load(self, path: Path, signatures: Mapping[str, Any]) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         for name in ("native_sources", "native_variant"):
             getattr(library, name).restype = ctypes.c_char_p
@@ -75,8 +80,8 @@ class Library:
             function.argtypes, function.restype = types, INT
         return library
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return self.functions is not None
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"C, {self.variant}" if self else f"torch ({self.why})"

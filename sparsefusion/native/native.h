@@ -1,8 +1,8 @@
-/* What all kernels share: variants for the processors they run on, and numbers as they lie in torch's tensors.
+/* Shared by all kernels: compilation for several processors, and conversion between the element types of torch's tensors.
 
-   Loops are written for GCC to vectorize (#pragma omp simd); CLONES compiles a function for each level of x86-64 and
-   lets the dynamic linker take the best one. A parallel region would be compiled for the lowest level only, so it stands
-   in a driver without CLONES, which calls the cloned function block by block. */
+   Loops are written so that GCC vectorizes them (#pragma omp simd). CLONES compiles a function once for each level of
+   x86-64, and the dynamic linker picks the best one for the processor. GCC would compile a parallel region for the
+   lowest level only, so a parallel loop is written in a function without CLONES that calls the cloned one block by block. */
 #ifndef NATIVE_H
 #define NATIVE_H
 
@@ -23,18 +23,22 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
+/* Element types of tensors; the Python modules that call the kernels have the same numbers. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3 };
 
 INLINE float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-INLINE uint16_t to_bfloat16(float x) {  /* to the nearest, ties to even; a NaN stays one */
+INLINE uint16_t to_bfloat16(float x) { /* rounds to nearest, ties to even; NaN stays NaN */
   uint32_t bits = bits_of_float(x);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return x == x ? rounded : 0x7fc0;
 }
 
-INLINE uint16_t half_of_float(float x) { /* to the nearest, ties to even; a NaN stays one */
+/* float32 -> float16, rounded to nearest, ties to even; NaN stays NaN, and what rounds to 65536 or more becomes infinite.
+   All three results are computed and one is picked, so that the loop has no branches. Adding 0.5 to a number below 2^-14
+   leaves its float16 bits (a subnormal) in the lowest bits of the sum. */
+INLINE uint16_t half_of_float(float x) {
   const uint32_t smallest = 113u << 23, beyond = 143u << 23, magic = 126u << 23; /* 2^-14, 2^16, 0.5 */
   uint32_t sign = bits_of_float(x) & 0x80000000u, bits = bits_of_float(x) ^ sign;
   uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
@@ -44,6 +48,7 @@ INLINE uint16_t half_of_float(float x) { /* to the nearest, ties to even; a NaN 
   return half | sign >> 16;
 }
 
+/* float16 -> float32, which is exact. */
 INLINE float float_of_half(uint16_t half) {
   uint32_t bits = (uint32_t)(half & 0x7fff) << 13, exponent = bits & 0x0f800000u;
   uint32_t normal = bits + (112u << 23), special = bits + (224u << 23);
@@ -52,19 +57,20 @@ INLINE float float_of_half(uint16_t half) {
   return float_of_bits(magnitude | (uint32_t)(half & 0x8000) << 16);
 }
 
-/* The i-th number of a tensor of `type`, FLOAT32 or BFLOAT16. */
+/* Reads element i of a tensor of `type`, FLOAT32 or BFLOAT16. */
 INLINE float get(const void *p, ptrdiff_t i, int type) {
   return type == FLOAT32 ? ((const float *)p)[i] : float_of_bits((uint32_t)((const uint16_t *)p)[i] << 16);
 }
+/* Writes element i. */
 INLINE void put(void *p, ptrdiff_t i, float x, int type) {
   if (type == FLOAT32) ((float *)p)[i] = x;
   else ((uint16_t *)p)[i] = to_bfloat16(x);
 }
-/* A number as a tensor of `type` would have it. */
+/* Rounds x to `type`. */
 INLINE float rounded(float x, int type) {
   return type == FLOAT32 ? x : float_of_bits((uint32_t)to_bfloat16(x) << 16);
 }
-/* The address of the i-th number. */
+/* The address of element i. */
 INLINE void *at(const void *p, ptrdiff_t i, int type) { return (char *)p + i * (type == FLOAT32 ? 4 : 2); }
 
 #endif

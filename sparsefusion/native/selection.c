@@ -1,33 +1,40 @@
-/* The k largest numbers of gradient + residual, in one pass: add, keep what may be among them, leave the rest as residual.
+/* Selects the k largest elements of gradient + residual in one pass: adds them, keeps candidates for the k largest, and
+   leaves the rest as the residual.
 
-   Numbers are compared by their bits without the sign, which are ordered as the numbers are: infinities above all others,
-   NaN above them, so that neither is ever left behind. Of equal numbers the first are taken. A sample says which numbers
-   are of interest (Deep Gradient Compression, Lin et al., 2018), but not what is taken: candidates that have become too
-   many are reduced to the k best of them, and if there are too few at the end, the pass is repeated without it. */
+   Magnitudes are compared as keys: the bits without the sign, which are ordered like the values. Infinities are above all
+   finite values and NaN above infinities, so that non-finite elements are selected first. Of equal elements, those with the
+   smallest indices are selected.
+
+   A sample of the elements gives a threshold for candidates (Deep Gradient Compression, Lin et al., 2018). It makes the pass
+   fast, and does not change what is selected: when there are too many candidates, they are reduced to the k largest, and if
+   there are fewer than k at the end, a second pass takes all elements as candidates. */
 #include <math.h>
 
 #include "native.h"
 
+/* Elements compared with the threshold at a time; fewer elements than this are not sampled; one in SAMPLED is sampled, but
+   at most MOST_SAMPLED. */
 enum { SLICE = 64, SMALL = 16384, SAMPLED = 64, MOST_SAMPLED = 16384 };
 
-/* Flat parts of what is selected from; places count through all of them, one after the other. gradient: of `type`, or
-   NULL for none. residual: receives gradient * scale + residual, 0 where a number was taken. */
+/* A flat tensor. Selection treats several as if they were concatenated, and indices count through all of them.
+   gradient: NULL for none. residual: is overwritten with gradient * scale + residual, and 0 where an element was selected. */
 typedef struct {
   const void *gradient;
   float *residual;
   ptrdiff_t numel;
 } Segment;
 
+/* The candidates, with ascending indices. */
 typedef struct {
-  uint32_t *keys; /* candidates, in the order of their places */
-  int32_t *places;
+  uint32_t *keys;
+  int32_t *indices;
   ptrdiff_t count, capacity, k;
-  uint32_t least; /* the smallest key that is still of interest */
-} Best;
+  uint32_t threshold; /* elements with smaller keys are no candidates */
+} Candidates;
 
-/* The k-th largest key, and how many of those equal to it are among the k. */
+/* The k-th largest key, and how many of the keys equal to it are among the k largest. */
 static uint32_t kth_largest(const uint32_t *keys, ptrdiff_t count, ptrdiff_t k, ptrdiff_t *equal) {
-  static const int SHIFTS[] = {20, 10, 0}; /* keys have 31 bits: 11, 10, 10 */
+  static const int SHIFTS[] = {20, 10, 0}; /* a radix search over the 31 bits of a key: 11, then 10, then 10 */
   uint32_t found = 0, known = 0;
   for (int digit = 0; digit < 3; digit++) {
     ptrdiff_t histogram[2048] = {0};
@@ -43,25 +50,29 @@ static uint32_t kth_largest(const uint32_t *keys, ptrdiff_t count, ptrdiff_t k, 
   return found;
 }
 
-static void keep_best(Best *best) {
+/* Keeps the k largest candidates, and raises the threshold so that only larger elements join them. */
+static void keep_largest(Candidates *candidates) {
   ptrdiff_t equal, count = 0;
-  const uint32_t last = kth_largest(best->keys, best->count, best->k, &equal);
-  for (ptrdiff_t i = 0; i < best->count; i++) {
-    const uint32_t key = best->keys[i];
+  const uint32_t last = kth_largest(candidates->keys, candidates->count, candidates->k, &equal);
+  for (ptrdiff_t i = 0; i < candidates->count; i++) {
+    const uint32_t key = candidates->keys[i];
     if (key < last || (key == last && equal-- <= 0)) continue;
-    best->keys[count] = key;
-    best->places[count++] = best->places[i];
+    candidates->keys[count] = key;
+    candidates->indices[count++] = candidates->indices[i];
   }
-  best->count = count;
-  best->least = last + 1;
+  candidates->count = count;
+  candidates->threshold = last + 1;
 }
 
-INLINE void pass(const void *gradient, int type, float scale, float *residual, ptrdiff_t numel, ptrdiff_t first, Best *best) {
+/* Adds scale * gradient (if there is one) to a residual whose elements have the indices from `first` on, and collects its
+   candidates. */
+INLINE void pass(const void *gradient, int type, float scale, float *residual, ptrdiff_t numel, ptrdiff_t first,
+                 Candidates *candidates) {
   for (ptrdiff_t start = 0; start < numel; start += SLICE) {
     const ptrdiff_t size = numel - start < SLICE ? numel - start : SLICE;
     float *r = residual + start;
-    uint32_t keys[SLICE], most = 0;
-#pragma omp simd reduction(max : most)
+    uint32_t keys[SLICE], largest = 0;
+#pragma omp simd reduction(max : largest)
     for (ptrdiff_t i = 0; i < size; i++) {
       float v = r[i];
       if (gradient) {
@@ -70,27 +81,30 @@ INLINE void pass(const void *gradient, int type, float scale, float *residual, p
         r[i] = v;
       }
       keys[i] = bits_of_float(v) & 0x7fffffffu;
-      most = keys[i] > most ? keys[i] : most;
+      largest = keys[i] > largest ? keys[i] : largest;
     }
-    if (most < best->least) continue;
-    if (best->count + SLICE > best->capacity) keep_best(best);
-    for (ptrdiff_t i = 0; i < size; i++) {
-      best->keys[best->count] = keys[i];
-      best->places[best->count] = (int32_t)(first + start + i);
-      best->count += keys[i] >= best->least;
+    if (largest < candidates->threshold) continue;
+    if (candidates->count + SLICE > candidates->capacity) keep_largest(candidates);
+    for (ptrdiff_t i = 0; i < size; i++) { /* without branches: what is no candidate is overwritten by the next element */
+      candidates->keys[candidates->count] = keys[i];
+      candidates->indices[candidates->count] = (int32_t)(first + start + i);
+      candidates->count += keys[i] >= candidates->threshold;
     }
   }
 }
 
-CLONES static void pass_of_type(const Segment *s, int type, float scale, ptrdiff_t first, Best *best) {
-  if (!s->gradient) pass(0, FLOAT32, 1, s->residual, s->numel, first, best);
-  else if (type == FLOAT32) pass(s->gradient, FLOAT32, scale, s->residual, s->numel, first, best);
-  else if (type == BFLOAT16) pass(s->gradient, BFLOAT16, scale, s->residual, s->numel, first, best);
-  else pass(s->gradient, FLOAT16, scale, s->residual, s->numel, first, best);
+/* `pass` over one segment, compiled for each type of gradient. */
+CLONES static void pass_of_type(const Segment *s, int type, float scale, ptrdiff_t first, Candidates *candidates) {
+  if (!s->gradient) pass(0, FLOAT32, 1, s->residual, s->numel, first, candidates);
+  else if (type == FLOAT32) pass(s->gradient, FLOAT32, scale, s->residual, s->numel, first, candidates);
+  else if (type == BFLOAT16) pass(s->gradient, BFLOAT16, scale, s->residual, s->numel, first, candidates);
+  else pass(s->gradient, FLOAT16, scale, s->residual, s->numel, first, candidates);
 }
 
-/* A key that somewhat more than k of `numel` numbers should reach: of one in SAMPLED of them, spread over all. */
-static uint32_t sampled_least(const Segment *segments, int count, int type, float scale, ptrdiff_t k, ptrdiff_t numel, uint32_t *keys) {
+/* A key that is expected to be reached by somewhat more than k of all `numel` elements, from a sample of one element at a
+   random place in each of equally long stretches. 1, which all elements but zeros reach, if there are few elements. */
+static uint32_t sampled_threshold(const Segment *segments, int type, float scale, ptrdiff_t k, ptrdiff_t numel,
+                                  uint32_t *keys) {
   if (numel < SMALL) return 1;
   const ptrdiff_t sampled = numel / SAMPLED < MOST_SAMPLED ? numel / SAMPLED : MOST_SAMPLED, stride = numel / sampled;
   const double hits = (double)sampled * k / numel;
@@ -100,64 +114,66 @@ static uint32_t sampled_least(const Segment *segments, int count, int type, floa
   if (rank >= sampled) return 1;
   for (ptrdiff_t i = 0; i < sampled; i++) {
     random = random * 1664525u + 1013904223u;
-    const ptrdiff_t place = i * stride + (random >> 8) % stride;
-    while (place >= end) begin = end, end += (++segments)->numel;
+    const ptrdiff_t index = i * stride + (random >> 8) % stride;
+    while (index >= end) begin = end, end += (++segments)->numel;
     const void *g = segments->gradient;
-    const ptrdiff_t j = place - begin;
+    const ptrdiff_t j = index - begin;
     const float added = type == FLOAT16 ? float_of_half(((const uint16_t *)g)[j]) : get(g, j, type);
     keys[i] = bits_of_float(segments->residual[j] + scale * added) & 0x7fffffffu;
   }
   return kth_largest(keys, sampled, rank, &equal);
 }
 
-/* Take exactly k numbers: values (k) and places (k, ascending; of padding the last place, with value 0). keys, candidates:
-   room for `capacity` each, at least k + SLICE and one in SAMPLED, to MOST_SAMPLED, of all. */
+/* Selects exactly k elements: values (k) and ascending indices (k). If fewer elements are not 0, the last index is repeated
+   with value 0. `type` is that of the gradients. keys, workspace: space for `capacity` elements each, at least k + SLICE and
+   the size of the sample. The indices have 32 bits, so there are at most 2^31 elements. */
 int selection_take(const Segment *segments, int count, int type, float scale, ptrdiff_t k, uint32_t *keys,
-                   int32_t *candidates, ptrdiff_t capacity, float *values, int32_t *places) {
+                   int32_t *workspace, ptrdiff_t capacity, float *values, int32_t *indices) {
   ptrdiff_t first = 0, numel = 0;
   for (int s = 0; s < count; s++) numel += segments[s].numel;
-  const uint32_t least = sampled_least(segments, count, type, scale, k, numel, keys);
-  Best best = {keys, candidates, 0, capacity, k, least < 1 ? 1 : least};
-  for (int s = 0; s < count; first += segments[s++].numel) pass_of_type(segments + s, type, scale, first, &best);
-  if (best.count < k && least > 1) {
-    best.count = first = 0;
-    best.least = 1;
+  const uint32_t threshold = sampled_threshold(segments, type, scale, k, numel, keys);
+  Candidates candidates = {keys, workspace, 0, capacity, k, threshold < 1 ? 1 : threshold};
+  for (int s = 0; s < count; first += segments[s++].numel) pass_of_type(segments + s, type, scale, first, &candidates);
+  if (candidates.count < k && threshold > 1) {
+    candidates.count = first = 0;
+    candidates.threshold = 1;
     for (int s = 0; s < count; first += segments[s++].numel) {
-      const Segment added = {0, segments[s].residual, segments[s].numel};
-      pass_of_type(&added, type, 1, first, &best);
+      const Segment added = {0, segments[s].residual, segments[s].numel}; /* the gradient is in the residual by now */
+      pass_of_type(&added, type, 1, first, &candidates);
     }
   }
-  if (best.count > k) keep_best(&best);
-  uint32_t most = 0;
+  if (candidates.count > k) keep_largest(&candidates);
+  uint32_t largest = 0;
   ptrdiff_t taken = 0, begin = 0;
   for (int s = 0; s < count; begin += segments[s++].numel)
-    for (; taken < best.count && best.places[taken] < begin + segments[s].numel; taken++) {
-      float *r = segments[s].residual + (best.places[taken] - begin);
-      most = best.keys[taken] > most ? best.keys[taken] : most;
+    for (; taken < candidates.count && candidates.indices[taken] < begin + segments[s].numel; taken++) {
+      float *r = segments[s].residual + (candidates.indices[taken] - begin);
+      largest = candidates.keys[taken] > largest ? candidates.keys[taken] : largest;
       values[taken] = *r;
-      places[taken] = best.places[taken];
+      indices[taken] = candidates.indices[taken];
       *r = 0;
     }
   for (; taken < k; taken++) {
     values[taken] = 0;
-    places[taken] = (int32_t)(begin - 1);
+    indices[taken] = (int32_t)(begin - 1);
   }
-  if (most >= 0x7f800000u) /* more may not be finite than were taken: none of it stays */
+  if (largest >= 0x7f800000u) /* there may be more non-finite elements than k: none may stay in a residual */
     for (int s = 0; s < count; s++)
       for (ptrdiff_t i = 0; i < segments[s].numel; i++)
         if ((bits_of_float(segments[s].residual[i]) & 0x7fffffffu) >= 0x7f800000u) segments[s].residual[i] = 0;
   return 0;
 }
 
-/* residual += values * scale at places, which ascend; 1 if one is outside. */
-int selection_add(const Segment *segments, int count, const float *values, const int32_t *places, ptrdiff_t k, float scale) {
+/* residual += values * scale at ascending indices. Returns 1 if an index lies outside, or not in order so that it would
+   belong to an earlier segment; then the values before it have been added. */
+int selection_add(const Segment *segments, int count, const float *values, const int32_t *indices, ptrdiff_t k, float scale) {
   ptrdiff_t i = 0, begin = 0;
-  if (k && places[0] < 0) return 1;
+  if (k && indices[0] < 0) return 1;
   for (int s = 0; s < count; begin += segments[s++].numel) {
     const ptrdiff_t end = begin + segments[s].numel;
-    for (; i < k && places[i] < end; i++) {
-      if (places[i] < begin) return 1;
-      segments[s].residual[places[i] - begin] += values[i] * scale;
+    for (; i < k && indices[i] < end; i++) {
+      if (indices[i] < begin) return 1;
+      segments[s].residual[indices[i] - begin] += values[i] * scale;
     }
   }
   return i < k;

@@ -1,43 +1,55 @@
-/* Sums and gathers between the ranks of one machine, in memory that they share.
+/* All-reduce and all-gather between the ranks of one machine, through memory that they share.
 
-   Every rank has a desk (a counter and a header) and two slots there. A message goes in pieces. For piece n a rank writes
-   its part, in the format on the wire, into its slot n & 1 and then sets its counter to n; when all counters are at n or
-   beyond, it reads all slots and adds them up in rank order. One such meeting per piece is enough: who writes piece n + 2
-   has met all others at n + 1, so they have read n. Nobody blocks for good: a function returns NOT_YET after TICK of
-   waiting, and `shared_memory_proceed` goes on from there. */
+   The memory holds for every rank a state (a counter and a header) and two slots. A message is sent in pieces. For piece n
+   a rank writes its data, in the wire format, into its slot n & 1, and then sets its counter to n. When the counters of all
+   ranks have reached n, it reads the slots of all ranks and adds them up in rank order.
+
+   One such synchronization per piece suffices: a rank writes piece n + 2 into the slot of piece n only after the counters
+   of all ranks have reached n + 1, and a rank sets its counter to n + 1 after it has read piece n. The counter is stored
+   with release and loaded with acquire order, so slots and headers need no other synchronization.
+
+   No function blocks for ever. After MAX_WAIT of waiting it returns NOT_YET, so that Python can handle signals and look for
+   ranks that have died, and `shared_memory_proceed` continues the operation. */
 #include "formats.h"
 
+#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
 
-enum { SLOT = 256 << 10, PAGE = 4096, LINE = 128 };
-enum { DONE, NOT_YET, LEFT, MISMATCH, BUSY, GONE }; /* what functions return */
-enum { HERE, MISSING, CLOSED, FAILED };             /* what `shared_memory_peer` returns; two of them stand in `left` */
-enum { TICK = 20000000, DROWSY = 100000000, NAP = 50000 }; /* nanoseconds: until NOT_YET; of yielding; of a sleep */
+enum { SLOT = 256 << 10, PAGE = 4096, LINE = 128 }; /* bytes: of a slot, of a page, that two ranks' states are apart */
+enum { DONE, NOT_YET, LEFT, MISMATCH, BUSY, GONE }; /* what the operations return */
+enum { HERE, MISSING, CLOSED, FAILED };             /* what `shared_memory_peer` returns */
+/* Nanoseconds. A function returns NOT_YET after MAX_WAIT. A rank yields the processor for YIELDING, then sleeps SLEEP at a
+   time. */
+enum { MAX_WAIT = 20000000, YIELDING = 100000000, SLEEP = 50000 };
+enum { PROGRESS = 7 }; /* place of the current piece in `report` */
 
+/* What the ranks compare: operation, formats and types (`kind_of`), and the number of elements of both parts. */
 typedef struct {
-  uint64_t kind, bytes, beside; /* operation and formats; bytes of the two parts */
+  uint64_t kind, numel, second_numel;
 } Header;
 
+/* The state of a rank that the others read. Only the rank itself writes it. */
 typedef struct {
-  _Alignas(LINE) _Atomic uint64_t posted; /* the last piece that lies ready */
-  _Atomic int left;
-  Header headers[2];
-} Desk;
+  _Alignas(LINE) _Atomic uint64_t posted; /* the last piece that is complete in its slot */
+  _Atomic int departure;                  /* 0, or CLOSED or FAILED: the rank will post nothing more */
+  Header headers[2];                      /* of the pieces in the two slots */
+} RankState;
 
-/* One rank's private side. */
+/* A rank's private side of the memory, and its current operation. */
 typedef struct {
-  Desk *desks;
+  RankState *states;
   char *slots;
-  int rank, ranks, spins;
-  uint64_t piece;
-  Part parts[2]; /* the operation under way */
-  int count, op, busy, waiting, met;
+  int rank, ranks, spins; /* spins: reads of a counter before the processor is yielded */
+  uint64_t piece;         /* the last piece that this rank has begun, counted over all operations */
+  Part parts[2];
+  int count, op, busy; /* number of parts; SUM, MAX or GATHER; whether an operation has begun and not ended */
+  int waiting, seen;   /* whether this rank has posted the piece; how many ranks, in rank order, have been seen to do so */
   Header header;
-  ptrdiff_t done[2], taken[2], offset[2]; /* numbers before this piece, in it, and where they lie in a slot */
-  int64_t entered, since;                 /* when waiting began: in this C call, for this piece; 0: it did not */
-  int64_t *report;                        /* who differs, their header, the own one; the piece waited for */
+  ptrdiff_t done[2], taken[2], offset[2]; /* per part: elements before this piece, in it, and their place in the slot */
+  int64_t call_began, wait_began;         /* when this C call and this piece began to wait; 0: not yet */
+  int64_t *report; /* after MISMATCH: a rank, its header and this rank's header; at PROGRESS: the current piece */
 } Channel;
 
 /* Pieces */
@@ -47,7 +59,7 @@ static char *slot(const Channel *c, int rank) { return c->slots + (2 * (ptrdiff_
 static void write_part(const Channel *c, int k) {
   const Part *part = &c->parts[k];
   char *to = slot(c, c->rank) + c->offset[k];
-  ptrdiff_t size = part->format == BYTES ? 1 : part->format == FLOAT64 ? 8 : 0;
+  ptrdiff_t size = part->format == BYTES ? 1 : part->format == FLOAT64 ? 8 : 0; /* of an element that is copied */
   if (part->format == FLOAT32 && part->type == FLOAT32) size = 4;
   if (size) memcpy(to, (const char *)part->in + c->done[k] * size, c->taken[k] * size);
   else encode(part, c->done[k], c->taken[k], to, c->ranks);
@@ -60,27 +72,28 @@ static void read_part(const Channel *c, int k) {
   if (part->format == BYTES)
     for (int rank = 0; rank < c->ranks; rank++)
       memcpy((char *)part->out + rank * part->numel + first, from + rank * stride, numel);
-  else if (part->format == FLOAT64) add_doubles((double *)part->out + first, numel, from, stride, c->ranks, c->op);
-  else add_floats(part, first, numel, from, stride, c->ranks, c->op);
+  else if (part->format == FLOAT64) reduce_doubles((double *)part->out + first, numel, from, stride, c->ranks, c->op);
+  else reduce_floats(part, first, numel, from, stride, c->ranks, c->op);
 }
 
-/* Put as much as fits into this rank's slot, and say so. */
+/* Writes as many of the remaining elements as fit into this rank's slot, and posts them. */
 static void write_piece(Channel *c) {
-  Desk *desk = &c->desks[c->rank];
+  RankState *own = &c->states[c->rank];
   ptrdiff_t used = 0;
   c->piece++;
   for (int k = 0; k < c->count; k++) {
     int format = c->parts[k].format;
     c->offset[k] = used;
-    c->taken[k] = least(c->parts[k].numel - c->done[k], capacity(SLOT - used, format));
-    used = least(SLOT, (used + encoded_bytes(c->taken[k], format) + 63) / 64 * 64);
+    c->taken[k] = smaller(c->parts[k].numel - c->done[k], capacity(SLOT - used, format));
+    used = smaller(SLOT, (used + encoded_bytes(c->taken[k], format) + 63) / 64 * 64);
     if (c->taken[k]) write_part(c, k);
   }
-  desk->headers[c->piece & 1] = c->header;
-  atomic_store_explicit(&desk->posted, c->piece, memory_order_release);
-  c->waiting = 1, c->met = 0, c->since = 0;
+  own->headers[c->piece & 1] = c->header;
+  atomic_store_explicit(&own->posted, c->piece, memory_order_release);
+  c->waiting = 1, c->seen = 0, c->wait_began = 0;
 }
 
+/* Reduces or gathers the slots of all ranks. */
 static void read_piece(Channel *c) {
   for (int k = 0; k < c->count; k++) {
     if (c->taken[k]) read_part(c, k);
@@ -91,7 +104,7 @@ static void read_piece(Channel *c) {
 
 /* Waiting */
 
-INLINE void relax(void) {
+INLINE void pause_cpu(void) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -106,47 +119,48 @@ static int64_t now(void) {
 }
 
 static int has_posted(const Channel *c, int rank) {
-  return atomic_load_explicit(&c->desks[rank].posted, memory_order_acquire) >= c->piece;
+  return atomic_load_explicit(&c->states[rank].posted, memory_order_acquire) >= c->piece;
 }
 
-/* Give the processor away for a moment; NOT_YET when Python's turn has come. */
-static int rest(Channel *c) {
+/* Yields the processor for a moment. NOT_YET if this call has waited for MAX_WAIT. */
+static int yield_cpu(Channel *c) {
   int64_t time = now();
-  if (!c->entered) c->entered = time;
-  if (!c->since) c->since = time;
-  c->report[7] = c->piece;
-  if (time - c->entered > TICK) return NOT_YET;
-  struct timespec nap = {0, NAP};
-  if (time - c->since > DROWSY) nanosleep(&nap, NULL);
+  if (!c->call_began) c->call_began = time;
+  if (!c->wait_began) c->wait_began = time;
+  c->report[PROGRESS] = c->piece;
+  if (time - c->call_began > MAX_WAIT) return NOT_YET;
+  struct timespec nap = {0, SLEEP};
+  if (time - c->wait_began > YIELDING) nanosleep(&nap, NULL);
   else sched_yield();
   return DONE;
 }
 
-/* Wait until a rank has posted this piece, and check that it does what this rank does. */
-static int meet(Channel *c, int rank) {
+/* Waits until a rank has posted this piece, and compares its header with this rank's. A rank that posted the piece before
+   it left counts as here. */
+static int wait_for(Channel *c, int rank) {
   for (int tries = 0; !has_posted(c, rank); tries += tries < c->spins) {
     if (tries < c->spins) {
-      relax();
+      pause_cpu();
       continue;
     }
-    if (atomic_load_explicit(&c->desks[rank].left, memory_order_acquire) && !has_posted(c, rank)) return LEFT;
-    if (rest(c)) return NOT_YET;
+    if (atomic_load_explicit(&c->states[rank].departure, memory_order_acquire) && !has_posted(c, rank)) return LEFT;
+    if (yield_cpu(c)) return NOT_YET;
   }
-  Header theirs = c->desks[rank].headers[c->piece & 1], own = c->header;
-  if (theirs.kind == own.kind && theirs.bytes == own.bytes && theirs.beside == own.beside) return DONE;
-  int64_t report[] = {rank, theirs.kind, theirs.bytes, theirs.beside, own.kind, own.bytes, own.beside};
+  Header theirs = c->states[rank].headers[c->piece & 1], own = c->header;
+  if (theirs.kind == own.kind && theirs.numel == own.numel && theirs.second_numel == own.second_numel) return DONE;
+  int64_t report[] = {rank, theirs.kind, theirs.numel, theirs.second_numel, own.kind, own.numel, own.second_numel};
   memcpy(c->report, report, sizeof report);
   return MISMATCH;
 }
 
-/* Go on with what returned NOT_YET or LEFT. */
+/* Continues the operation that returned NOT_YET or LEFT. */
 int shared_memory_proceed(Channel *c) {
   if (!c) return GONE;
-  c->entered = 0;
+  c->call_began = 0;
   while (c->done[0] < c->parts[0].numel || (c->count > 1 && c->done[1] < c->parts[1].numel)) {
     if (!c->waiting) write_piece(c);
-    for (; c->met < c->ranks; c->met++) {
-      int code = meet(c, c->met);
+    for (; c->seen < c->ranks; c->seen++) {
+      int code = wait_for(c, c->seen);
       if (code) return code;
     }
     read_piece(c);
@@ -155,59 +169,66 @@ int shared_memory_proceed(Channel *c) {
   return DONE;
 }
 
-/* Operations */
+/* Operations. A channel that is NULL gives GONE: Python has closed the memory. */
 
-/* The sum (or maximum) over the ranks of one part, or of two that travel together. */
+/* Four bits each, from the lowest on: operation, number of parts, formats of both parts, types of both. */
+static uint64_t kind_of(const Part *parts, int count, int op) {
+  uint64_t kind = op | count << 4 | parts[0].format << 8 | parts[0].type << 16;
+  return count > 1 ? kind | parts[1].format << 12 | parts[1].type << 20 : kind;
+}
+
+/* The sum (or maximum) over the ranks of one part, or of two that are sent together. */
 int shared_memory_reduce(Channel *c, const Part *parts, int count, int op) {
   if (!c) return GONE;
   if (c->busy) return BUSY;
   c->busy = 1, c->count = count, c->op = op, c->waiting = 0;
-  c->header = (Header){op | count << 4 | parts[0].format << 8, encoded_bytes(parts[0].numel, parts[0].format), 0};
+  c->header = (Header){kind_of(parts, count, op), parts[0].numel, count > 1 ? parts[1].numel : 0};
   for (int k = 0; k < count; k++) c->parts[k] = parts[k], c->done[k] = 0;
-  if (count > 1) {
-    c->header.kind |= parts[1].format << 12;
-    c->header.beside = encoded_bytes(parts[1].numel, parts[1].format);
-  }
   return shared_memory_proceed(c);
 }
 
-/* The sum of float32. */
+/* The sum of one float32 tensor in float32. */
 int shared_memory_sum(Channel *c, const void *in, void *out, ptrdiff_t numel) {
   return shared_memory_reduce(c, &(Part){in, out, numel, FLOAT32, FLOAT32}, 1, SUM);
 }
 
-/* `bytes` of every rank, one after the other. */
+/* Writes `bytes` of every rank to `out`, in rank order. */
 int shared_memory_gather(Channel *c, const void *in, void *out, ptrdiff_t bytes) {
   return shared_memory_reduce(c, &(Part){in, out, bytes, BYTES, BYTES}, 1, GATHER);
 }
 
 /* Connections */
 
-static ptrdiff_t desk_bytes(int ranks) { return (ranks * sizeof(Desk) + PAGE - 1) / PAGE * PAGE; }
+static ptrdiff_t states_bytes(int ranks) { return (ranks * sizeof(RankState) + PAGE - 1) / PAGE * PAGE; }
 
-int shared_memory_bytes(int ranks) { return desk_bytes(ranks) + (ptrdiff_t)ranks * 2 * SLOT; }
+/* The bytes of the memory that the ranks share; 0 if they do not fit into an int. */
+int shared_memory_bytes(int ranks) {
+  ptrdiff_t bytes = states_bytes(ranks) + (ptrdiff_t)ranks * 2 * SLOT;
+  return bytes <= INT_MAX ? bytes : 0;
+}
 
+/* The bytes of a Channel, which the caller allocates. */
 int shared_memory_channel(void) { return sizeof(Channel); }
 
-/* Start in memory that is all zeros, or that others have started in; report: room for 8 numbers. */
+/* Initializes a channel. The memory was all zeros before the first rank used it; report: space for 8 integers. */
 int shared_memory_attach(Channel *c, char *memory, int rank, int ranks, int spins, int64_t *report) {
   memset(c, 0, sizeof *c);
-  c->desks = (Desk *)memory, c->slots = memory + desk_bytes(ranks);
+  c->states = (RankState *)memory, c->slots = memory + states_bytes(ranks);
   c->rank = rank, c->ranks = ranks, c->spins = spins, c->report = report;
   return DONE;
 }
 
-/* Whether a rank has posted the piece that this one waits for, and if not, whether it ever will. */
+/* HERE if a rank has posted the piece that this rank waits for; else how it left (CLOSED or FAILED), or MISSING. */
 int shared_memory_peer(Channel *c, int rank) {
   if (!c) return HERE;
-  int left = atomic_load_explicit(&c->desks[rank].left, memory_order_acquire);
-  return has_posted(c, rank) ? HERE : left ? left : MISSING;
+  int departure = atomic_load_explicit(&c->states[rank].departure, memory_order_acquire);
+  return has_posted(c, rank) ? HERE : departure ? departure : MISSING;
 }
 
-/* Tell the others that this rank comes no more: `how` is CLOSED or FAILED. The first time counts. */
+/* Tells the other ranks that this rank will post nothing more: `how` is CLOSED or FAILED. Later calls change nothing. */
 int shared_memory_leave(Channel *c, int how) {
   int none = 0;
   if (!c) return GONE;
-  atomic_compare_exchange_strong(&c->desks[c->rank].left, &none, how);
+  atomic_compare_exchange_strong(&c->states[c->rank].departure, &none, how);
   return DONE;
 }

@@ -1,11 +1,11 @@
-"""The quantized all-reduce: fewer bytes for a sum, and the same bits on every rank.
+"""The quantized all-reduce: sends fewer bytes for a sum, and gives the same bits on every rank.
 
-There are three algorithms. P is the number of ranks, n that of elements, and b(n) the bytes of n elements in the format
-(see `collectives.wire_formats`):
+There are three algorithms. P is the number of ranks, n the number of elements, and b(n) the bytes of n elements in the
+wire format (see `collectives.wire_formats`):
 
-| algorithm | what happens | a rank sends | rounds |
+| algorithm | what happens | bytes that a rank sends | rounds |
 |---|---|---|---|
-| native | one all-reduce of gloo or NCCL, in the dtype of the format (not int8) | 2 (P-1)/P b(n) | depends |
+| native | one all-reduce of gloo or NCCL, in the dtype of the format (not int8) | 2 (P-1)/P b(n) | depends on the backend |
 | one_shot | all-gather of all elements; every rank adds them up in rank order | (P-1) b(n) | 1 |
 | two_shot | all-to-all of P chunks; a chunk's owner adds it up; all-gather of the sums | 2 (P-1) b(n/P) | 2 |
 
@@ -18,42 +18,86 @@ same bits by one_shot and by two_shot.
 import logging
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 
 from sparsefusion import FORMATS
 from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.wire_formats import BLOCK, at_least_fp32, padded, rows_of, view_bytes, wire_format
+from sparsefusion.collectives.counted import Counter
+from sparsefusion.collectives.wire_formats import (
+    BLOCK,
+    Cast,
+    WireFormat,
+    at_least_fp32,
+    padded,
+    rows_of,
+    view_bytes,
+    wire_format,
+)
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import measure
 
 ALGORITHMS = ("native", "one_shot", "two_shot")
-KNEE_BYTES = 32 * 1024  # about as many bytes as can be sent during the latency of a round (alpha / beta)
-# From which `auto` chooses, the most exact first.
+KNEE_BYTES = 32 * 1024  # about how many bytes a link transmits during the latency of a round (alpha / beta)
+# What `auto` chooses from, the most exact first.
 CANDIDATES = (
     ("fp32", "native"), ("fp32", "one_shot"), ("fp16", "native"), ("fp16", "one_shot"), ("fp16", "two_shot"),
     ("bf16", "one_shot"), ("bf16", "two_shot"), ("int8", "one_shot"), ("int8", "two_shot"),
 )  # fmt: skip
-AUTO_SIZES = [*(1 << bits for bits in range(11, 21)), 1 << 22]  # bytes
-TIE = 1.05
+AUTO_SIZES = [*(1 << bits for bits in range(11, 21)), 1 << 22]  # bytes of float32 that `auto` measures
+TIE = 1.05  # a candidate whose time is at most this multiple of the fastest one's counts as equally fast
 
 log = logging.getLogger(__name__)
 
 
-def all_reduce(tensor, group=None, format="fp16", algorithm=None, counter=None, exact=None):
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = ...,
+    format: str = ...,
+    algorithm: str | None = ...,
+    counter: Counter | None = ...,
+    exact: None = ...,
+) -> torch.Tensor:
+    """One tensor."""
+
+
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = ...,
+    format: str = ...,
+    algorithm: str | None = ...,
+    counter: Counter | None = ...,
+    exact: torch.Tensor = ...,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors, of which the second is summed in at least fp32."""
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    format: str = "fp16",
+    algorithm: str | None = None,
+    counter: Counter | None = None,
+    exact: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The sum of the ranks' tensors: a new tensor with the same bits on all ranks.
 
-    tensor: floating point, with the same shape and dtype on all ranks, which the sum has too. group: None is torch's
-    default group, or one rank if there is none. format: fp32, fp16, bf16, int8 (see `collectives.wire_formats`), or
-    auto: the format and algorithm that are fastest on the links of this group, measured in the first such call (a few
-    seconds), and the same on all ranks. algorithm: one of ALGORITHMS; None: `default_algorithm`. counter: a `Counter`.
-    exact: a second floating-point tensor, which is summed in at least fp32; then the result is (sum, exact sum).
+    tensor: floating point, with the same shape and dtype on all ranks; the sum has that shape and dtype. group: None is
+    torch's default group, or one rank if there is none. format: fp32, fp16, bf16, int8 (see `collectives.wire_formats`),
+    or auto: the format and algorithm that are fastest on the links of this group. They are measured in the first such
+    call, which takes a few seconds, and are the same on all ranks. algorithm: one of ALGORITHMS; None:
+    `default_algorithm`. counter: counts the collectives and their bytes. exact: a second floating-point tensor, which is
+    summed in at least fp32; then the result is (sum, exact sum).
 
-    Backward is the identity and sends nothing, because every rank uses the same sum in the same way (Megatron's g).
-    ValueError: an unknown format or algorithm; int8 with native; a tensor that is not floating point; a group that this
-    rank does not belong to.
+    Backward is the identity and sends nothing, because every rank uses the same sum in the same way: the operator g of
+    Megatron-LM (Shoeybi et al., 2019). ValueError: an unknown format or algorithm; int8 with native; a tensor that is not
+    floating point; a group that this rank does not belong to.
     """
     _check(tensor, group, format, algorithm, exact)
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -65,10 +109,16 @@ def all_reduce(tensor, group=None, format="fp16", algorithm=None, counter=None, 
     algorithm = algorithm or default_algorithm(format, tensor.numel(), group.size(), tensor.device.type)
     sums = _AllReduce.apply if torch.is_grad_enabled() else _sums
     total, exact_total = sums(tensor, exact, group, format, algorithm, counter)
-    return total if exact is None else (total, exact_total)
+    return total if exact_total is None else (total, exact_total)
 
 
-def _check(tensor, group, format, algorithm, exact) -> None:
+def _check(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    format: str,
+    algorithm: str | None,
+    exact: torch.Tensor | None,
+) -> None:
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
     if algorithm not in (None, *ALGORITHMS):
@@ -77,18 +127,19 @@ def _check(tensor, group, format, algorithm, exact) -> None:
         raise ValueError("int8 has no native all-reduce: sums of 8-bit integers overflow; take one_shot or two_shot")
     if format == "auto" and algorithm is not None:
         raise ValueError(f"format 'auto' chooses the algorithm too: algorithm {algorithm!r} was given")
-    for given in (tensor, exact):
-        if given is not None and not (isinstance(given, torch.Tensor) and given.is_floating_point()):
-            raise ValueError(f"{getattr(given, 'dtype', type(given).__name__)} is not a tensor of floating point")
+    for each in (tensor, exact):
+        if each is not None and not (isinstance(each, torch.Tensor) and each.is_floating_point()):
+            raise ValueError(f"{getattr(each, 'dtype', type(each).__name__)} is not a tensor of floating point")
     if not (group is None or isinstance(group, dist.ProcessGroup)):
         raise ValueError(f"group {group!r} is no process group that this rank is a member of")
 
 
 def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") -> str:
-    """The algorithm of a format. It depends on sizes only, so that results are reproducible.
+    """The algorithm that a format uses if none is given. It depends on sizes only, so that results are reproducible.
 
-    fp32, and fp16 and bf16 on CUDA, use native. The others use one_shot as long as it sends at most KNEE_BYTES more
-    than two_shot, which has one more round: among two ranks always, and for small messages.
+    fp32 uses native, and on CUDA so do fp16 and bf16. The others use one_shot as long as it sends at most KNEE_BYTES more
+    than two_shot, which has one more round; so between two ranks they always use one_shot. device: the type of the
+    tensor's device.
     """
     if format == "fp32" or (format != "int8" and device == "cuda"):
         return "native"
@@ -110,17 +161,17 @@ def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int =
 
 @dataclass
 class FormatChoice:
-    """The fastest format and algorithm for each size, from a fabric with the times of CANDIDATES."""
+    """The fastest format and algorithm for each size. fabric: contains the times of CANDIDATES among `ranks` ranks."""
 
     fabric: Fabric
     ranks: int
-    _known: dict = field(default_factory=dict)
+    _known: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def choose(self, numel: int) -> tuple[str, str]:
-        """(format, algorithm) for `numel` elements: the most exact of those within 5 % of the fastest.
+        """(format, algorithm) for `numel` elements of float32: the most exact candidate within 5 % of the fastest.
 
-        Larger sizes than those measured count as the largest one. A candidate that was dropped at a smaller size is
-        left out.
+        Sizes above the largest measured one are treated as that size. A candidate that was not measured at the size,
+        because it was too slow at smaller ones, is left out.
         """
         if numel not in self._known:
             curves = [self.fabric.curve(operation(*each), self.ranks) for each in CANDIDATES]
@@ -130,34 +181,38 @@ class FormatChoice:
             self._known[numel] = fast[0]
         return self._known[numel]
 
-    def __str__(self):
-        choices = {}
+    def __str__(self) -> str:
+        choices: dict[str, str] = {}
         for bits in range(8, 21):
             choices.setdefault(" ".join(self.choose(1 << bits)), f"{(4 << bits) // 1024} KB")
         return ", ".join(f"from {size} {choice}" for choice, size in choices.items())
 
 
-_CHOICES = weakref.WeakKeyDictionary()  # {group: FormatChoice}, because the links of a group are measured once
+# {group: {type of device: choice}}, because the links of a group are measured once, for the CPU and for CUDA.
+_CHOICES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, FormatChoice]] = weakref.WeakKeyDictionary()
 
 
-def format_choice(group, device="cpu") -> FormatChoice:
-    """The `FormatChoice` of a group. The first call measures its links; all ranks call it together."""
-    if group not in _CHOICES:
+def format_choice(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> FormatChoice:
+    """The `FormatChoice` of a group for tensors on `device`. The first call measures; all ranks call it together."""
+    choices, kind = _CHOICES.setdefault(group, {}), torch.device(device).type
+    if kind not in choices:
         calls = {operation(*each): _candidate(group, device, *each) for each in CANDIDATES}
-        _CHOICES[group] = FormatChoice(measure(group, calls, AUTO_SIZES, device, race=True), group.size())
-        log.info("all-reduce among %d ranks: %s", group.size(), _CHOICES[group])
-    return _CHOICES[group]
+        choices[kind] = FormatChoice(measure(group, calls, AUTO_SIZES, device, race=True), group.size())
+        log.info("all-reduce among %d ranks: %s", group.size(), choices[kind])
+    return choices[kind]
 
 
 def operation(format: str, algorithm: str) -> str:
-    """The name, in a fabric, of the all-reduce in this format by this algorithm."""
+    """The name in a fabric of the all-reduce in this format with this algorithm."""
     return "all_reduce" if (format, algorithm) == ("fp32", "native") else f"all_reduce {format} {algorithm}"
 
 
-def _candidate(group, device, format, algorithm):
-    """A function: nbytes -> a function that does one such all-reduce of that many bytes of float32."""
+def _candidate(
+    group: dist.ProcessGroup, device: torch.device | str, format: str, algorithm: str
+) -> Callable[[int], Callable[[], torch.Tensor]]:
+    """A function: nbytes -> a function that performs one such all-reduce of that many bytes of float32."""
 
-    def prepare(nbytes):
+    def prepare(nbytes: int) -> Callable[[], torch.Tensor]:
         tensor = torch.ones(nbytes // 4, device=device)
         return lambda: all_reduce(tensor, group, format, algorithm)
 
@@ -165,82 +220,104 @@ def _candidate(group, device, format, algorithm):
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sums of (tensor, exact) over the group; identity in backward."""
+    """The sums of `tensor` and `exact` over the group; identity in backward."""
 
     @staticmethod
-    def forward(ctx, tensor, exact, *how):
+    def forward(ctx: Any, tensor: torch.Tensor, exact: torch.Tensor | None, *how: Any) -> Any:
         return _sums(tensor, exact, *how)
 
     @staticmethod
-    def backward(ctx, grad, exact_grad):
+    def backward(ctx: Any, grad: torch.Tensor, exact_grad: torch.Tensor) -> Any:
         return grad, exact_grad, None, None, None, None
 
 
-def _sums(tensor, exact, group, format, algorithm, counter):
+def _sums(
+    tensor: torch.Tensor,
+    exact: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    format: str,
+    algorithm: str,
+    counter: Counter | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums of `tensor`, in a format, and of `exact` (or None), with their shapes and dtypes."""
     wide = at_least_fp32(tensor.dtype)
     x = tensor.detach().to(wide).reshape(-1).contiguous()
-    beside = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()
-    beside = beside.to(at_least_fp32(beside.dtype))
-    move = {"native": _native, "one_shot": _one_shot, "two_shot": _two_shot}[algorithm]
-    total, beside = move(x, beside, wire_format(format, wide), group, counter)
+    second = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()
+    second = second.to(at_least_fp32(second.dtype))
+    function = {"native": _native, "one_shot": _one_shot, "two_shot": _two_shot}[algorithm]
+    total, exact_total = function(x, second, wire_format(format, wide), group, counter)
     total = total[: x.numel()].view(tensor.shape).to(tensor.dtype)
-    return total, None if exact is None else beside[: exact.numel()].view(exact.shape).to(exact.dtype)
+    return total, None if exact is None else exact_total[: exact.numel()].view(exact.shape).to(exact.dtype)
 
 
-def _native(x, beside, form, group, counter):
+# The algorithms: x (n,) and exact (m,), flat and at least fp32 -> their sums, of which two_shot's are padded with zeros.
+
+
+def _native(
+    x: torch.Tensor, exact: torch.Tensor, form: WireFormat, group: dist.ProcessGroup, counter: Counter | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The all-reduce of gloo or NCCL. Exact values need a second one, unless nothing is rounded."""
-    if form.name == "fp32" and beside.numel() == 0:
-        return collectives.all_reduce(x, group, counter), beside
-    if form.name == "fp32" and beside.dtype == x.dtype:
-        both = collectives.all_reduce(torch.cat([x, beside]), group, counter)
-        return both.split([x.numel(), beside.numel()])
+    assert isinstance(form, Cast)  # all_reduce refuses int8
+    if form.name == "fp32" and exact.numel() == 0:
+        return collectives.all_reduce(x, group, counter), exact
+    if form.name == "fp32" and exact.dtype == x.dtype:
+        both = collectives.all_reduce(torch.cat([x, exact]), group, counter)
+        return both[: x.numel()], both[x.numel() :]
     ranks = group.size()
     # Partial sums in fp16 may reach `ranks` times the largest value.
     shrink = ranks if form.name == "fp16" else 1
     total = view_bytes(form.encode(x[None], ranks * shrink), form.dtype)
     total = collectives.all_reduce(total, group, counter).to(x.dtype).mul_(shrink)
-    if beside.numel():
-        beside = collectives.all_reduce(beside, group, counter)
-    return form.restore(form.rounded(total, ranks), ranks)[0], beside
+    if exact.numel():
+        exact = collectives.all_reduce(exact, group, counter)
+    return form.restore(form.rounded(total, ranks), ranks)[0], exact
 
 
-def _one_shot(x, beside, form, group, counter):
-    """Send everything to every rank."""
+def _one_shot(
+    x: torch.Tensor, exact: torch.Tensor, form: WireFormat, group: dist.ProcessGroup, counter: Counter | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send all elements to every rank."""
     ranks = group.size()
-    message = _pack(beside[None], form.encode(rows_of(x, 1, form.block), ranks))
-    total, beside = _sum(collectives.all_gather(message[0], group, counter), beside.numel(), x, beside, form)
-    return form.restore(form.rounded(total, ranks), ranks)[0], beside
+    message = _pack(exact[None], form.encode(rows_of(x, 1, form.block), ranks))[0]
+    received = collectives.all_gather(message, group, counter)
+    total, exact_total = _sum(received, exact.numel(), x.dtype, exact.dtype, form)
+    return form.restore(form.rounded(total, ranks), ranks)[0], exact_total
 
 
-def _two_shot(x, beside, form, group, counter):
-    """Send each chunk to its owner, and its sum to every rank."""
+def _two_shot(
+    x: torch.Tensor, exact: torch.Tensor, form: WireFormat, group: dist.ProcessGroup, counter: Counter | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send each chunk to its owner, and the owner's sum to every rank."""
     ranks = group.size()
-    beside = rows_of(beside, ranks, 1)
-    message = _pack(beside, form.encode(rows_of(x, ranks, form.block), ranks))
-    total, exact = _sum(collectives.all_to_all(message, group, counter), beside.shape[1], x, beside, form)
-    received = collectives.all_gather(_pack(exact[None], form.encode_sum(total, ranks))[0], group, counter)
-    beside, encoded = _unpack(received, beside.shape[1], beside.dtype)
-    return form.restore(form.decode(encoded, x.dtype), ranks).flatten(), beside.flatten()
+    exact_rows = rows_of(exact, ranks, 1)
+    count = exact_rows.shape[1]
+    message = _pack(exact_rows, form.encode(rows_of(x, ranks, form.block), ranks))
+    received = collectives.all_to_all(message, group, counter)
+    total, exact_total = _sum(received, count, x.dtype, exact.dtype, form)
+    sums = collectives.all_gather(_pack(exact_total[None], form.encode_sum(total, ranks))[0], group, counter)
+    exact_sums, encoded = _unpack(sums, count, exact.dtype)
+    return form.restore(form.decode(encoded, x.dtype), ranks).flatten(), exact_sums.flatten()
 
 
-def _pack(beside, encoded):
-    """Join rows of exact values and rows of encoded bytes into one message."""
-    return torch.cat([beside.view(torch.uint8), encoded], dim=1) if beside.shape[1] else encoded
+def _pack(exact: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    """Join rows of exact values and rows of encoded bytes into one message (rows, bytes)."""
+    return torch.cat([exact.view(torch.uint8), encoded], dim=1) if exact.shape[1] else encoded
 
 
-def _unpack(message, exact: int, dtype):
-    """(exact values (rows, exact) of dtype, the encoded bytes behind them)."""
-    if not exact:
+def _unpack(message: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact values (rows, count) of `dtype` in a message, and the encoded bytes that follow them."""
+    if not count:
         return message.new_empty(len(message), 0, dtype=dtype), message
-    front = exact * dtype.itemsize
+    front = count * dtype.itemsize
     return view_bytes(message[:, :front], dtype), message[:, front:]
 
 
-def _sum(received, exact: int, x, beside, form):
-    """Add up the rows of a message (ranks, bytes), in rank order: (decoded values (1, n), exact values)."""
-    beside, encoded = _unpack(received, exact, beside.dtype)
-    total = form.decode(encoded[:1], x.dtype)
+def _sum(
+    received: torch.Tensor, count: int, dtype: torch.dtype, exact_dtype: torch.dtype, form: WireFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the rows of a message (ranks, bytes) in rank order: (decoded values (1, n), exact values (count,))."""
+    exact, encoded = _unpack(received, count, exact_dtype)
+    total = form.decode(encoded[:1], dtype)
     for rank in range(1, len(encoded)):
-        total += form.decode(encoded[rank : rank + 1], x.dtype)
-    return total, collectives.in_rank_order(beside)
+        total += form.decode(encoded[rank : rank + 1], dtype)
+    return total, collectives.in_rank_order(exact)

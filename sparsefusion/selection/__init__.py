@@ -1,6 +1,6 @@
-"""Choosing which numbers of a gradient to send: sparsifiers, the selection fused into one pass, and packed indices.
+"""Selecting the elements of a gradient to send: sparsifiers, the selection fused into one pass, and packed indices.
 
 In: a gradient, its residual and a number k.
-Out: k indices and values to send; the residual that stays for the next step.
+Out: k values and their indices to send, and the residual for the next step.
 May import: native, collectives.
 """

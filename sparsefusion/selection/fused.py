@@ -1,12 +1,13 @@
-"""Takes k elements out of gradient + residual, and adds values at given indices: a C kernel in one pass, or torch.
+"""Takes k elements out of gradient + residual, and adds values at given indices: in one pass of a C kernel, or in torch.
 
-Both work on several flat tensors as if they were concatenated: one k is taken from all of them, and indices count
-through all of them.
+Both work on several flat tensors as if they were concatenated: k elements are taken from all of them together, and
+indices count through all of them.
 """
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -20,27 +21,31 @@ SIGNATURES = {
     "selection_add": [POINTER, INT, POINTER, POINTER, SIZE, FLOAT],
 }
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}
-SLICE, SAMPLED, MOST_SAMPLED = 64, 64, 16384  # selection.c's
+SLICE, SAMPLED, MOST_SAMPLED = 64, 64, 16384  # as in selection.c
 
 
 class _Segment(ctypes.Structure):
+    """The struct Segment of selection.c."""
+
     _fields_ = [("gradient", POINTER), ("residual", POINTER), ("numel", SIZE)]
 
 
 @cache
 def kernels() -> Library:
-    """The C library of the package, or the reason why it cannot be used."""
+    """The C library of this package, or the reason why it cannot be used."""
     return Library("sparsefusion", SIGNATURES)
 
 
 def take(
     sparsifier: str, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (k,), indices (k,) int32, ascending) of elements of gradient * scale + residual; the rest is the new residual.
+    """Take k elements of gradient * scale + residual; the other elements are the new residual.
 
     gradients: flat tensors of one dtype. residuals: of the same lengths, at least fp32; they are overwritten, with 0
-    where an element was taken. If fewer than k elements are selected, the others have value 0. Elements that are not
-    finite are taken first, and none of them stays in a residual.
+    where an element was taken. 1 <= k <= the number of elements, which is below 2^31.
+
+    Returns values (k,) and ascending indices (k,), int32. If fewer than k elements are selected, the others have value 0
+    and the last index. Non-finite elements are taken first, and none of them stays in a residual.
     """
     native = kernels()
     if sparsifier == "dgc" and native and _fits_kernel(gradients, residuals):
@@ -48,7 +53,9 @@ def take(
     return take_ref(sparsifier, gradients, residuals, k, scale)
 
 
-def take_ref(sparsifier, gradients, residuals, k, scale=1.0):
+def take_ref(
+    sparsifier: str, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`take` in torch."""
     for gradient, residual in zip(gradients, residuals, strict=True):
         residual.add_(gradient.to(residual.dtype), alpha=scale)
@@ -66,27 +73,32 @@ def take_ref(sparsifier, gradients, residuals, k, scale=1.0):
 
 
 def add_at(targets: Sequence[torch.Tensor], values: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) -> None:
-    """targets += values * scale at `indices`, which ascend. targets: flat tensors, as in `take`.
+    """targets += values * scale at `indices`.
 
-    ValueError: indices that do not ascend, or lie outside of the targets.
+    targets: flat tensors. values, indices: (k,). indices: int32 or int64, ascending, counted through all targets.
+    ValueError: indices that do not ascend, or lie outside of the targets; some values may have been added then. Indices on
+    CUDA are not checked, because that would wait for the device.
     """
-    native = kernels()
-    if native and all(t.is_cpu and t.dtype == torch.float32 for t in (*targets, values)):
+    native, tensors = kernels(), (*targets, values)
+    fits = indices.dtype == torch.int32 and all(t.is_contiguous() for t in targets) and len(values) == len(indices)
+    if native and fits and indices.is_cpu and all(t.is_cpu and t.dtype == torch.float32 for t in tensors):
         segments = _segments([None] * len(targets), targets)
         values, indices = values.contiguous(), indices.contiguous()
-        wrong = native.functions.selection_add(
+        is_wrong = native.functions.selection_add(
             segments, len(segments), values.data_ptr(), indices.data_ptr(), len(indices), scale
         )
-        if wrong:
-            raise ValueError(
-                f"indices {indices.tolist()[:3]}... do not ascend within {sum(map(len, targets))} elements"
-            )
+        if is_wrong:
+            raise _wrong_indices(targets, indices)
         return
     add_at_ref(targets, values, indices, scale)
 
 
-def add_at_ref(targets, values, indices, scale=1.0) -> None:
+def add_at_ref(
+    targets: Sequence[torch.Tensor], values: torch.Tensor, indices: torch.Tensor, scale: float = 1.0
+) -> None:
     """`add_at` in torch."""
+    if indices.is_cpu and len(indices) and not _ascend_within(indices, sum(map(len, targets))):
+        raise _wrong_indices(targets, indices)
     indices, first = indices.long(), 0
     for target in targets:
         is_inside = (indices >= first) & (indices < first + len(target)) if len(targets) > 1 else slice(None)
@@ -94,16 +106,29 @@ def add_at_ref(targets, values, indices, scale=1.0) -> None:
         first += len(target)
 
 
-def _fits_kernel(gradients, residuals) -> bool:
-    """Whether the C kernel supports these tensors."""
-    dtype = gradients[0].dtype
-    return dtype in TYPES and all(
-        r.is_cpu and r.dtype == torch.float32 and r.is_contiguous() and g.dtype == dtype and g.is_contiguous()
-        for g, r in zip(gradients, residuals, strict=True)
+def _ascend_within(indices: torch.Tensor, numel: int) -> bool:
+    return bool(indices[0] >= 0 and indices[-1] < numel and (indices.diff() >= 0).all())
+
+
+def _wrong_indices(targets: Sequence[torch.Tensor], indices: torch.Tensor) -> ValueError:
+    numel = sum(map(len, targets))
+    return ValueError(
+        f"{len(indices)} indices from {indices.min()} to {indices.max()} do not ascend within {numel} elements"
     )
 
 
-def _segments(gradients, residuals):
+def _fits_kernel(gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]) -> bool:
+    """Whether the C kernel supports these tensors."""
+    dtype = gradients[0].dtype
+    return dtype in TYPES and all(
+        r.is_cpu and r.dtype == torch.float32 and r.is_contiguous()
+        and g.is_cpu and g.dtype == dtype and g.is_contiguous() and g.numel() == r.numel()
+        for g, r in zip(gradients, residuals, strict=True)
+    )  # fmt: skip
+
+
+def _segments(gradients: Sequence[torch.Tensor | None], residuals: Sequence[torch.Tensor]) -> Any:
+    """The tensors as an array of C structs."""
     segments = (_Segment * len(residuals))()
     for segment, gradient, residual in zip(segments, gradients, residuals, strict=True):
         segment.gradient = None if gradient is None else gradient.data_ptr()
@@ -111,7 +136,10 @@ def _segments(gradients, residuals):
     return segments
 
 
-def _take_native(functions, gradients, residuals, k, scale):
+def _take_native(
+    functions: Any, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`take` by the C kernel."""
     numel = sum(r.numel() for r in residuals)
     capacity = 2 * k + SLICE + min(numel // SAMPLED, MOST_SAMPLED)
     workspace, values = torch.empty(2, capacity, dtype=torch.int32), torch.empty(k, dtype=torch.float32)
@@ -126,5 +154,5 @@ def _take_native(functions, gradients, residuals, k, scale):
 
 
 def residual_like(gradient: torch.Tensor) -> torch.Tensor:
-    """An empty residual for a flat gradient: zeros, at least fp32."""
+    """A new residual for a flat gradient: zeros, at least fp32."""
     return torch.zeros(gradient.numel(), dtype=at_least_fp32(gradient.dtype), device=gradient.device)

@@ -1,7 +1,8 @@
-"""Packs ascending indices below `numel`: two bytes for each, and four for each started block of 65,536 possible indices.
+"""Packs ascending indices below `numel` into two bytes each, and four bytes for each block of 65,536 possible indices.
 
-The message holds, for each block, how many indices lie before it, and then the lower 16 bits of all indices. If the
-plain indices are shorter (if fewer than about one in 32,768 elements is selected), they are sent instead.
+The packed form contains, for each block, the number of indices before it, and then the lower 16 bits of all indices. If
+the plain indices take fewer bytes, which is so if fewer than about one in 32,768 elements is selected, they are sent
+instead.
 """
 
 import torch
@@ -12,7 +13,7 @@ BLOCK, INDEX_BYTES = 1 << 16, 2
 
 
 def encode_indices(indices: torch.Tensor, numel: int) -> torch.Tensor:
-    """The packed form, uint8, of ascending indices (k,) of dtype `index_dtype(numel)`."""
+    """The packed form (index_bytes(k, numel),), uint8, of ascending indices (k,) of dtype `index_dtype(numel)`."""
     if not _is_blocked(len(indices), numel):
         return indices.view(torch.uint8)
     multiples = torch.arange(0, numel, BLOCK, dtype=indices.dtype, device=indices.device)
@@ -22,13 +23,15 @@ def encode_indices(indices: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def decode_indices(encoded: torch.Tensor, k: int, numel: int) -> torch.Tensor:
-    """Indices (rows, k) from rows of what `encode_indices` returned."""
+    """Indices (rows, k) of dtype `index_dtype(numel)` from the packed forms in the rows of `encoded`."""
     if not _is_blocked(k, numel):
         return view_bytes(encoded, index_dtype(numel))
     parts = encoded.split([encoded.shape[1] - INDEX_BYTES * k, INDEX_BYTES * k], 1)
     below, lower = map(view_bytes, parts, (torch.int32, torch.int16))
     counts = torch.diff(below, append=below.new_full((len(below), 1), k))
-    first = torch.arange(0, below.numel(), below.shape[1], dtype=torch.int32, device=encoded.device)  # of each row
+    first = torch.arange(
+        0, below.numel(), below.shape[1], dtype=torch.int32, device=encoded.device
+    )  # block number of each row
     blocks = torch.repeat_interleave(counts.flatten(), output_size=lower.numel()).view_as(lower) - first[:, None]
     return blocks.to(index_dtype(numel)).mul_(BLOCK).add_(lower).add_(BLOCK // 2)
 
@@ -43,11 +46,11 @@ def index_bytes(k: int, numel: int) -> int:
     return min(_blocked_bytes(k, numel), index_dtype(numel).itemsize * k)
 
 
-def _blocked_bytes(k, numel) -> int:
-    """Bytes of k indices that are packed by blocks."""
+def _blocked_bytes(k: int, numel: int) -> int:
+    """Bytes of k indices packed by blocks."""
     return INDEX_BYTES * k + 4 * -(-numel // BLOCK)
 
 
-def _is_blocked(k, numel) -> bool:
-    """Whether k indices are packed by blocks."""
+def _is_blocked(k: int, numel: int) -> bool:
+    """Whether k indices are packed by blocks, and not sent plain."""
     return index_bytes(k, numel) == _blocked_bytes(k, numel)

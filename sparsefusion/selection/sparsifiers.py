@@ -1,8 +1,8 @@
-"""Sparsifiers: they choose which k elements of a gradient to send.
+"""Sparsifiers: they select the k elements of a gradient that are sent.
 
-Each finds a threshold that about k magnitudes reach. `fit_k` makes it exactly k, so that messages have the same size on
-all ranks, whatever their data. Sources: SSFusion, section II; Deep Gradient Compression (Lin et al., 2018), GaussianK
-(Shi et al., 2019), RedSync (Fang et al., 2019), SIDCo (Abdelmoniem et al., 2021).
+Each finds a threshold that about k magnitudes reach. `fit_k` makes them exactly k, so that messages have the same size on
+all ranks, whatever their data. Sources: SSFusion (Ming et al.), section II; Deep Gradient Compression (Lin et al., 2018);
+GaussianK (Shi et al., 2019); RedSync (Fang et al., 2019); SIDCo (Abdelmoniem et al., 2021).
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from statistics import NormalDist
 import torch
 
 SMALL = 16384  # elements; smaller gradients are sorted
-TRIES = 10
-STAGES, FIRST_SHARE = 3, 0.25  # of SIDCo: how many stages it begins with; the share that the first one leaves
+TRIES = 10  # corrections of a threshold
+STAGES, FIRST_SHARE = 3, 0.25  # of SIDCo: stages to begin with; share of the elements that the first stage leaves
 
 
-# Thresholds of magnitudes (n,), which are finite; 1 <= k <= n.
+# Thresholds. magnitudes: (n,), finite; 1 <= k <= n.
 
 
 def topk_threshold(magnitudes: torch.Tensor, k: int) -> float:
@@ -25,7 +25,7 @@ def topk_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def dgc_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """A threshold that somewhat more than k magnitudes should reach, from a sample of one in 33, of at most 65,536."""
+    """A threshold that somewhat more than k magnitudes should reach, from a sample: one in 33, or about 65,536 in all."""
     if magnitudes.numel() < SMALL:
         return 0.0
     sample = magnitudes[:: max(32, magnitudes.numel() // 65536) | 1]
@@ -35,7 +35,7 @@ def dgc_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def gaussiank_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """A normal distribution's threshold, corrected in up to ten steps of 20 % until 0.8 k to 1.2 k reach it."""
+    """The threshold of a normal distribution, corrected by 20 % up to ten times until 0.8 k to 1.2 k elements reach it."""
     found = magnitudes.square().mean().sqrt().item() * NormalDist().inv_cdf(1 - min(k / (2 * magnitudes.numel()), 0.49))
     for _ in range(TRIES):
         count = _count_reaching(magnitudes, found)
@@ -46,7 +46,7 @@ def gaussiank_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def redsync_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """Bisection between the mean and the largest magnitude until k to 1.2 k reach the threshold (RedSync: k to 2 k)."""
+    """Bisection between the mean and the largest magnitude until k to 1.2 k magnitudes reach it (RedSync: k to 2 k)."""
     low, high = magnitudes.mean().item(), magnitudes.max().item()
     for _ in range(2 * TRIES):
         found = (low + high) / 2
@@ -58,40 +58,41 @@ def redsync_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def sidco_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """The threshold of exponential distributions, fitted in stages to the magnitudes above the previous threshold.
+    """The threshold of exponential distributions that are fitted in stages, each to the magnitudes above the last threshold.
 
-    SIDCo changes the number of stages (1 to 6) from call to call. Here it changes within one call, as long as that
+    SIDCo adapts the number of stages, 1 to 6, from call to call. Here it is adapted within one call, as long as that
     brings the number of selected elements closer to k.
     """
     share = k / magnitudes.numel()
     if share >= FIRST_SHARE:
         return _staged_threshold(magnitudes, share, 1)
-    stages, best = STAGES, None
+    stages, best, least_error = STAGES, 0.0, math.inf
     while 1 <= stages <= 6:
         found = _staged_threshold(magnitudes, share, stages)
         count = max(_count_reaching(magnitudes, found), 1)
-        if best and abs(math.log(count / k)) >= best[0]:
+        error = abs(math.log(count / k))
+        if error >= least_error:
             break
-        best = abs(math.log(count / k)), found
+        best, least_error = found, error
         if 0.8 * k <= count <= 1.2 * k:
             break
         stages += 1 if count > k else -1
-    return best[1]
+    return best
 
 
-def _staged_threshold(magnitudes, share, stages) -> float:
-    """The threshold after some stages, each of which fits an exponential distribution to what exceeds the last threshold."""
+def _staged_threshold(magnitudes: torch.Tensor, share: float, stages: int) -> float:
+    """The threshold after some stages. Each fits an exponential distribution to what reaches the last threshold."""
     found, first = 0.0, FIRST_SHARE if stages > 1 else share
     for stage in range(stages):
-        left = magnitudes if stage == 0 else magnitudes[magnitudes >= found]
-        if not left.numel():
+        remaining = magnitudes if stage == 0 else magnitudes[magnitudes >= found]
+        if not remaining.numel():
             break
-        leaves = first if stage == 0 else (share / FIRST_SHARE) ** (1 / (stages - 1))
-        found -= (left.mean().item() - found) * math.log(leaves)
+        share_left = first if stage == 0 else (share / FIRST_SHARE) ** (1 / (stages - 1))
+        found -= (remaining.mean().item() - found) * math.log(share_left)
     return found
 
 
-def _count_reaching(magnitudes, threshold) -> int:
+def _count_reaching(magnitudes: torch.Tensor, threshold: float) -> int:
     return int((magnitudes >= threshold).sum())
 
 
@@ -104,9 +105,10 @@ THRESHOLDS = {
 
 
 def select(sparsifier: str, x: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices (k,), int64, ascending, of elements of `x` (n,) with large magnitudes. sparsifier: topk, or one of THRESHOLDS.
+    """Indices (k,), int64, ascending, of elements of `x` (n,) with large magnitudes.
 
-    Elements that are not finite are selected first. Missing indices are filled up with n - 1.
+    sparsifier: "topk", or one of THRESHOLDS. Non-finite elements are selected first. If fewer than k elements are
+    selected, the last index, n - 1, is repeated.
     """
     magnitudes = x.abs()
     if not math.isfinite(x.sum().item()):
@@ -120,10 +122,10 @@ def select(sparsifier: str, x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def fit_k(magnitudes: torch.Tensor, indices: torch.Tensor, k: int, exact: bool = False) -> torch.Tensor:
-    """Exactly k of the candidate `indices` (ascending): those with the largest magnitudes, if there are more than k.
+    """Exactly k ascending indices: the candidate `indices` with the largest magnitudes, if there are more than k.
 
-    If there are fewer, the last index of all is repeated; if there are fewer than k / 2, or with `exact`, the k largest
-    of all magnitudes are taken instead.
+    If there are fewer, the last index of `magnitudes` is repeated. If there are fewer than k / 2, or fewer than k with
+    `exact`, the k largest of all magnitudes are selected instead.
     """
     if len(indices) > k:
         return indices[_largest(magnitudes[indices], k)].sort().values
@@ -132,7 +134,7 @@ def fit_k(magnitudes: torch.Tensor, indices: torch.Tensor, k: int, exact: bool =
     return torch.cat([indices, indices.new_full((k - len(indices),), magnitudes.numel() - 1)])
 
 
-def _largest(magnitudes, k) -> torch.Tensor:
+def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
     """The indices of the k largest magnitudes; among equal ones, the first."""
     least = magnitudes.topk(k).values[-1]
     above = (magnitudes > least).nonzero().flatten()
@@ -141,9 +143,9 @@ def _largest(magnitudes, k) -> torch.Tensor:
 
 
 def random_indices(numel: int, k: int, name: str, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """k different indices (k,), int64, ascending: one in each k-th part of `numel`.
+    """k different indices (k,), int64, ascending: a random one in each of k equally long parts of `numel` elements.
 
-    They depend on the name and the step only, so they are the same on every rank and need not be sent.
+    They depend on the name and the step only, so they are the same on every rank and are not sent.
     """
     seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:8], "little", signed=True)
     generator = torch.Generator().manual_seed(seed)

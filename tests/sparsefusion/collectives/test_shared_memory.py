@@ -17,7 +17,8 @@ from native_variants import MARKED, library_path
 from shared import joined, needs_library
 from sparsefusion.collectives import counted as collectives
 from sparsefusion.collectives.counted import Counter
-from sparsefusion.collectives.shared_memory import FORMATS, SIGNATURES, connect
+from sparsefusion.collectives.shared_memory import SIGNATURES, connect
+from sparsefusion.collectives.shared_memory_calls import FORMATS
 from sparsefusion.native.library import Library
 from sparsefusion.reduction.quantized import wire_bytes
 

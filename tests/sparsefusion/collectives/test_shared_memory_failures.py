@@ -1,6 +1,7 @@
-"""Connecting to shared memory, and what ends it; oracles: /dev/shm, /proc, who was killed, closed or late, words by hand.
+"""Connecting to shared memory, and what ends it; oracles: /dev/shm, /proc, which rank died, closed or was late, and the
+expected messages.
 
-A test that lets a rank die does so with `die`: the rank's process is killed, and a fork of it reports in its place.
+A test kills a rank with `die`: the rank's process is killed, and a fork of it reports in its place.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import tempfile
 import time
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def files(pid):
-    """The files that a process has made to share and that still have a name."""
+    """The files that a process has created to share and that still have a name."""
     folders = Path("/dev/shm"), Path(tempfile.gettempdir())
     return [path for folder in folders for path in folder.glob(f"sparsefusion-{pid}-*")]
 
@@ -39,7 +41,7 @@ def files(pid):
 
 
 @worlds
-def test_nothing_has_a_name_once_ranks_are_connected(ranks, world):
+def test_connected_ranks_leave_no_file(ranks, world):
     def run(rank):
         memory = joined()
         pids = memory.all_gather(torch.tensor(os.getpid())).tolist()
@@ -50,14 +52,17 @@ def test_nothing_has_a_name_once_ranks_are_connected(ranks, world):
 
 
 def refused(world, ranks, prepare=lambda rank: None, **options):
-    """Why connect refuses after prepare(rank), the same on every rank; nothing is left behind. options: the last rank's."""
+    """The reason for which connect refuses after prepare(rank). It is the same on every rank, and nothing is left behind.
+
+    prepare: may return a function that undoes it. options: arguments of connect on the last rank.
+    """
 
     def run(rank):
-        again = prepare(rank)
+        undo = prepare(rank)
         memory, why = connect(dist.group.WORLD, **(options if rank == world - 1 else {}))
         assert memory is None
-        if again:
-            again()
+        if undo:
+            undo()
         dist.barrier()
         open_files = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
@@ -71,11 +76,11 @@ def refused(world, ranks, prepare=lambda rank: None, **options):
 
 
 @fewer
-def test_one_rank_does_not_want_to(ranks, world):
-    """Nobody does then, and nobody waits; the first one that said no is named."""
+def test_one_rank_declines(ranks, world):
+    """Then no rank connects, and no rank waits; the reason names the first rank that declined."""
     assert refused(world, ranks, wanted=False) == f"rank {world - 1}: shared_memory=False"
-    everybody = [(None, "rank 0: shared_memory=False")] * world
-    assert ranks(lambda rank: connect(dist.group.WORLD, wanted=False), world) == everybody
+    all_decline = [(None, "rank 0: shared_memory=False")] * world
+    assert ranks(lambda rank: connect(dist.group.WORLD, wanted=False), world) == all_decline
 
 
 @fewer
@@ -93,7 +98,7 @@ def test_one_rank_lacks_the_library(ranks, world):
         pytest.param("RLIMIT_NOFILE", 3, 1, ("rank 1: [Errno 24]",), id="descriptors"),
     ),
 )
-def test_one_rank_has_none_left(ranks, world, limit, value, who, why):
+def test_one_rank_has_no_space_or_descriptors(ranks, world, limit, value, who, why):
     number = getattr(resource, limit)
 
     def prepare(rank):
@@ -108,8 +113,8 @@ def test_one_rank_has_none_left(ranks, world, limit, value, who, why):
 
 @fewer
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_one_rank_cannot_open_the_memory(ranks, world):
-    """It is another user's."""
+def test_one_rank_runs_as_another_user(ranks, world):
+    """It may not open the memory."""
 
     def prepare(rank):
         if rank == 1:
@@ -120,15 +125,61 @@ def test_one_rank_cannot_open_the_memory(ranks, world):
 
 
 @fewer
+def test_one_rank_finds_another_file(ranks, world):
+    """For example in another mount of /proc. The ranks would wait for ever if each used memory of its own."""
+
+    def prepare(rank):
+        if rank == 1:
+            open_file = os.open
+
+            def open_other(path, flags):
+                if not str(path).startswith("/proc/"):
+                    return open_file(path, flags)
+                other = os.memfd_create("other")
+                os.truncate(other, 1 << 24)
+                return other
+
+            os.open = open_other
+            return lambda: setattr(os, "open", open_file)
+
+    assert "is another file on this rank than on rank 0" in refused(world, ranks, prepare)
+
+
+@fewer
+def test_more_ranks_than_the_memory_can_have(ranks, world):
+    """The C library returns sizes as an int. 8192 ranks would need 4 GiB, of which an int keeps 2 MB."""
+    functions = shared_memory.kernels().functions
+    assert functions.shared_memory_bytes(8192) == 0 < functions.shared_memory_bytes(4000)
+    without_space = SimpleNamespace(native_sources=functions.native_sources, shared_memory_bytes=lambda ranks: 0)
+    library = SimpleNamespace(functions=without_space)
+    refusals = ranks(lambda rank: connect(dist.group.WORLD, library=library), world)
+    assert refusals == [(None, f"{world} ranks would share 2 GiB or more")] * world
+
+
+@pytest.mark.parametrize("killed_in", ("posix_fallocate", "close"))
+def test_a_rank_killed_while_it_creates_the_file_leaves_none(killed_in):
+    """The kernel frees the file, because it has no name by the time it takes space."""
+    child = os.fork()
+    if not child:
+        setattr(os, killed_in, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        os.close(host._create(1 << 20))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert files(child) == []
+
+
+@fewer
 def test_a_rank_that_dies_while_ranks_connect(ranks, world):
-    """When the file has its name: connect raises, and the name is gone."""
+    """connect raises an error on the other ranks. The file has no name, and only its user may open it."""
 
     def run(rank):
         if rank < world - 1:
             return error_of(lambda: connect(dist.group.WORLD))[0], os.getpid()
         host.gather_objects(host.describe_rank(shared_memory.kernels()), dist.group.WORLD)
-        path, _ = host.gather_objects((None, ""), dist.group.WORLD)[0]
-        assert Path(path).name.startswith("sparsefusion-") and Path(path).stat().st_mode & 0o777 == 0o600
+        (path, *identity), _ = host.gather_objects((None, ""), dist.group.WORLD)[0]
+        status = os.stat(path)
+        assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0) and files(path.split("/")[2]) == []
+        assert identity == [status.st_dev, status.st_ino]
         die()
         return RuntimeError, os.getpid()
 
@@ -138,7 +189,7 @@ def test_a_rank_that_dies_while_ranks_connect(ranks, world):
 
 @fewer
 def test_a_rank_in_a_network_namespace_of_its_own(ranks, world):
-    """As in launch/netlab.sh: that stands for another machine."""
+    """As in launch/netlab.sh, where a network namespace stands for a machine."""
     if subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode != 0:
         pytest.skip("needs root that may create network namespaces")
 
@@ -151,7 +202,7 @@ def test_a_rank_in_a_network_namespace_of_its_own(ranks, world):
 
 
 def test_ranks_that_differ():
-    """In anything that each tells of itself but its process."""
+    """Each difference between descriptions of ranks, other than the process, is a reason."""
     here = host.describe_rank(shared_memory.kernels())
     assert host.reason_not_to_share([here, here | {"pid": 1}]) == ""
     for what in here.keys() - {"why", "pid"}:
@@ -161,7 +212,7 @@ def test_ranks_that_differ():
 
 
 @fewer
-def test_groups_that_share_nothing(ranks, world):
+def test_groups_that_cannot_share(ranks, world):
     def run(rank):
         alone = [dist.new_group([other]) for other in range(world)][rank]
         first = dist.new_group([0, 1])
@@ -176,7 +227,7 @@ def test_groups_that_share_nothing(ranks, world):
 
 
 @fewer
-def test_the_time_limit_is_the_group_s(ranks, world):
+def test_the_timeout_is_that_of_the_group(ranks, world):
     """run_ranks gives its default group 30 seconds more than the ranks have."""
 
     assert ranks(lambda rank: shared_memory._timeout_of(dist.group.WORLD), world, timeout=20) == [50] * world
@@ -188,7 +239,7 @@ def test_the_time_limit_is_the_group_s(ranks, world):
 @fewer
 @pytest.mark.parametrize("n", (768, 300_000))
 def test_a_killed_rank_is_named(ranks, world, n):
-    """By all others, at once and in every later call; a fork of the dead rank does not pass for it."""
+    """All other ranks name it, at once and in every later call. A fork of the dead rank does not count as the rank."""
 
     def run(rank):
         memory = joined()
@@ -212,7 +263,7 @@ def test_a_rank_that_dies_while_others_wait(ranks, world):
         memory = joined()
         dist.barrier()
         if rank == 0:
-            time.sleep(0.2)  # past the others' first NOT_YET
+            time.sleep(0.2)  # until the other ranks' C calls have returned NOT_YET
             die()
             return None
         return error_of(lambda: memory.all_gather(torch.ones(1)))[1]
@@ -221,7 +272,7 @@ def test_a_rank_that_dies_while_others_wait(ranks, world):
 
 
 @fewer
-@pytest.mark.parametrize("way", ("close", "collected"))
+@pytest.mark.parametrize("way", ("close", "garbage collection"))
 def test_a_rank_that_closed(ranks, world, way):
     def run(rank):
         memory = joined()
@@ -229,7 +280,7 @@ def test_a_rank_that_closed(ranks, world, way):
         if rank != 1:
             kind, message = error_of(lambda: memory.all_reduce(torch.ones(5)))
             assert kind is RuntimeError and f"rank 1 of {world}" in message and "closed" in message
-        elif way == "collected":
+        elif way == "garbage collection":
             del memory
         else:
             memory.close()
@@ -242,7 +293,7 @@ def test_a_rank_that_closed(ranks, world, way):
 
 
 @fewer
-def test_what_was_sent_before_a_close_arrives(ranks, world):
+def test_messages_sent_before_a_close_arrive(ranks, world):
     def run(rank):
         memory = joined()
         assert memory.all_gather(torch.tensor(rank)).tolist() == list(range(world))
@@ -267,14 +318,14 @@ def test_a_fork_of_a_rank_does_not_close_it(ranks, world):
 
 
 @fewer
-def test_a_rank_that_does_not_come(ranks, world):
-    """The one that waits names it; who comes later hears of that."""
+def test_a_rank_that_is_late(ranks, world):
+    """The ranks that wait name it; the late rank learns that another one has given up."""
 
     def run(rank):
         memory = joined(timeout=0.3)
         if rank == world - 1:
             dist.barrier()
-            memory.all_reduce(torch.ones(2))  # all others came
+            memory.all_reduce(torch.ones(2))  # all other ranks had posted this one
             kind, message = error_of(lambda: memory.all_reduce(torch.ones(2)))
             assert kind is RuntimeError and "has given up" in message
         else:
@@ -287,7 +338,7 @@ def test_a_rank_that_does_not_come(ranks, world):
 
 
 @fewer
-def test_an_interrupt_reaches_a_rank_that_waits(ranks, world):
+def test_a_signal_interrupts_a_rank_that_waits(ranks, world):
     def interrupt(*_):
         raise KeyboardInterrupt("enough")
 
@@ -311,8 +362,8 @@ def test_an_interrupt_reaches_a_rank_that_waits(ranks, world):
 
 @fewer
 def test_calls_that_differ(ranks, world):
-    """The last rank's from all others': each rank names itself and another one with what they call."""
-    x = torch.ones(8)
+    """The last rank makes another call than the others. Each rank's error names that rank, another one, and both calls."""
+    x, long = torch.ones(8), torch.ones(128)
     calls = {  # each differs from the next
         "all_reduce (sum, fp32) of 12 bytes": lambda m: m.all_reduce(x[:3]),
         "all_reduce (sum, fp32) of 16 bytes": lambda m: m.all_reduce(x[:4]),
@@ -323,6 +374,17 @@ def test_calls_that_differ(ranks, world):
         "all_reduce (sum, bf16) of 16 + 8 bytes": lambda m: m.all_reduce(x, "bf16", exact=x[:2]),
         "all_reduce (sum, bf16) of 12 + 12 bytes": lambda m: m.all_reduce(x[:6], "bf16", exact=x[:3]),
         "all_reduce (sum, bf16) of 12 + 8 bytes": lambda m: m.all_reduce(x[:6], "bf16", exact=x[:2]),
+        "all_reduce (sum, bf16) of 12 + 8 bytes from torch.float32 + torch.float16": lambda m: m.all_reduce(
+            x[:6], "bf16", exact=x[:2].half()
+        ),
+        "all_reduce (sum, int8) of 132 bytes (128 elements)": lambda m: m.all_reduce(long, "int8"),
+        "all_reduce (sum, int8) of 132 bytes (100 elements)": lambda m: m.all_reduce(long[:100], "int8"),
+        "all_reduce (sum, int8) of 132 bytes (100 elements) from torch.bfloat16": lambda m: m.all_reduce(
+            long[:100].bfloat16(), "int8"
+        ),
+        "all_reduce (sum, fp32) of 400 bytes from torch.bfloat16": lambda m: m.all_reduce(long[:100].bfloat16()),
+        "all_reduce (sum, fp64) of 400 bytes from torch.float64": lambda m: m.all_reduce(long[:50].double()),
+        "all_reduce (sum, fp32) of 400 bytes": lambda m: m.all_reduce(long[:100]),
     }
 
     def run(rank):
@@ -331,8 +393,8 @@ def test_calls_that_differ(ranks, world):
             memory = joined()
             memory.all_reduce(x)
             own, theirs = pair if last else pair[::-1]
-            found = error_of(lambda call=calls[own], memory=memory: call(memory))
-            assert found == (ValueError, f"rank {rank} calls {own}, and rank {0 if last else world - 1} {theirs}")
+            raised = error_of(lambda call=calls[own], memory=memory: call(memory))
+            assert raised == (ValueError, f"rank {rank} calls {own}, and rank {0 if last else world - 1} {theirs}")
 
     ranks(run, world)
 
@@ -341,8 +403,8 @@ def test_calls_that_differ(ranks, world):
 
 
 @fewer
-def test_arguments_that_are_wrong(ranks, world):
-    """A ValueError, on whichever rank; the memory stays usable."""
+def test_wrong_arguments(ranks, world):
+    """A ValueError on the rank that passes them; the memory stays usable."""
     x = torch.ones(3)
     wrong = {
         "fp32, fp16, bf16, int8": lambda m: m.all_reduce(x, "auto"),

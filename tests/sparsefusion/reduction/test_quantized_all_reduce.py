@@ -626,6 +626,22 @@ def test_all_ranks_choose_alike(ranks, world, quickly, monkeypatch):
 
 
 @fewer
+def test_a_choice_for_each_kind_of_device(ranks, world, monkeypatch):
+    """A group may have one backend for the CPU and another for CUDA; the choice for one must not be used for the other."""
+    measured = []
+    monkeypatch.setattr(quantized, "measure", lambda group, calls, sizes, device, race: measured.append(device))
+    monkeypatch.setattr(FormatChoice, "__str__", lambda choice: "")
+
+    def run(rank):
+        devices = (torch.device("cuda", 0), "cpu", "cuda:1", torch.device("cpu"))
+        choices = [format_choice(dist.group.WORLD, device) for device in devices]
+        assert choices[0] is choices[2] and choices[1] is choices[3]
+        return list(map(str, measured))
+
+    assert ranks(run, world) == [["cuda:0", "cpu"]] * world
+
+
+@fewer
 def test_a_slow_rank_is_everybodys(ranks, world, quickly):
     """What takes long on one rank is chosen by none, though the others do not notice."""
     from time import perf_counter

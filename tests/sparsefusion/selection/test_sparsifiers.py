@@ -157,10 +157,26 @@ def test_nothing_is_lost(given, name):
         assert all(map(torch.equal, back, total))
 
 
-def test_places_outside_are_refused():
-    for indices in ([5], [-1], [3, 2]):
-        with pytest.raises((ValueError, IndexError)):
-            add_at([torch.zeros(3), torch.zeros(2)], torch.ones(len(indices)), torch.tensor(indices, dtype=torch.int32))
+@pytest.mark.parametrize("add", [add_at, add_at_ref])
+@pytest.mark.parametrize("indices", [[5], [-1], [3, 2], [0, 7], [-3, 1]])
+def test_wrong_indices_are_refused(add, indices):
+    """Indices outside of the targets, or in another order than the targets, by the C kernel and by torch."""
+    with pytest.raises(ValueError, match="do not ascend within 5 elements"):
+        add([torch.zeros(3), torch.zeros(2)], torch.ones(len(indices)), torch.tensor(indices, dtype=torch.int32))
+
+
+def test_tensors_that_the_kernels_do_not_support():
+    """They go through torch: the C kernels read int32 indices and contiguous tensors of equal lengths."""
+    for targets, indices in (
+        ([torch.zeros(3), torch.zeros(2)], torch.tensor([0, 3])),
+        ([torch.zeros(6)[::2], torch.zeros(2)], torch.tensor([0, 3], dtype=torch.int32)),
+    ):
+        add_at(targets, torch.tensor([1.0, 2.0]), indices)
+        assert torch.cat(targets).tolist() == [1, 0, 0, 2, 0]
+    with pytest.raises(RuntimeError):
+        add_at([torch.zeros(9)], torch.ones(1), torch.arange(9, dtype=torch.int32))
+    with pytest.raises(RuntimeError):
+        take("dgc", [torch.ones(3)], [torch.zeros(5)], 1)
 
 
 def test_fit_k():
