@@ -56,7 +56,7 @@ def test_exactly_k_large_numbers(name, kind, count, k):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [10_000, 1000])
 def test_thresholds_before_exactly_k(name, kind, k):
-    """The published bar: 0.5 to 2 k (gradcomm.md G.4); RedSync and SIDCo, whose own stopping is coarser, too."""
+    """0.5 k to 2 k magnitudes reach the threshold, also those of RedSync and SIDCo, which stop less precisely."""
     x = numbers(kind, 1_000_000).abs()
     assert 0.5 * k <= int((x >= THRESHOLDS[name](x, k)).sum()) <= 2 * k
 
