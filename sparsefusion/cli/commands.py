@@ -112,7 +112,7 @@ def main(argv=None) -> int:
 
 
 def _measure(arguments) -> None:
-    from sparsefusion.fabric.measurement import measure_command
+    from sparsefusion.fabric.command import measure_command
 
     measure_command(arguments)
 

@@ -1,9 +1,13 @@
-"""How many ranks to split a model over: the time of a decoded token as a sum of memory and messages, degree by degree.
+"""Over how many ranks to split a model: the time of a decoded token, as memory traffic plus messages, for each degree.
 
-t(P) = (weights + batch * state) / (P * bandwidth * efficiency) + sum over the all-reduces of a token of their time on P
-ranks. The first term is decode's lower bound, reading everything once; the second comes from a measured `Fabric`.
+    t(P) = (weights + batch * state) / (P * bandwidth * efficiency)
+           + the sum, over the all-reduces of a token, of their time on P ranks
+
+The first term is a lower bound of decoding: every weight and state is read once. The second comes from a measured `Fabric`.
+A degree is a number of tensor-parallel ranks.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .cost_model import Fabric
@@ -11,10 +15,11 @@ from .cost_model import Fabric
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's decoding reads and sends.
+    """The bytes that decoding with a model reads and sends.
 
-    weight_bytes: read once per step; state_bytes: read and written per token of each sequence; reductions: the (bytes
-    at batch 1, how many per token) of its all-reduces; divisors: the (name, number) that the ranks must divide.
+    weight_bytes: the weights, read once per step. state_bytes: what is read and written of one sequence's state per
+    token. reductions: all-reduces, as pairs (bytes at batch size 1, how many of them per token). divisors: pairs (name,
+    number); a degree must divide each number.
     """
 
     name: str
@@ -29,10 +34,21 @@ class Shape:
         return sum(count for _, count in self.reductions)
 
 
-def mamba1_shape(name, hidden, layers, inner, state, dt_rank, vocab, kernel=4, itemsize=2) -> Shape:
-    """A Mamba-1 with tied embeddings, of `itemsize` bytes per parameter, its states in fp32.
+def mamba1_shape(
+    name: str,
+    hidden: int,
+    layers: int,
+    inner: int,
+    state: int,
+    dt_rank: int,
+    vocab: int,
+    kernel: int = 4,
+    itemsize: int = 2,
+) -> Shape:
+    """The shape of a Mamba-1 with tied embeddings, `itemsize` bytes per parameter and fp32 states.
 
-    Two all-reduces per block: x_proj's dt_rank + 2 state numbers and out_proj's hidden; one more for the embedding.
+    Each layer has two all-reduces: of x_proj's output (dt_rank + 2 * state numbers) and of out_proj's (hidden numbers).
+    The embedding has one more.
     """
     x_proj = dt_rank + 2 * state
     mixer = hidden * 2 * inner + inner * (kernel + 1 + x_proj + dt_rank + 1 + state + 1) + inner * hidden
@@ -47,9 +63,10 @@ MAMBA_2_8B = mamba1_shape("mamba-2.8b", hidden=2560, layers=64, inner=5120, stat
 
 @dataclass(frozen=True)
 class Row:
-    """One degree: seconds per step with their interval, the share of them that messages take, or why it is excluded.
+    """The prediction for one degree: seconds per decoding step and their interval, or why the degree is excluded.
 
-    messages: seconds of all all-reduces; break_even: what they may take before one rank is as fast (`break_even`).
+    messages: the part of `seconds` that all-reduces take. break_even: the most that they may take before one rank is as
+    fast (see the function `break_even`). excluded: the reason, or "".
     """
 
     degree: int
@@ -62,13 +79,13 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The part of the time that messages take."""
+        """The share of the time that messages take."""
         return self.messages / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The degree to take, a row for each that was asked about, and why, in sentences."""
+    """The recommended degree, a row for each degree that was considered, and the reasons, as sentences."""
 
     degree: int
     rows: tuple[Row, ...]
@@ -86,18 +103,29 @@ class Advice:
 
 
 def best_degree(
-    shape: Shape, fabric: Fabric, degrees, batch=1, memory_bandwidth=3.35e12, efficiency=0.7, memory=80e9,
-    mode="eager", extrapolate=False,
-) -> Advice:  # fmt: skip
-    """The degree with the fastest decode step at this batch, among `degrees`.
+    shape: Shape,
+    fabric: Fabric,
+    degrees: Iterable[int],
+    batch: int = 1,
+    memory_bandwidth: float = 3.35e12,
+    efficiency: float = 0.7,
+    memory: float = 80e9,
+    mode: str = "eager",
+    extrapolate: bool = False,
+) -> Advice:
+    """The recommended degree among `degrees`, for the shortest decoding step of `batch` sequences.
 
-    Not the fastest itself, but the smallest degree that is as fast within the fastest one's interval. memory_bandwidth:
-    bytes/s of one rank, of which decoding reaches `efficiency` (the defaults: an H100 SXM); memory: bytes of one rank.
-    mode, extrapolate: as in `Fabric.time`; without extrapolate a degree never measured is excluded.
-    ValueError: every degree is excluded.
+    It is the smallest degree whose time lies below the upper end of the fastest degree's interval, so that no ranks are
+    added for a gain that is not certain. memory_bandwidth: bytes per second that one rank can read, of which decoding
+    reaches the share `efficiency`. memory: bytes of one rank. The defaults of these three describe an H100 SXM. mode,
+    extrapolate: as in `Fabric.time`; without `extrapolate`, a degree that was never measured is excluded. ValueError:
+    every degree is excluded, or one is below 1.
     """
+    degrees = sorted(set(degrees))
+    if not degrees or degrees[0] < 1:
+        raise ValueError(f"degrees must be numbers of ranks, 1 or more, not {degrees}")
     reach = memory_bandwidth * efficiency
-    rows = [_row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) for degree in sorted(set(degrees))]
+    rows = [_row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) for degree in degrees]
     possible = [row for row in rows if not row.excluded]
     if not possible:
         raise ValueError(f"{shape.name}: " + "; ".join(f"{row.degree} ranks: {row.excluded}" for row in rows))
@@ -107,12 +135,15 @@ def best_degree(
 
 
 def break_even(single: float, degree: int) -> float:
-    """Seconds that all messages of a token may take before `degree` ranks are no faster than one taking `single`."""
+    """Seconds that the messages of a token may take before `degree` ranks are as slow as one rank, which takes `single`."""
     return single * (1 - 1 / degree)
 
 
-def _row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) -> Row:
-    excluded = _unfit(shape, degree, batch, memory)
+def _row(
+    shape: Shape, fabric: Fabric, degree: int, batch: int, reach: float, memory: float, mode: str, extrapolate: bool
+) -> Row:
+    """The row of one degree; reach: bytes per second that decoding reads on one rank."""
+    excluded = _why_impossible(shape, degree, batch, memory)
     if excluded:
         return Row(degree, excluded=excluded)
     single = (shape.weight_bytes + batch * shape.state_bytes) / reach
@@ -124,8 +155,11 @@ def _row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) -> Row:
     return Row(degree, local + messages, local + low, local + high, messages, break_even(single, degree))
 
 
-def _unfit(shape, degree, batch, memory) -> str:
-    """Why the model cannot be split so, or nothing. What is read of the state bounds what is kept of it."""
+def _why_impossible(shape: Shape, degree: int, batch: int, memory: float) -> str:
+    """Why the model cannot be split over so many ranks, or "".
+
+    A rank's memory is compared with the bytes that decoding reads, as the state that is kept has no more bytes.
+    """
     for name, number in shape.divisors:
         if number % degree:
             return f"{name} {number} does not divide over {degree} ranks ({number} % {degree} = {number % degree})"
@@ -133,18 +167,20 @@ def _unfit(shape, degree, batch, memory) -> str:
     return f"needs {needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB per rank" if needed > memory else ""
 
 
-def _messages(shape, fabric, degree, batch, mode, extrapolate):
-    """(seconds, low, high) of a token's all-reduces."""
-    total = [0.0, 0.0, 0.0]
+def _messages(
+    shape: Shape, fabric: Fabric, degree: int, batch: int, mode: str, extrapolate: bool
+) -> tuple[float, float, float]:
+    """(seconds, low, high) of all all-reduces of a token."""
+    total, least, most = 0.0, 0.0, 0.0
     for nbytes, count in shape.reductions:
-        asked = ("all_reduce", batch * nbytes, degree, extrapolate, mode)
-        for i, seconds in enumerate((fabric.time(*asked), *fabric.interval(*asked))):
-            total[i] += count * seconds
-    return total
+        seconds = fabric.time("all_reduce", batch * nbytes, degree, extrapolate, mode)
+        low, high = fabric.interval("all_reduce", batch * nbytes, degree, extrapolate, mode)
+        total, least, most = total + count * seconds, least + count * low, most + count * high
+    return total, least, most
 
 
-def _reasons(shape, rows, fastest, chosen):
-    """Sentences: each degree's time and break-even, and the choice."""
+def _reasons(shape: Shape, rows: Iterable[Row], fastest: Row, chosen: Row) -> Iterator[str]:
+    """Sentences: the time and the break-even of each degree, then the recommendation."""
     for row in rows:
         if row.excluded:
             yield f"{row.degree} ranks: excluded, {row.excluded}"
@@ -152,13 +188,14 @@ def _reasons(shape, rows, fastest, chosen):
             yield f"1 rank: {row.seconds * 1e3:.2f} ms per token, all of it memory"
         else:
             verdict = "faster" if row.messages < row.break_even else "no faster"
-            each, bound = (seconds / shape.calls * 1e6 for seconds in (row.messages, row.break_even))
+            each, bound = (seconds / max(shape.calls, 1) * 1e6 for seconds in (row.messages, row.break_even))
             yield (
                 f"{row.degree} ranks: {row.seconds * 1e3:.2f} ms per token, {row.share:.0%} of it {shape.calls} "
                 f"all-reduces of {each:.1f} us; {verdict} than one rank, for which they must take less than {bound:.1f} us"
             )
+    use = f"use {chosen.degree} rank{'s' * (chosen.degree > 1)}"
     if chosen is fastest:
-        yield f"{chosen.degree} it is: the fastest"
+        yield f"{use}: the fastest"
     else:
-        within = f"{chosen.degree} and {fastest.degree} ranks within the uncertainty"
-        yield f"{chosen.degree} it is: {within} ({chosen.seconds * 1e3:.2f} ms against up to {fastest.high * 1e3:.2f})"
+        times = f"{chosen.seconds * 1e3:.2f} ms against up to {fastest.high * 1e3:.2f}"
+        yield f"{use}: as fast as {fastest.degree} within the uncertainty ({times})"

@@ -1,24 +1,32 @@
-"""One operation on one number of ranks: its measured times, the line segments fitted to them, and how far to trust them.
+"""One operation on one number of ranks: its measured times, the line segments fitted to them, and their uncertainty.
 
-`nbytes` means: all_reduce, reduce_scatter, all_to_all: this rank's input; all_gather: what each rank contributes; p2p:
-the message.
+The size of a message, `nbytes`, is counted as follows:
+
+| operation | nbytes |
+|---|---|
+| all_reduce, reduce_scatter, all_to_all | the input of each rank |
+| all_gather | what each rank contributes |
+| p2p | the message |
 """
 
 import math
 import statistics
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .fitting import Segment, fit_segments, half_widths, held_out_errors, predict, relative_errors, spikes
 
-FLOOR_BYTES = 128 * 1024  # messages that may count for the latency floor
+FLOOR_BYTES = 128 * 1024  # larger messages never count for the latency floor
 
 
 def wire(operation: str, ranks: int) -> float:
-    """Bytes a rank sends over its link per byte of `nbytes`, by a ring; nccl-tests' bus bandwidth rests on them.
+    """Bytes that each rank sends over its link per byte of `nbytes` if the algorithm is a ring.
 
-    An operation with a name of its own counts as the collective that its first word names, else 1.
+    These are the factors of nccl-tests' bus bandwidth. The first word of `operation` names the collective, so that
+    "all_reduce Ring" counts as an all-reduce. Other operations send each byte once.
     """
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
@@ -31,11 +39,12 @@ def wire(operation: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of `operation` on `ranks` ranks, called one by one (mode "eager") or replayed (mode "graph").
+    """Times of `operation` on `ranks` ranks, called one by one (mode "eager") or from a CUDA graph (mode "graph").
 
-    nbytes: ascending; seconds: their times; high: their 90th percentiles, empty where unknown; dropped: the (nbytes,
-    seconds) left out of the fit; errors: |log(predicted / measured)| of each point, predicted by a fit of the others.
-    ValueError: anything not positive, finite and in order.
+    nbytes: the measured sizes, ascending. seconds: their median times. high: their 90th percentiles; empty if unknown.
+    dropped: points (nbytes, seconds) that are left out of the fit. segments: the fit. errors: |log(predicted /
+    measured)| of each point, predicted by a fit of the others. ValueError: a number that is not finite and positive, or
+    sizes or segments that are not in order.
     """
 
     operation: str
@@ -48,20 +57,29 @@ class Curve:
     segments: tuple[Segment, ...]
     errors: tuple[float, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(self)
 
     @staticmethod
-    def fit(operation: str, ranks: int, points, mode: str = "eager", dropped=()) -> "Curve":
+    def fit(
+        operation: str,
+        ranks: int,
+        points: Sequence[tuple[float, ...]],
+        mode: str = "eager",
+        dropped: Iterable[tuple[int, float]] = (),
+    ) -> "Curve":
         """The curve through `points`: (nbytes, seconds) or (nbytes, seconds, 90th percentile), in any order.
 
-        Several points of one size count as their median. dropped: (nbytes, seconds) that the source itself discredits;
-        the spikes found here are added to them. ValueError: no points, or a size or time that is not positive.
+        Several points of one size count as their median. dropped: points (nbytes, seconds) that the source itself marks
+        as unreliable; the spikes that are found here are added to them. ValueError: there are no points, or a size or
+        time is not positive and finite.
         """
         sizes, seconds, high = _medians(points, f"{operation} on {ranks} ranks")
         spiked = spikes(seconds)
         dropped = sorted([*dropped, *((sizes[i], seconds[i]) for i in spiked)])
-        sizes, seconds, high = ([v for i, v in enumerate(kept) if i not in spiked] for kept in (sizes, seconds, high))
+        kept = [i for i in range(len(sizes)) if i not in spiked]
+        sizes, seconds = [sizes[i] for i in kept], [seconds[i] for i in kept]
+        high = [high[i] for i in kept] if high else []
         return Curve(
             operation, ranks, mode, tuple(sizes), tuple(seconds), tuple(high), tuple(dropped),
             segments=fit_segments(sizes, seconds),
@@ -70,19 +88,20 @@ class Curve:
 
     @property
     def alpha(self) -> float:
-        """Seconds of an empty message: the first segment's."""
+        """Seconds of an empty message: alpha of the first segment."""
         return self.segments[0].alpha
 
     @property
     def beta(self) -> float:
-        """Seconds per byte of large messages: the last segment's, or of its last size where it has no slope."""
+        """Seconds per byte of large messages: beta of the last segment; without slope, time / nbytes of its last size."""
         return self.segments[-1].beta or self.time(self.nbytes[-1]) / self.nbytes[-1]
 
     @property
     def floor(self) -> float | None:
-        """The latency floor: the median time of small messages, the dropped ones too; None if none was measured.
+        """The latency floor: the median measured time of small messages, dropped points included; None if there are none.
 
-        Small: at most 128 KB, and less than doubles the latency of the first segment.
+        A message is small if it has at most 128 KB and, on the first segment, takes at most twice the time of an empty
+        message.
         """
         first = self.segments[0]
         doubled = first.alpha / first.beta if first.beta else math.inf
@@ -90,34 +109,35 @@ class Curve:
         small = [time for size, time in points if size <= min(FLOOR_BYTES, doubled)]
         return statistics.median(small) if small else None
 
-    def time(self, nbytes: int) -> float:
-        """Seconds of a message, from the fit."""
+    def time(self, nbytes: float) -> float:
+        """Seconds of a message, predicted by the fit. ValueError: a negative size."""
         if nbytes < 0:
             raise ValueError(f"a message of {nbytes} bytes")
         return float(predict(self.segments, nbytes))
 
-    def interpolated(self, nbytes: int) -> float:
-        """Seconds of a message between the measured ones around it; outside them, of the first or the last.
+    def interpolated(self, nbytes: float) -> float:
+        """Seconds of a message, interpolated between its measured neighbours; outside, those of the first or last size.
 
-        Follows what a fit smooths, such as the size at which a link's burst is used up, and the noise with it.
+        Interpolation follows what a fit smooths away, such as the size at which a link's burst is used up, but also the
+        noise.
         """
         return float(np.interp(nbytes, self.nbytes, self.seconds))
 
-    def half_width(self, nbytes: int) -> float:
-        """Half the width of the interval, as a logarithm (0.05: about 5 %), in which a measured time is expected.
+    def half_width(self, nbytes: float) -> float:
+        """Half the width of the interval in which a measured time is expected, as a logarithm (0.05: about 5 %).
 
-        `half_widths` of the sizes around; once more per doubling outside the measured sizes.
+        It interpolates `half_widths` between the measured sizes. Outside them, each doubling adds the same width again.
         """
         size = math.log2(max(nbytes, 1))
         measured = np.log2(self.nbytes)
         inside = np.interp(size, measured, half_widths(self.errors))
         return float(inside * (1 + max(0.0, measured[0] - size, size - measured[-1])))
 
-    def interval(self, nbytes: int) -> tuple[float, float]:
-        """(low, high) seconds between which nine in ten times of the same measurement should lie; another day's may not.
+    def interval(self, nbytes: float) -> tuple[float, float]:
+        """(low, high) seconds between which nine in ten times of the same measurement should lie.
 
-        Below the measured sizes no message is slower than at the first; above them bandwidth may stay what it was, or
-        grow with the square root of the size.
+        Times of another day may lie outside. Below the measured sizes, `high` is at most that of the smallest one. Above
+        them, `low` assumes a bandwidth that grows with the square root of the size, and `high` one that does not grow.
         """
         time, spread = self.time(nbytes), math.exp(self.half_width(nbytes))
         low, high = time / spread, time * spread
@@ -129,13 +149,13 @@ class Curve:
             high = max(high, self.interval(last)[1] * nbytes / last)
         return low, high
 
-    def bus_bandwidth(self, nbytes: int) -> float:
-        """Bytes per second over a rank's link, by the fit, if the algorithm is a ring."""
+    def bus_bandwidth(self, nbytes: float) -> float:
+        """Bytes per second over each rank's link, predicted by the fit, if the algorithm is a ring."""
         return nbytes * wire(self.operation, self.ranks) / self.time(nbytes)
 
     @property
     def peak_bus_bandwidth(self) -> float:
-        """The best bus bandwidth (bytes/s) of the measured points."""
+        """The highest bus bandwidth (bytes per second) of the measured points."""
         rates = [nbytes / seconds for nbytes, seconds in zip(self.nbytes, self.seconds, strict=True)]
         return max(rates) * wire(self.operation, self.ranks)
 
@@ -146,8 +166,8 @@ class Curve:
         return float(errors.mean()), float(errors.max())
 
 
-def _medians(points, name):
-    """Ascending sizes, the median time of each, and the median 90th percentile of each where all points have one."""
+def _medians(points: Sequence[tuple[float, ...]], name: str) -> tuple[list[int], list[float], list[float]]:
+    """(sizes, ascending; their median times; their median 90th percentiles, or [] unless all points have one)."""
     if not points:
         raise ValueError(f"no points to fit {name}")
     for nbytes, *times in points:
@@ -163,18 +183,13 @@ def _medians(points, name):
 
 
 def _check(curve: Curve) -> None:
-    """ValueError unless the curve's numbers are positive, finite and in order."""
+    """ValueError unless the curve is as its class says; a curve may come from a file."""
     name = f"curve {curve.operation!r} on {curve.ranks!r} ranks"
     if not (isinstance(curve.operation, str) and curve.operation.strip() and isinstance(curve.ranks, int)):
         raise ValueError(f"{name}: needs a name and a number of ranks")
     if curve.ranks < 2 or curve.mode not in ("eager", "graph"):
         raise ValueError(f"{name}, mode {curve.mode!r}: ranks must be 2 or more, the mode eager or graph")
-    lines = [number for s in curve.segments for number in (s.first, s.last, s.beta)]
-    lines += [abs(s.alpha) if i else s.alpha for i, s in enumerate(curve.segments)]  # only the first begins at 0
-    dropped = [number for pair in curve.dropped for number in pair]
-    for number in (*curve.nbytes, *curve.seconds, *curve.high, *curve.errors, *lines, *dropped):
-        if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ValueError(f"{name}: {number!r} is no size or time")
+    _check_numbers(curve, name)
     ends = [size for s in curve.segments for size in (s.first, s.last)]
     if ends != sorted(ends) or not set(ends) <= set(curve.nbytes):
         raise ValueError(f"{name}: its segments do not follow one another from measured size to measured size")
@@ -182,3 +197,15 @@ def _check(curve: Curve) -> None:
     ascending = all(a < b for a, b in zip((0, *curve.nbytes), curve.nbytes, strict=False))
     if lengths == {0} or len(lengths) > 1 or not ascending or not curve.segments or min(curve.seconds) == 0:
         raise ValueError(f"{name}: needs ascending sizes, each with its time and error, and segments")
+    if curve.segments[0].alpha == curve.segments[0].beta == 0:
+        raise ValueError(f"{name}: its first segment predicts 0 seconds")
+
+
+def _check_numbers(curve: Curve, name: str) -> None:
+    """ValueError unless all sizes, times, errors and coefficients of the curve are finite and not negative."""
+    lines = [number for s in curve.segments for number in (s.first, s.last, s.beta)]
+    lines += [abs(s.alpha) if i else s.alpha for i, s in enumerate(curve.segments)]  # see `_rising_line`
+    dropped = [number for pair in curve.dropped for number in pair]
+    for number in (*curve.nbytes, *curve.seconds, *curve.high, *curve.errors, *lines, *dropped):
+        if not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"{name}: {number!r} is no size or time")

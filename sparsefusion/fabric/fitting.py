@@ -1,84 +1,102 @@
-"""Piecewise alpha + beta * nbytes through measured times: spikes out, breakpoints by dynamic programming.
+"""Fits piecewise linear functions, seconds = alpha + beta * nbytes, to measured times of messages.
 
-Everything here is plain mathematics on ascending message sizes (bytes) and their times (seconds).
+Spikes are removed first; then dynamic programming finds the breakpoints. Everything here is plain mathematics on
+ascending message sizes (bytes) and their times (seconds).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-MOST_SEGMENTS = 4
-LEAST_POINTS = 3  # in a segment
-GAIN = 0.75  # one more segment must bring the mean error below this share of what it was
-EXACT = 1e-9  # a mean relative error that no further segment need improve
-NEIGHBOURS = 3  # on either side, for spikes
-SPIKE_MADS, SPIKE = 3.0, 1.15  # a spike is above its neighbours' median by both
-SURE = 0.9  # the share of times that intervals should hold
-MARGIN = 1.1  # because two dozen errors say little about the largest
+MAX_SEGMENTS = 4
+MIN_POINTS = 3  # in each segment
+MAX_ERROR_RATIO = 0.75  # a further segment must bring the mean error below this share of what it was
+NEGLIGIBLE_ERROR = 1e-9  # a mean relative error that no further segment needs to reduce
+SPIKE_NEIGHBOURS = 3  # on either side of a point
+SPIKE_DEVIATIONS, SPIKE_RATIO = 3.0, 1.15  # a spike exceeds its neighbours' median by both
+COVERAGE = 0.9  # the share of measured times that intervals should contain
+SAFETY_FACTOR = 1.1  # because the largest of two dozen errors underestimates the largest possible one
 
 
 @dataclass(frozen=True)
 class Segment:
-    """seconds = alpha + beta * nbytes for messages of `first` to `last` bytes, both of them measured sizes."""
+    """seconds = alpha + beta * nbytes for messages of `first` to `last` bytes; both of these are measured sizes."""
 
     first: int
     last: int
     alpha: float
     beta: float
 
-    def time(self, nbytes) -> float:
+    def time(self, nbytes: float) -> float:
         """Seconds on this line."""
         return self.alpha + self.beta * nbytes
 
 
-def spikes(seconds) -> list[int]:
-    """Indices of times that no longer message shares: host jitter, such as one straggler in a mean over 200 calls.
+def spikes(seconds: Sequence[float]) -> list[int]:
+    """Indices of times that are too long for their size, such as a mean over 200 calls of which one was interrupted.
 
-    A spike is above the median of its (up to) six neighbours by 3 times their median absolute deviation and by 15 %,
-    and above the median of its (up to) three larger neighbours: a larger message cannot be faster.
+    A spike exceeds the median of its neighbours (up to six) by 3 times their median absolute deviation and by 15 %. It
+    also exceeds the median of its larger neighbours (up to three), because a larger message cannot be faster.
     """
     found = []
     for i, time in enumerate(seconds):
-        larger = seconds[i + 1 : i + 1 + NEIGHBOURS]
+        larger = seconds[i + 1 : i + 1 + SPIKE_NEIGHBOURS]
         if not len(larger):
             continue
-        neighbours = np.concatenate([seconds[max(0, i - NEIGHBOURS) : i], larger])
+        neighbours = np.concatenate([seconds[max(0, i - SPIKE_NEIGHBOURS) : i], larger])
         middle = np.median(neighbours)
         spread = np.median(np.abs(neighbours - middle))
-        if time > max(middle + SPIKE_MADS * spread, SPIKE * middle, np.median(larger)):
+        if time > max(middle + SPIKE_DEVIATIONS * spread, SPIKE_RATIO * middle, np.median(larger)):
             found.append(i)
     return found
 
 
-def fit_segments(nbytes, seconds) -> tuple[Segment, ...]:
-    """One to four segments with least squares of relative errors; one more only if the mean error falls by a quarter."""
-    table = _lines(np.asarray(nbytes, float), np.asarray(seconds, float))
-    best, error = None, np.inf
-    for count in range(1, min(MOST_SEGMENTS, max(1, len(nbytes) // LEAST_POINTS)) + 1):
-        segments = _segments(nbytes, table, count)
-        mean = np.mean(np.abs(relative_errors(segments, nbytes, seconds)))
-        if best is None or (error > EXACT and mean < GAIN * error):
+def fit_segments(nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Segment, ...]:
+    """One to four segments that minimize the sum of squared relative errors.
+
+    A fit with one more segment is taken only if it reduces the mean relative error by at least a quarter.
+    """
+    sizes, times = np.asarray(nbytes), np.asarray(seconds, float)
+    lines = _lines(sizes.astype(float), times)
+    best = _segments(sizes, lines, 1)
+    error = _mean_error(best, sizes, times)
+    for count in range(2, min(MAX_SEGMENTS, len(sizes) // MIN_POINTS) + 1):
+        segments = _segments(sizes, lines, count)
+        mean = _mean_error(segments, sizes, times)
+        if error > NEGLIGIBLE_ERROR and mean < MAX_ERROR_RATIO * error:
             best, error = segments, mean
     return best
 
 
-def _lines(x, t):
-    """(alpha, beta, cost), each (n, n): the line with least sum of ((alpha + beta x - t) / t)^2 over points i to j."""
+def _mean_error(segments: Sequence[Segment], nbytes: np.ndarray, seconds: np.ndarray) -> float:
+    return float(np.mean(np.abs(relative_errors(segments, nbytes, seconds))))
+
+
+def _lines(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(alpha, beta, cost), each (n, n): the best line through points i to j, and its cost.
+
+    The cost is the sum of ((alpha + beta x - t) / t)^2 over the points. Entries with j < i are infinite.
+    """
     alpha, beta, cost = np.full((3, len(x), len(x)), np.inf)
     terms = np.stack([1 / t**2, x / t**2, x**2 / t**2, 1 / t, x / t])
     for i in range(len(x)):
         sums = np.cumsum(terms[:, i:], axis=1)
-        alpha[i, i:], beta[i, i:] = a, b = _rising_line(*sums, from_zero=i == 0)
         w, wx, wxx, y, xy = sums
+        alpha[i, i:], beta[i, i:] = a, b = _rising_line(w, wx, wxx, y, xy, from_zero=i == 0)
         squares = a * a * w + 2 * a * b * wx + b * b * wxx - 2 * a * y - 2 * b * xy + np.arange(1, len(x) - i + 1)
         cost[i, i:] = np.maximum(squares, 0)
     return alpha, beta, cost
 
 
-def _rising_line(w, wx, wxx, y, xy, from_zero):
-    """alpha and beta >= 0 of weighted least squares from its five sums (arrays).
+def _rising_line(
+    w: np.ndarray, wx: np.ndarray, wxx: np.ndarray, y: np.ndarray, xy: np.ndarray, from_zero: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """alpha and beta >= 0 of weighted least squares, from the five sums of its normal equations.
 
-    alpha too is >= 0 if the line goes down to empty messages; one that begins after a burst aims below zero.
+    from_zero: the line also serves empty messages, so alpha is >= 0 too. The alpha of other lines may be negative, for
+    example after a link's burst is used up.
     """
     determinant = w * wxx - wx * wx
     regular = determinant > 1e-12 * w * wxx  # two sizes or more
@@ -89,11 +107,11 @@ def _rising_line(w, wx, wxx, y, xy, from_zero):
     return (np.maximum(alpha, 0), np.where(alpha < 0, xy / wxx, beta)) if from_zero else (alpha, beta)
 
 
-def _segments(nbytes, table, count) -> tuple[Segment, ...]:
-    """The `count` segments of least cost."""
-    alpha, beta, cost = table
+def _segments(nbytes: np.ndarray, lines: tuple[np.ndarray, np.ndarray, np.ndarray], count: int) -> tuple[Segment, ...]:
+    """The `count` consecutive segments with the smallest total cost; lines: see `_lines`."""
+    alpha, beta, cost = lines
     n = len(nbytes)
-    least = LEAST_POINTS if count > 1 else 1
+    least = MIN_POINTS if count > 1 else 1
     best, start = np.full((2, count, n), np.inf)
     best[0] = np.where(np.arange(n) >= least - 1, cost[0], np.inf)
     for k in range(1, count):
@@ -110,54 +128,61 @@ def _segments(nbytes, table, count) -> tuple[Segment, ...]:
     return tuple(reversed(segments))
 
 
-def predict(segments, nbytes):
-    """Seconds at nbytes (a number or an array), never falling as messages grow.
+def predict(segments: Sequence[Segment], nbytes: ArrayLike) -> np.ndarray | np.float64:
+    """Seconds of messages of `nbytes` (a number or an array); a larger message never takes less.
 
-    On a segment its line; between two their lines up to where they cross, as where a burst is used up, or, if they do not
-    cross there, the straight line that joins them; below the first measured size the first line;
-    above the last the last line (one without slope says nothing of bandwidth: then that of its last size is kept). A
-    line that begins below the end of the one before it, as where a protocol changes, is lifted to it.
+    - On a segment: its line.
+    - Between two segments: each line up to the size at which they cross, as where a link's burst is used up. If they do
+      not cross in between, the straight line that joins them.
+    - Below the first measured size: the first line.
+    - Above the last measured size: the last line. A line without slope does not show the bandwidth, so the rate of its
+      last size is kept.
+    - A line that begins below the end of the previous one, as where a protocol changes, is raised to that end.
     """
-    sizes, lines = [0], [segments[0].alpha]
+    sizes: list[float] = [0]
+    lines = [segments[0].alpha]
     for before, segment in zip((None, *segments), segments, strict=False):
         knots = [*_crossing(before, segment), segment.first, segment.last]
         sizes += knots
         lines += [segment.time(size) for size in knots]
     times = np.maximum.accumulate(lines)
     slope = segments[-1].beta or times[-1] / sizes[-1]
-    beyond = np.maximum(np.asarray(nbytes, float) - sizes[-1], 0)
-    return np.interp(nbytes, sizes, times) + slope * beyond
+    asked = np.asarray(nbytes, float)
+    return np.interp(asked, sizes, times) + slope * np.maximum(asked - sizes[-1], 0)
 
 
-def _crossing(before, after) -> list[float]:
-    """Where the lines of two neighbouring segments cross, if that is between them."""
+def _crossing(before: Segment | None, after: Segment) -> list[float]:
+    """[the size at which the lines of two neighbouring segments cross], or [] if that is not between them."""
     if before is None or after.beta <= before.beta:
         return []
     size = (before.alpha - after.alpha) / (after.beta - before.beta)
     return [size] if before.last < size < after.first else []
 
 
-def relative_errors(segments, nbytes, seconds):
+def relative_errors(segments: Sequence[Segment], nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
     """(predicted - measured) / measured of each point."""
-    return predict(segments, np.asarray(nbytes, float)) / np.asarray(seconds) - 1
+    return np.asarray(predict(segments, np.asarray(nbytes, float)) / np.asarray(seconds) - 1)
 
 
-def held_out_errors(nbytes, seconds):
+def held_out_errors(nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
     """|log(predicted / measured)| of each point, predicted by a fit of all the others."""
-    if len(nbytes) < 2:
-        return np.ones(len(nbytes))  # nothing to learn from: a factor of e
+    sizes, times = np.asarray(nbytes), np.asarray(seconds)
+    if len(sizes) < 2:
+        return np.ones(len(sizes))  # nothing to predict a single point from: a factor of e
     errors = []
-    for i in range(len(nbytes)):
-        others = fit_segments(np.delete(nbytes, i), np.delete(seconds, i))
-        errors.append(abs(np.log(predict(others, nbytes[i]) / seconds[i])))
+    for i in range(len(sizes)):
+        others = fit_segments(np.delete(sizes, i), np.delete(times, i))
+        errors.append(abs(np.log(predict(others, sizes[i]) / times[i])))
     return np.asarray(errors)
 
 
-def half_widths(errors):
-    """Per point, how far a time may be from the prediction: the largest error there and next to it, and nine in ten.
+def half_widths(errors: ArrayLike) -> np.ndarray:
+    """For each point, how far a time may be from the prediction, as a logarithm; errors: `held_out_errors`.
 
-    errors: `held_out_errors`. The first follows the sizes where the fit is poor, the second is for mere noise.
+    It is the larger of two errors, times a safety factor: the largest error of the point and its two neighbours, which
+    is large where the fit is poor, and the 90th percentile of all errors, which accounts for noise.
     """
+    errors = np.asarray(errors)
     padded = np.pad(errors, 1)
-    around = np.maximum(np.maximum(padded[:-2], padded[2:]), errors)
-    return MARGIN * np.maximum(around, np.quantile(errors, SURE))
+    nearby = np.maximum(np.maximum(padded[:-2], padded[2:]), errors)
+    return SAFETY_FACTOR * np.maximum(nearby, np.quantile(errors, COVERAGE))

@@ -1,69 +1,91 @@
-"""Times of collectives on a real process group: gloo or NCCL, call by call, or on CUDA also as replayed graphs.
+"""Measures collectives on a process group: with gloo or NCCL, call by call, or on CUDA also as replayed graphs.
 
-Operations take turns, size by size, in another order in each repetition: a link that lets bursts through remembers what
-came before. A call begins with a barrier and lasts until its slowest rank is done; a point is the median of the
-repetitions. Rank 0 fits the curves and sends them to the others, so that what is decided from them is decided alike
-everywhere.
+The operations take turns, size by size, in another order in each repetition, because a link that lets bursts through
+remembers earlier messages. A call begins with a barrier and lasts until its slowest rank is done; a point is the median
+of the repetitions. Rank 0 fits the curves and sends them to the others, so that all ranks decide from the same numbers.
 """
 
-import datetime
-import os
 import random
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives import counted as collectives
+from sparsefusion.collectives.agreement import from_first
 
-from .cost_model import Fabric, check_writable
+from .cost_model import Fabric
 from .curve import Curve
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
-BUDGET_S = 0.3  # of all operations at one size, between LEAST and MOST repetitions
-LEAST, MOST = 3, 100
+BUDGET_S = 0.3  # for all operations at one size, between MIN_REPETITIONS and MAX_REPETITIONS
+MIN_REPETITIONS, MAX_REPETITIONS = 3, 100
 SLOW_S = 2.0  # an operation that takes longer is not measured at larger sizes
-LAG, LAG_BYTES = 3.0, 64 * 1024  # nor, in a race, one that takes LAG times the fastest at LAG_BYTES or more
-RACE_S = 1.0  # and a race ends when a repetition takes longer
+# In a race, neither is one that takes longer than RACE_RATIO times the fastest at a size of RACE_BYTES or more. A race
+# ends when a repetition of all operations takes longer than RACE_S.
+RACE_RATIO, RACE_BYTES, RACE_S = 3.0, 64 * 1024, 1.0
 GRAPH_CALLS = 20  # calls in a CUDA graph
-TIMEOUT = datetime.timedelta(minutes=5)
+
+Call = Callable[[], object]  # performs an operation once
+Stopwatch = Callable[[], float]  # performs an operation once, and returns its seconds on this rank
 
 
-def measure(group, calls: dict, sizes, device="cpu", mode="eager", race=False) -> Fabric:
-    """Times of `calls` on the links of `group`, all of whose ranks call this together and get the same fabric.
+def measure(
+    group: dist.ProcessGroup,
+    calls: dict[str, Callable[[int], Call]],
+    sizes: Iterable[int],
+    device: torch.device | str = "cpu",
+    mode: str = "eager",
+    race: bool = False,
+) -> Fabric:
+    """Measure the times of `calls` between the ranks of `group`, which all call this together and get the same fabric.
 
-    calls: {operation: nbytes -> function without arguments that performs it once}. sizes: the bytes to measure, the
-    operation's own meaning of them (`curve`). mode: eager, or graph on CUDA. race: only the fastest matters, so what lags
-    is dropped, and large sizes are left out on slow links. Sends what the operations send, and barriers.
+    calls: {operation: function that maps nbytes to a function that performs the operation once}. sizes: the bytes to
+    measure, counted as in `curve`. mode: "eager", or "graph" on CUDA. race: only the fastest operation is of interest;
+    much slower ones are not measured at larger sizes, and on slow links large sizes are not measured at all. Sends what
+    the operations send, and barriers; rank 0 broadcasts the curves. ValueError: there are no sizes, or one is not
+    positive. RuntimeError on every rank: the times cannot be fitted.
     """
-    points = {name: [] for name in calls}
+    ascending = sorted(sizes)
+    if not ascending or ascending[0] < 1:
+        raise ValueError(f"the sizes to measure must be 1 byte or more, not {ascending}")
+    points: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
     running = list(calls)
-    for nbytes in sorted(sizes):
+    for nbytes in ascending:
         seconds = repetitions([timed(calls[name](nbytes), device, mode) for name in running], group, device)
         medians = seconds.median(0).values
         for name, median, high in zip(running, medians.tolist(), seconds.quantile(0.9, 0).tolist(), strict=True):
             points[name].append((nbytes, median, high))
-        limit = LAG * medians.min().item() if race and nbytes >= LAG_BYTES else SLOW_S
+        limit = RACE_RATIO * medians.min().item() if race and nbytes >= RACE_BYTES else SLOW_S
         running = [name for name in running if points[name][-1][1] <= min(limit, SLOW_S)]
         if not running or (race and medians.sum() > RACE_S):
             break
-    curves = None
-    if group.rank() == 0:
-        curves = [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
-    return _broadcast(curves, group, device)
+    device = torch.device(device)
+
+    def fit() -> list[Curve]:
+        return [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
+
+    return Fabric(tuple(from_first(fit, group, device)), {"source": "measured", "device": device.type})
 
 
-def repetitions(functions, group, device="cpu", count=None, warm_up=True) -> torch.Tensor:
-    """Seconds (repetitions, functions), float64, until the slowest rank was done.
+def repetitions(
+    functions: Sequence[Stopwatch],
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
+    count: int | None = None,
+    warm_up: bool = True,
+) -> torch.Tensor:
+    """The seconds that the slowest rank took, of each repetition and function: (repetitions, functions), float64.
 
-    functions: `timed` ones, which take turns. count: of repetitions; None: as many as BUDGET_S allows. warm_up: after one
-    that does not count.
+    functions: `timed` operations, which take turns. count: the number of repetitions; None: as many as BUDGET_S allows.
+    warm_up: whether one more repetition, which is not counted, comes first. The result is the same on every rank.
+    All-reduces one number before each call, and the times of each repetition.
     """
     ready = torch.zeros(1, device=device)
 
-    def repetition(number):
+    def repetition(number: int) -> torch.Tensor:
         seconds = torch.zeros(len(functions), device=device)
         order = list(range(len(functions)))
         random.Random(number).shuffle(order)  # the same on every rank
@@ -75,16 +97,20 @@ def repetitions(functions, group, device="cpu", count=None, warm_up=True) -> tor
     if warm_up:
         repetition(0)
     rows = [repetition(1)]
-    count = count or max(LEAST, min(MOST, int(BUDGET_S / rows[0].sum().item())))
+    count = count or max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(BUDGET_S / rows[0].sum().item())))
     return torch.stack(rows + [repetition(number) for number in range(2, count + 1)])
 
 
-def timed(function, device="cpu", mode="eager"):
-    """A function that performs `function` once and returns its seconds on this rank."""
+def timed(function: Call, device: torch.device | str = "cpu", mode: str = "eager") -> Stopwatch:
+    """A function that performs `function` once and returns its seconds on this rank.
+
+    On CUDA it waits for the device before and after. mode "graph": `function` is called GRAPH_CALLS times in a CUDA graph,
+    which is replayed; the seconds are those of one call.
+    """
     if mode == "graph":
         return _timed_graph(function, device)
 
-    def stopwatch():
+    def stopwatch() -> float:
         _synchronize(device)
         start = time.perf_counter()
         function()
@@ -94,8 +120,8 @@ def timed(function, device="cpu", mode="eager"):
     return stopwatch
 
 
-def _timed_graph(function, device):
-    """The same of GRAPH_CALLS calls captured in a CUDA graph: the seconds of one of them."""
+def _timed_graph(function: Call, device: torch.device | str) -> Stopwatch:
+    """`timed` in mode "graph"."""
     with torch.cuda.device(device):
         function()
         _synchronize(device)
@@ -107,94 +133,41 @@ def _timed_graph(function, device):
     return lambda: replay() / GRAPH_CALLS
 
 
-def _synchronize(device) -> None:
+def _synchronize(device: torch.device | str) -> None:
+    """Wait until a CUDA device has done its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _broadcast(curves, group, device) -> Fabric:
-    """Rank 0's curves as a fabric on every rank of the group."""
-    box = [curves]
-    dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device(device))
-    return Fabric(tuple(box[0]), {"source": "measured", "device": torch.device(device).type})
+def collective_calls(
+    group: dist.ProcessGroup, names: Iterable[str] = COLLECTIVES, device: torch.device | str = "cpu"
+) -> dict[str, Callable[[int], Call]]:
+    """The collectives `names` as the argument `calls` of `measure`: {name: nbytes -> function}.
 
-
-def collective_calls(group, names=COLLECTIVES, device="cpu") -> dict:
-    """{operation: nbytes -> function} of the plain collectives, as `measure` takes them; nbytes as `Fabric.time`'s."""
+    They act on float32 tensors with at least one number for each rank that a tensor is split over. p2p: each even rank sends
+    to the next one.
+    """
     return {name: partial(_prepare, name, group, device) for name in names}
 
 
-def _prepare(name, group, device, nbytes):
+def _prepare(name: str, group: dist.ProcessGroup, device: torch.device | str, nbytes: int) -> Call:
+    """A function that performs the collective `name` once, on a tensor that is allocated now."""
     ranks = group.size()
-    numbers = max(1, nbytes // 4)
+    numel = max(1, nbytes // 4)
     if name == "p2p":
-        return _message(torch.zeros(numbers, device=device), group)
+        return _message(torch.zeros(numel, device=device), group)
     if name in ("reduce_scatter", "all_to_all"):
-        tensor = torch.zeros(ranks, -(-numbers // ranks), device=device)
+        tensor = torch.zeros(ranks, -(-numel // ranks), device=device)
     else:
-        tensor = torch.zeros(numbers, device=device)
+        tensor = torch.zeros(numel, device=device)
     return partial(getattr(collectives, name), tensor, group)
 
 
-def _message(tensor, group):
-    """Each even rank sends `tensor` to the next one."""
+def _message(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
+    """A function that sends `tensor` from each even rank to the next one."""
     rank, peer = group.rank(), group.rank() ^ 1
     if peer >= group.size():
         return lambda: None
     if rank % 2 == 0:
         return lambda: collectives.exchange([(tensor, peer)], [], group).wait()
     return lambda: collectives.exchange([], [(torch.empty_like(tensor), peer)], group).wait()
-
-
-def measure_command(arguments) -> None:
-    """`torchrun ... -m sparsefusion measure`: sweep the collectives and write the fabric file from rank 0."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world < 2:
-        raise ValueError("measure needs 2 ranks or more: torchrun --nproc-per-node 2 -m sparsefusion measure --out F")
-    out = Path(arguments.out)
-    check_writable(out)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
-    if wrong := [count for count in arguments.ranks or () if not 2 <= count <= world]:
-        raise ValueError(f"--ranks {wrong[0]} must be from 2 to the {world} ranks that were started")
-    device = _join(arguments.device)
-    fabrics = [_measure_first(count, arguments, device) for count in arguments.ranks or [world]]
-    if dist.get_rank() == 0:
-        fabric = Fabric(tuple(curve for fabric in fabrics for curve in fabric.curves), _description(device))
-        fabric.save(out)
-        print(fabric.table())
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _join(device) -> str:
-    """Join torch.distributed as torchrun's environment says; this rank's device."""
-    cuda = device == "cuda" or (device is None and torch.cuda.is_available())
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
-    return f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
-
-
-def _measure_first(count, arguments, device) -> Fabric:
-    """The first `count` ranks' fabric; on the others an empty one, once that is done."""
-    group = dist.new_group(list(range(count)), timeout=TIMEOUT)
-    fabric = Fabric((), {})
-    if dist.get_rank() < count:
-        for mode in ("eager", "graph") if device != "cpu" else ("eager",):
-            calls = collective_calls(group, arguments.collectives, device)
-            measured = measure(group, calls, arguments.sizes, device, mode)
-            fabric = Fabric(fabric.curves + measured.curves, {})
-    dist.barrier()
-    return fabric
-
-
-def _description(device) -> dict:
-    """Where a fabric was measured."""
-    made = {"source": "measured", "torch": torch.__version__, "backend": dist.get_backend()}
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-    return made | {
-        "device": torch.device(device).type,
-        "interface": interface or "default",
-        "host": os.uname().nodename,
-    }

@@ -1,30 +1,33 @@
-"""Measurements that others made: nccl-tests' text and CSV of it, and JSON of the latency of eager calls and CUDA graphs.
+"""Reads measurements that others made: nccl-tests' text, CSV made from it, and JSON of all-reduce latencies.
 
-Sizes leave here as `Fabric` counts them; nccl-tests' size of an all-gather is its whole output. A file that is cut off,
-or is none of these, is a ValueError that names file and line.
+Sizes are returned as `Fabric` counts them; nccl-tests' size of an all-gather is its whole output. A file that is cut
+off, or has none of these formats, is a ValueError that names the file and the line.
 """
 
 import csv
 import json
 import math
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .curve import Curve, wire
 
-COLUMNS = "size count type redop root time algbw busbw #wrong".split()  # where a file has no header
-OPERATIONS = {"alltoall": "all_to_all", "sendrecv": "p2p"}  # nccl-tests' names where they are not ours
-RATE_ROUNDING = 0.01  # GB/s, and relative
-FAST = 1.0  # GB/s: from there on the two rates of a row are known to a percent
+COLUMNS = "size count type redop root time algbw busbw #wrong".split()  # of nccl-tests, where a file has no header
+OPERATIONS = {"alltoall": "all_to_all", "sendrecv": "p2p"}  # nccl-tests' names that differ from ours
+RATE_ROUNDING = 0.01  # how far a rate may be rounded: in GB/s, and as a ratio
+PRECISE_RATE = 1.0  # GB/s; two rates of a row that are at least this large are known to one percent
 
 
 @dataclass
 class Section:
-    """One run in a file: points are (nbytes, seconds); variant: the algorithm or protocol that its title names.
+    """One run in a file.
 
-    operation and ranks: None where the file does not tell; bus: the bus bandwidth over the algorithm's, from which both
-    can be doubted; dropped: points the file itself discredits.
+    operation, ranks: None if the file does not state them. variant: the algorithm or protocol that the title names.
+    bus: the ratio of bus bandwidth to algorithm bandwidth, which depends on the operation and the ranks, and so reveals
+    wrong ones; None if no rate is precise enough. points: (nbytes, seconds). dropped: points that the file itself marks
+    as unreliable.
     """
 
     operation: str | None = None
@@ -32,25 +35,20 @@ class Section:
     mode: str = "eager"
     variant: str = ""
     bus: float | None = None
-    points: list = field(default_factory=list)
-    dropped: list = field(default_factory=list)
+    points: list[tuple[int, float]] = field(default_factory=list)
+    dropped: list[tuple[int, float]] = field(default_factory=list)
 
 
-def read_curves(path, operation: str, ranks: int | None = None) -> list[Curve]:
-    """The curves of one file of `operation`, in whichever format: one for each number of ranks, mode and variant.
+def read_curves(path: str | Path, operation: str, ranks: int | None = None) -> list[Curve]:
+    """The curves of `operation` in one file of any known format: one for each number of ranks, mode and variant.
 
-    ranks: how many there were, needed unless the file says it. A variant joins the name: "all_reduce Ring". Rows of empty
-    messages, with which nccl-tests begins some sweeps, are left out.
+    ranks: the number of ranks of the measurement; may be None if the file states it. A variant is appended to the name:
+    "all_reduce Ring". Rows of empty messages, with which nccl-tests begins some sweeps, are left out. ValueError: the
+    file is damaged, or contradicts `operation` or `ranks`.
     """
-    curves = {}
+    curves: dict[tuple[str, int, str], tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
     for section in read_sections(path):
-        if section.operation not in (None, operation):
-            raise ValueError(f"{path} holds {section.operation}, not {operation}")
-        if None not in (ranks, section.ranks) and ranks != section.ranks:
-            raise ValueError(f"{path} was measured on {section.ranks} ranks, not {ranks}")
-        count = section.ranks or ranks
-        if count is None:
-            raise ValueError(f"{path} does not say on how many ranks it was measured: add --ranks N")
+        count = _ranks_of(section, path, operation, ranks)
         share = count if operation == "all_gather" else 1
         expected = wire(operation, count) / share
         if section.bus is not None and abs(section.bus / expected - 1) > 2 * RATE_ROUNDING:
@@ -65,12 +63,27 @@ def read_curves(path, operation: str, ranks: int | None = None) -> list[Curve]:
     return [Curve.fit(name, count, points, mode, dropped) for (name, count, mode), (points, dropped) in curves.items()]
 
 
-def extended(curves, sweeps) -> list[Curve]:
-    """The curves, each with the larger sizes of the sweep of the same operation and ranks; and the other sweeps.
+def _ranks_of(section: Section, path: str | Path, operation: str, ranks: int | None) -> int:
+    """The number of ranks of a section, after checking what the file states against the arguments of `read_curves`."""
+    if section.operation not in (None, operation):
+        raise ValueError(f"{path} holds {section.operation}, not {operation}")
+    if None not in (ranks, section.ranks) and ranks != section.ranks:
+        raise ValueError(f"{path} was measured on {section.ranks} ranks, not {ranks}")
+    count = section.ranks or ranks
+    if count is None:
+        raise ValueError(f"{path} does not say on how many ranks it was measured: add --ranks N")
+    if count < 2:
+        raise ValueError(f"{path} was measured on {count} rank, which sends nothing: needs 2 ranks or more")
+    return count
 
-    A latency file ends where its modes have come together, and a sweep of eager calls goes on: what launches cost no
-    longer shows at such sizes.
+
+def extended(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
+    """The curves, each extended by the larger sizes of the sweep of the same operation and ranks; then the other sweeps.
+
+    Latency files measure small messages, with and without CUDA graphs, up to a size at which both take the same time.
+    Sweeps measure eager calls of larger messages, in whose times the cost of a launch no longer shows.
     """
+    curves = list(curves)
     longer = []
     for curve in curves:
         larger = [
@@ -85,12 +98,12 @@ def extended(curves, sweeps) -> list[Curve]:
     return longer + [sweep for sweep in sweeps if (sweep.operation, sweep.ranks, sweep.mode) not in keys]
 
 
-def _points(curve):
+def _points(curve: Curve) -> list[tuple[int, float]]:
     return list(zip(curve.nbytes, curve.seconds, strict=True))
 
 
-def read_sections(path) -> list[Section]:
-    """The runs in one file, the format recognized by how it begins; sizes as they stand there."""
+def read_sections(path: str | Path) -> list[Section]:
+    """The runs in one file, with sizes as the file counts them. The beginning of the file tells its format."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -105,27 +118,31 @@ def read_sections(path) -> list[Section]:
 # JSON of latencies
 
 
-def read_latency(path, text: str) -> list[Section]:
-    """Means of eager calls and of graph replays by size (bytes, eager_us, graph_us, perhaps eager_std_us, ...).
+def read_latency(path: str | Path, text: str) -> list[Section]:
+    """Two sections: mean times of eager all-reduces, and of all-reduces replayed in a CUDA graph.
 
-    A mean that is smaller than its standard deviation is that of one straggler: its point is dropped.
+    The file is {"world_size": ranks, "size_sweep": rows}. A row has `bytes`, `eager_us`, `graph_us`, and may have the
+    standard deviations `eager_std_us` and `graph_std_us`. A mean that is smaller than its standard deviation is
+    dominated by one slow call, so its point is dropped.
     """
     try:
-        made = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: JSON that is cut off or damaged: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists without end
+        raise ValueError(f"{path}: JSON that is damaged: {error}") from None
     sections = []
     try:
         for mode in ("eager", "graph"):
-            section = Section("all_reduce", int(made["world_size"]), mode)
-            for row in made["size_sweep"]:
+            section = Section("all_reduce", int(content["world_size"]), mode)
+            for row in content["size_sweep"]:
                 mean, deviation = float(row[f"{mode}_us"]), float(row.get(f"{mode}_std_us", 0))
                 good = math.isfinite(mean) and deviation <= mean
                 (section.points if good else section.dropped).append((int(row["bytes"]), mean * 1e-6))
             if not section.points:
                 raise ValueError(f"no {mode} times")
             sections.append(section)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: int(infinity)
         raise ValueError(f"{path}: not a latency file: {type(error).__name__} {error}") from None
     return sections
 
@@ -133,39 +150,55 @@ def read_latency(path, text: str) -> list[Section]:
 # CSV
 
 
-def _csv_section(path, text) -> Section:
+def _csv_section(path: str | Path, text: str) -> Section:
+    """The one run of a CSV file."""
     section = Section()
     rows = csv.reader(text.splitlines())
-    header = next(rows)
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(header):
-            raise ValueError(f"{path}:{number}: {len(row)} of {len(header)} columns; cut off?")
-        named = dict(zip(header, row, strict=True))
-        columns = [named.get(name) for name in ("size_bytes", "time_us", "algbw_GBs", "busbw_GBs")]
-        _add_point(section, path, number, *columns)
+    try:
+        header = next(rows)
+        for number, row in enumerate(rows, 2):
+            if len(row) != len(header):
+                raise ValueError(f"{path}:{number}: {len(row)} of {len(header)} columns; cut off?")
+            named = dict(zip(header, row, strict=True))
+            columns = [named.get(name) for name in ("size_bytes", "time_us", "algbw_GBs", "busbw_GBs")]
+            _add_point(section, path, number, *columns)
+    except csv.Error as error:
+        raise ValueError(f"{path}:{rows.line_num}: damaged CSV: {error}") from None
     return section
 
 
-def _add_point(section, path, number, size, time_us, gb_per_s, bus_gb_per_s) -> None:
-    """Add a row's point; the rates beside the time show a time that is cut off, and what was measured."""
+def _add_point(
+    section: Section,
+    path: str | Path,
+    number: int,
+    size: str | None,
+    time_us: str | None,
+    gb_per_s: str | None,
+    bus_gb_per_s: str | None,
+) -> None:
+    """Add the point of line `number`. Its rates reveal a time that is cut off, and tell what was measured."""
     try:
+        if size is None or time_us is None or gb_per_s is None or bus_gb_per_s is None:
+            raise ValueError("a column is missing")
         nbytes, microseconds, rate, bus = int(size), float(time_us), float(gb_per_s), float(bus_gb_per_s)
-    except (TypeError, ValueError):
+    except ValueError:
         raise ValueError(f"{path}:{number}: {size!r}, {time_us!r}, {gb_per_s!r}: no size, time and rate") from None
-    if not 0 < microseconds < math.inf or abs(nbytes / microseconds / 1e3 - rate) > RATE_ROUNDING * (1 + rate):
+    is_time = 0 < microseconds < math.inf
+    if not is_time or not abs(nbytes / microseconds / 1e3 - rate) <= RATE_ROUNDING * (1 + rate):  # `not`: also for NaN
         raise ValueError(f"{path}:{number}: {nbytes} bytes in {microseconds:g} us are not {rate:g} GB/s")
     section.points.append((nbytes, microseconds * 1e-6))
-    if rate >= FAST:
+    if rate >= PRECISE_RATE:
         section.bus = bus / rate
 
 
 # nccl-tests' text
 
 
-def read_nccl_tests(path, text: str) -> list[Section]:
-    """The out-of-place columns of nccl-tests, also of several runs, titled "### ALGO=Ring", "### GPUS=4", in one file.
+def read_nccl_tests(path: str | Path, text: str) -> list[Section]:
+    """The out-of-place columns of nccl-tests' output.
 
-    Lines of NCCL_DEBUG between and inside the lines are taken out first.
+    A file may hold several runs, with titles such as "### ALGO=Ring" and "### GPUS=4". Output of NCCL_DEBUG, between the
+    lines and inside them, is removed first.
     """
     lines = list(_without_debug(text))
     sections = [section for run in _runs(lines) if (section := _section(path, run)).points]
@@ -174,51 +207,53 @@ def read_nccl_tests(path, text: str) -> list[Section]:
     return sections
 
 
-def _runs(lines):
+def _runs(lines: Iterable[tuple[int, str]]) -> list[list[tuple[int, str]]]:
     """The (number, line) of each run: one begins with a title, or with nccl-tests' first line if rows came before."""
-    runs = [[]]
+    runs: list[list[tuple[int, str]]] = [[]]
     for number, line in lines:
-        anew = "nccl-tests version" in line and any(_is_row(before) for _, before in runs[-1])
-        if anew or line.startswith("###"):
+        is_first_line = "nccl-tests version" in line and any(_is_row(before) for _, before in runs[-1])
+        if is_first_line or line.startswith("###"):
             runs.append([])
         runs[-1].append((number, line))
     return runs
 
 
-def _is_row(line) -> bool:
+def _is_row(line: str) -> bool:
     return re.match(r"\s+\d+(\s|$)", line) is not None
 
 
-def _section(path, lines) -> Section:
-    """One run. Its header says where the times stand; a run with a header ends in its average."""
-    section, columns, number, average = Section(), COLUMNS, 0, True
+def _section(path: str | Path, lines: Iterable[tuple[int, str]]) -> Section:
+    """One run. A header names the columns; a run that has a header must end with its average bandwidth."""
+    section, columns, number, is_complete = Section(), COLUMNS, 0, True
     for number, line in lines:
         if _is_row(line):
             _add_point(section, path, number, *_row(path, number, line.split(), columns))
-        elif line.startswith("#") and {"size", "time", "busbw"} <= set(line.split()):
-            columns, average = line.split()[1:], False
+        elif line.startswith("#") and {"size", "time", "algbw", "busbw"} <= set(line.split()):
+            columns, is_complete = line.split()[1:], False
         elif line.startswith("#"):
-            _remark(line, section)
-            average = average or "Avg bus bandwidth" in line
-    if not average:
+            _read_comment(line, section, f"{path}:{number}")
+            is_complete = is_complete or "Avg bus bandwidth" in line
+    if not is_complete:
         raise ValueError(f'{path}:{number}: ends before its "# Avg bus bandwidth"; cut off?')
     return section
 
 
-def _row(path, number, words, columns):
-    """Size, time and both rates of a row, out of place: the first of the columns of each name."""
+def _row(path: str | Path, number: int, words: list[str], columns: list[str]) -> tuple[str, str, str, str]:
+    """Size, time and both rates of a row, out of place: of columns with one name, the first."""
     if len(words) <= columns.index("busbw"):
         raise ValueError(f"{path}:{number}: {len(words)} columns of a row; cut off?")
     wrong = words[columns.index("#wrong")] if "#wrong" in columns[: len(words)] else "0"
     if wrong not in ("0", "N/A"):
         raise ValueError(f"{path}:{number}: {wrong} wrong results; nothing measured with them counts")
-    return [words[columns.index(name)] for name in ("size", "time", "algbw", "busbw")]
+    size, time, rate, bus = (words[columns.index(name)] for name in ("size", "time", "algbw", "busbw"))
+    return size, time, rate, bus
 
 
-def _without_debug(text):
-    """(number, line) of the lines without what NCCL_DEBUG wrote, those joined again that it broke in two.
+def _without_debug(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines without the output of NCCL_DEBUG; lines that it broke in two are joined again.
 
-    The name of the host, which begins its lines, may be glued to a number: it is learnt from lines that are whole.
+    A line of that output begins with the name of the host, which may follow a number without a space. So the names are
+    learnt first, from lines that contain nothing else.
     """
     hosts = sorted(set(re.findall(r"^(\S+?):\d+:\d+ \[\d+\] .*NCCL ", text, re.MULTILINE)))
     names = "|".join(map(re.escape, hosts)) or "(?!)"
@@ -235,12 +270,15 @@ def _without_debug(text):
         yield start, pending
 
 
-def _remark(line, section) -> None:
-    """Learn from a title, or from nccl-tests' remarks: operation, mode, ranks, variant."""
+def _read_comment(line: str, section: Section, place: str) -> None:
+    """Set the section's operation, mode, ranks or variant from a title or from nccl-tests' comments."""
     if line.startswith("###"):
         named = dict(re.findall(r"(\w+)=(\S+)", line))
         section.variant = " ".join(named[key] for key in ("ALGO", "PROTO") if key in named)
-        section.ranks = int(named["GPUS"]) if "GPUS" in named else None
+        count = named.get("GPUS")
+        if count is not None and not count.isdecimal():
+            raise ValueError(f"{place}: GPUS={count} is no number of ranks")
+        section.ranks = None if count is None else int(count)
     elif started := re.search(r"Collective test starting: (\w+)_perf", line):
         section.operation = OPERATIONS.get(started[1], started[1])
     elif graph := re.search(r"\bgraph: (\d+)", line):

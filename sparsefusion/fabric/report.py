@@ -1,21 +1,26 @@
-"""A fabric as a page: its table, and three plots: bus bandwidth, time against its two bounds, the latency wall."""
+"""Writes a fabric as a page: its table, and plots of bus bandwidth, time, and the tokens per second that latency allows."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparsefusion.foundation.command_line import Failure
 
 from .cost_model import Fabric, size_name
+from .curve import Curve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LAYERS = {"32 layers": 32, "80 layers": 80, "126 layers": 126}  # of a transformer: two all-reduces each
 CALLS = np.arange(8, 513, 8)  # all-reduces per token
 
 
-def write_report(fabric: Fabric, directory) -> list[Path]:
-    """Write fabric.md and its three PNGs into `directory` (made if missing); returns their paths.
+def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
+    """Write fabric.md and three plots (PNG) into `directory`, which is made if it is missing; returns their paths.
 
-    Failure: matplotlib is not installed. ValueError: a fabric without curves, a file where the directory should be.
+    Failure: matplotlib is not installed. ValueError: the fabric has no curves, or `directory` is a file.
     """
     if not fabric.curves:
         raise ValueError("a fabric without curves has nothing to report")
@@ -38,8 +43,8 @@ def write_report(fabric: Fabric, directory) -> list[Path]:
     return paths
 
 
-def _pyplot():
-    """matplotlib.pyplot, drawing to files."""
+def _pyplot() -> Any:
+    """The module matplotlib.pyplot, set to draw into files. Failure: it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -51,7 +56,7 @@ def _pyplot():
 
 
 def markdown(fabric: Fabric) -> str:
-    """The page, with links to the plots beside it."""
+    """The page in Markdown, with links to the plots, which are in the same directory."""
     described = "".join(f"- {key}: {value}\n" for key, value in fabric.description.items())
     dropped = [
         f"- {curve.operation} on {curve.ranks} ranks ({curve.mode}), {size_name(nbytes)}: {seconds * 1e6:.1f} us\n"
@@ -61,7 +66,8 @@ def markdown(fabric: Fabric) -> str:
     left_out = "## Left out of the fits\n\n" + "".join(dropped) + "\n" if dropped else ""
     return (
         f"# Fabric\n\n{described}\n{fabric.table()}\n\n"
-        "Errors are of the fit against the measured points; bus bandwidth is what a ring would move over each link.\n\n"
+        "The errors are those of the fit at the measured points. Bus bandwidth is what a ring would send over each "
+        "link, per second.\n\n"
         f"{left_out}"
         "![bus bandwidth by message size](bandwidth.png)\n\n"
         "![time by message size, with latency and bandwidth bounds](roofline.png)\n\n"
@@ -69,12 +75,12 @@ def markdown(fabric: Fabric) -> str:
     )
 
 
-def _label(curve) -> str:
+def _label(curve: Curve) -> str:
     return f"{curve.operation}, {curve.ranks} ranks" + (", graph" if curve.mode == "graph" else "")
 
 
-def draw_bandwidth(axes, fabric: Fabric) -> None:
-    """Bus bandwidth by message size: points measured, lines fitted, the link's budget dashed."""
+def draw_bandwidth(axes: "Axes", fabric: Fabric) -> None:
+    """Draw bus bandwidth over message size: measured points, fitted lines, and the link's bandwidth dashed."""
     for curve in fabric.curves:
         nbytes = np.array(curve.nbytes)
         scale = curve.bus_bandwidth(1) * curve.time(1) / 1e9  # GB on the wire per byte of the message
@@ -88,8 +94,8 @@ def draw_bandwidth(axes, fabric: Fabric) -> None:
     axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title="Bus bandwidth")
 
 
-def draw_roofline(axes, fabric: Fabric) -> None:
-    """Time by message size, with each curve's two bounds dashed: alpha, and beta times the size."""
+def draw_roofline(axes: "Axes", fabric: Fabric) -> None:
+    """Draw time over message size; dashed: each curve's lower bound, the larger of alpha and beta * nbytes."""
     for curve in fabric.curves:
         nbytes = np.array(curve.nbytes)
         dots = axes.plot(nbytes, np.array(curve.seconds) * 1e6, ".", markersize=4, label=_label(curve))[0]
@@ -100,8 +106,8 @@ def draw_roofline(axes, fabric: Fabric) -> None:
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="Time, and max(alpha, beta * bytes)")
 
 
-def draw_wall(axes, fabric: Fabric) -> None:
-    """Tokens per second that small all-reduces alone allow, by their number per token."""
+def draw_wall(axes: "Axes", fabric: Fabric) -> None:
+    """Draw the tokens per second that are possible if only small all-reduces take time, over their number per token."""
     for curve in fabric.curves:
         if curve.operation.split()[0] == "all_reduce" and curve.floor:
             axes.plot(CALLS, 1 / (CALLS * curve.floor), label=f"{_label(curve)}: {curve.floor * 1e6:.1f} us")

@@ -1,23 +1,26 @@
-"""Times of collectives; oracles: busy loops of known length, and torch.distributed itself, asked what it was handed."""
+"""Times of collectives; oracles: busy loops of known length, and torch.distributed, whose arguments are recorded."""
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from datetime import timedelta
+from functools import partial
 from itertools import count, product
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sparsefusion.cli.commands import parser
-from sparsefusion.fabric import measurement
+from sparsefusion.fabric import command, measurement
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import COLLECTIVES, collective_calls, measure, repetitions, timed
-from sparsefusion.foundation.command_line import run
+from sparsefusion.foundation.command_line import Failure, run
 
 ROOT = Path(__file__).resolve().parents[3]
 KB = 1024
@@ -25,7 +28,7 @@ worlds = pytest.mark.parametrize("world", (2, 3))
 
 
 def busy(seconds):
-    """A function that takes at least so long."""
+    """A function that takes at least this many seconds."""
 
     def loop():
         until = perf_counter() + seconds
@@ -35,8 +38,8 @@ def busy(seconds):
     return loop
 
 
-def noted(**seconds):
-    """(calls as `measure` takes them, {operation: the sizes they were prepared for}); see `told`."""
+def recorded_calls(**seconds):
+    """(calls as `measure` takes them, {operation: the sizes they were prepared for}); see `exact_times`."""
     sizes = {name: [] for name in seconds}
 
     def prepare(name):
@@ -46,14 +49,14 @@ def noted(**seconds):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Calls tell how long they took; so that tests do not depend on how busy the machine is."""
+def exact_times(monkeypatch):
+    """Calls return the seconds they claim to take, so that tests do not depend on how busy the machine is."""
     monkeypatch.setattr(measurement, "timed", lambda function, device, mode: function)
 
 
 @pytest.fixture
-def quickly(monkeypatch):
-    """As few repetitions as there may be."""
+def few_repetitions(monkeypatch):
+    """The smallest number of repetitions."""
     monkeypatch.setattr(measurement, "BUDGET_S", 0.0)
 
 
@@ -61,12 +64,12 @@ def quickly(monkeypatch):
 
 
 @worlds
-def test_every_rank_gets_the_fabric_of_the_slowest(ranks, world, told):
-    """Of each call: another rank is slow in the second than in the first."""
+def test_every_rank_gets_the_fabric_of_the_slowest(ranks, world, exact_times):
+    """Each call has another slowest rank."""
     sizes = [64 * KB, 1 * KB, 8 * KB]  # in any order
 
     def job(rank):
-        calls, prepared = noted(all_reduce=0.5 if rank == world - 1 else 0.25, p2p=0.75 if rank == 0 else 0.0)
+        calls, prepared = recorded_calls(all_reduce=0.5 if rank == world - 1 else 0.25, p2p=0.75 if rank == 0 else 0.0)
         fabric = measure(dist.group.WORLD, calls, sizes)
         assert prepared == {"all_reduce": sorted(sizes), "p2p": sorted(sizes)}
         return fabric
@@ -82,11 +85,11 @@ def test_every_rank_gets_the_fabric_of_the_slowest(ranks, world, told):
 
 
 @worlds
-def test_a_point_is_the_median_and_the_90th_percentile(ranks, world, told, monkeypatch):
-    """Of the repetitions, after one to warm up: here of the 15 numbers 1, 2, ... 15 in any order."""
+def test_a_point_is_the_median_and_the_90th_percentile(ranks, world, exact_times, monkeypatch):
+    """Of the repetitions after the warm-up: here the 15 numbers 1, 2, ... 15 in some order."""
 
     def job(rank):
-        monkeypatch.setattr(measurement, "MOST", 15)
+        monkeypatch.setattr(measurement, "MAX_REPETITIONS", 15)
         order = [1000, 8, 1, 15, 2, 14, 3, 13, 4, 12, 5, 11, 6, 10, 7, 9]
         times = iter([number * 1e-3 for number in order])
         fabric = measure(dist.group.WORLD, {"p2p": lambda nbytes: lambda: next(times)}, [1 * KB])
@@ -97,35 +100,36 @@ def test_a_point_is_the_median_and_the_90th_percentile(ranks, world, told, monke
 
 
 @worlds
-def test_what_lags_is_left_out_of_a_race(ranks, world, told):
-    """From 64 KB on, once it takes more than three times the fastest, be it on one rank; what was measured of it is kept.
-    Not without a race."""
+def test_slow_operations_leave_a_race(ranks, world, exact_times):
+    """From 64 KB on, an operation leaves once it takes more than three times the fastest one on any rank. Its earlier
+    points are kept. Without a race it stays."""
     sizes = [1 * KB, 64 * KB, 128 * KB]
 
     def job(rank):
         found = []
         for race in (True, False):
-            calls, prepared = noted(quick=0.1, near=0.299, lagging=0.301 if rank == world - 1 else 0.1)
+            calls, prepared = recorded_calls(quick=0.1, near=0.299, lagging=0.301 if rank == world - 1 else 0.1)
             fabric = measure(dist.group.WORLD, calls, sizes, race=race)
             found.append(prepared)
             assert {curve.operation: list(curve.nbytes) for curve in fabric.curves} == prepared
         return found
 
-    for race, all_of_them in ranks(job, world):
-        assert race == {"quick": sizes, "near": sizes, "lagging": sizes[:2]}
-        assert all_of_them == {"quick": sizes, "near": sizes, "lagging": sizes}
+    for in_a_race, without in ranks(job, world):
+        assert in_a_race == {"quick": sizes, "near": sizes, "lagging": sizes[:2]}
+        assert without == {"quick": sizes, "near": sizes, "lagging": sizes}
 
 
 @worlds
 @pytest.mark.parametrize("race", (False, True))
-def test_what_is_slow_stops(ranks, world, told, race):
-    """After two seconds, be it on one rank, or in a race after a second in all; at the latest when nothing is left."""
+def test_measurements_end_when_calls_are_slow(ranks, world, exact_times, race):
+    """An operation that takes two seconds on any rank is measured no further; a race ends when all operations together take
+    one second; a measurement ends when no operation is left."""
     sizes = [1 * KB, 2 * KB, 64 * KB, 128 * KB]
 
     def job(rank):
-        calls, prepared = noted(quick=1.9, slow=2.1 if rank == 0 else 0.1)
+        calls, prepared = recorded_calls(quick=1.9, slow=2.1 if rank == 0 else 0.1)
         measure(dist.group.WORLD, calls, sizes, race=race)
-        alone, left = noted(slow=2.1)
+        alone, left = recorded_calls(slow=2.1)
         fabric = measure(dist.group.WORLD, alone, sizes, race=race)
         assert fabric.curve("slow", world).nbytes == (1 * KB,)
         return prepared, left
@@ -137,7 +141,7 @@ def test_what_is_slow_stops(ranks, world, told, race):
 
 @worlds
 def test_repetitions(ranks, world):
-    """The slowest rank's seconds, (repetitions, functions); as many as asked for, or as the budget allows: 3 to 100."""
+    """The slowest rank's seconds, (repetitions, functions): as many as asked for, or as the budget allows, 3 to 100."""
     few, several = measurement.BUDGET_S / 2, measurement.BUDGET_S / 5.5
 
     def job(rank):
@@ -155,22 +159,22 @@ def test_repetitions(ranks, world):
         assert shapes == [(100, 2), (5, 2), (3, 2)]
 
 
-def test_a_stopwatch():
+def test_a_stopwatch_measures_each_call():
     ran = []
     watch = timed(lambda: (ran.append(1), busy(0.01)()))
     assert not ran
     assert watch() >= 0.01 and watch() >= 0.01 and len(ran) == 2
 
 
-# What the collectives are
+# The collectives that are measured
 
 
-def handed_over(call):
-    """{function of torch.distributed: bytes handed to it} while call() ran; every call goes through."""
+def bytes_passed_on(call):
+    """{function of torch.distributed: bytes passed to it} while call() ran; every call is performed."""
     found = {}
 
-    def noting(name, original):
-        def noted(*arguments, **keywords):
+    def recording(name, original):
+        def recorded(*arguments, **keywords):
             if name == "batch_isend_irecv":
                 nbytes = sum(o.tensor.nbytes for o in arguments[0] if o.op is dist.isend)
             else:
@@ -178,19 +182,19 @@ def handed_over(call):
             found[name] = found.get(name, 0) + nbytes
             return original(*arguments, **keywords)
 
-        return noted
+        return recorded
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "all_gather", "all_to_all_single", "batch_isend_irecv"):
-            patch.setattr(dist, name, noting(name, getattr(dist, name)))
+            patch.setattr(dist, name, recording(name, getattr(dist, name)))
         call()
     return found
 
 
 @pytest.mark.parametrize("world", (2, 3, 4))
 def test_what_a_size_means(ranks, world):
-    """all_reduce, reduce_scatter, all_to_all: this rank's input, in rows for all; all_gather: its part; p2p: the message,
-    from each even rank to the next."""
+    """For all_reduce, reduce_scatter and all_to_all it is this rank's input (of the latter two: in rows, one for each
+    rank); for all_gather this rank's part; for p2p the message, which each even rank sends to the next one."""
 
     def job(rank):
         calls = collective_calls(dist.group.WORLD)
@@ -198,7 +202,7 @@ def test_what_a_size_means(ranks, world):
         found = {}
         for name, nbytes in product(COLLECTIVES, (4, 1200, 6 * KB)):
             call = calls[name](nbytes)
-            found[name, nbytes] = handed_over(call), handed_over(call)
+            found[name, nbytes] = bytes_passed_on(call), bytes_passed_on(call)
         return found
 
     of_torch = {
@@ -218,8 +222,8 @@ def test_what_a_size_means(ranks, world):
 
 
 @pytest.mark.parametrize("world", (3, 4))
-def test_the_collectives_measured(ranks, world, quickly):
-    """All of them, by some of the ranks while another does something else."""
+def test_all_collectives_are_measured(ranks, world, few_repetitions):
+    """By some of the ranks, while another one does something else."""
     size = world - 1
 
     def job(rank):
@@ -245,7 +249,7 @@ def torchrun(ranks, *arguments):
 
 @pytest.mark.parametrize("started,counts", [(2, ""), pytest.param(3, "2,3", marks=pytest.mark.full)])
 def test_measure_under_torchrun(tmp_path, started, counts):
-    """The table on stdout and the same fabric in the file, nothing else; of fewer ranks than run, too."""
+    """The table is on stdout, the same fabric is in the file, and there is nothing else. Some of the ranks suffice."""
     out = tmp_path / "fabric.json"
     flags = ["--sizes", "1K:4K", "--collectives", "all_reduce,p2p", "--device", "cpu"]
     done = torchrun(started, "--out", out, *flags, *(["--ranks", counts] if counts else []))
@@ -257,9 +261,9 @@ def test_measure_under_torchrun(tmp_path, started, counts):
     for curve in fabric.curves:
         sizes = sorted([*curve.nbytes, *(size for size, _ in curve.dropped)])
         assert sizes == [1024, 2048, 4096] and curve.mode == "eager"
-    told = fabric.description
-    assert (told["source"], told["backend"], told["device"]) == ("measured", "gloo", "cpu")
-    assert told["torch"] == torch.__version__ and told["host"] == os.uname().nodename
+    description = fabric.description
+    assert [description[key] for key in ("source", "backend", "device")] == ["measured", "gloo", "cpu"]
+    assert description["torch"] == torch.__version__ and description["host"] == os.uname().nodename
     again = tmp_path / "again.json"
     fabric.save(again)
     assert json.loads(again.read_text()) == json.loads(out.read_text()) and Fabric.load(again) == fabric
@@ -268,10 +272,6 @@ def test_measure_under_torchrun(tmp_path, started, counts):
 @pytest.mark.parametrize("flags,world,message", [
     (["--out", "f.json"], None, "measure needs 2 ranks or more: torchrun --nproc-per-node 2 -m sparsefusion measure .*"),
     (["--out", "f.json"], "1", "measure needs 2 ranks or more.*"),
-    (["--out", "nowhere/f.json"], "2", "nowhere/f.json: there is no directory /.*/nowhere"),
-    (["--out", "."], "2", "\\. is a directory"),
-    pytest.param(["--out", "f.json", "--device", "cuda"], "2", "--device cuda: torch finds no CUDA device",
-                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="finds one")),
     (["--out", "f.json", "--ranks", "2,5"], "4", "--ranks 5 must be from 2 to the 4 ranks that were started"),
 ])  # fmt: skip
 def test_errors_before_ranks_meet(flags, world, message, tmp_path, monkeypatch, capsys):
@@ -284,11 +284,143 @@ def test_errors_before_ranks_meet(flags, world, message, tmp_path, monkeypatch, 
     arguments = parser().parse_args(["measure", *flags])
     for rank in range(int(world or 1)):
         monkeypatch.setenv("RANK", str(rank))
-        assert run("sparsefusion measure", lambda: measurement.measure_command(arguments)) == 2
+        assert run("sparsefusion measure", lambda: command.measure_command(arguments)) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == (rank == 0)
         assert rank or re.fullmatch(f"sparsefusion measure: {message}\n", err), err
     assert not list(tmp_path.iterdir()) and not dist.is_initialized()
+
+
+@pytest.fixture
+def launch(ranks, monkeypatch, tmp_path):
+    """launch(world, action, flags): what action(measure_command, rank) returned on ranks that a launcher has started.
+
+    Each rank has a directory of its own, as if on another host. flags(rank): its command line. The ranks meet in a store
+    at MASTER_PORT.
+    """
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(measurement, "BUDGET_S", 0.0)
+
+    def job(rank, action, flags):
+        world = dist.get_world_size()
+        port = torch.zeros(1, dtype=torch.int64)
+        if rank == 0:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port += server.getsockname()[1]
+        dist.broadcast(port, 0)
+        dist.barrier()
+        dist.destroy_process_group()  # the command joins by itself
+        os.environ.update(MASTER_PORT=str(port.item()), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        (tmp_path / str(rank)).mkdir()
+        os.chdir(tmp_path / str(rank))
+        arguments = parser().parse_args(["measure", "--sizes", "1K:4K", "--collectives", "all_reduce", *flags(rank)])
+        return action(partial(command.measure_command, arguments), rank)
+
+    return lambda world, action, flags: ranks(job, world, action, flags)
+
+
+def error_of(measure_command, rank):
+    """The error, which must come long before the other ranks' time-out."""
+    start = perf_counter()
+    with pytest.raises(Exception) as raised:
+        measure_command()
+    assert perf_counter() - start < 30
+    return raised.type, str(raised.value)
+
+
+@worlds
+@pytest.mark.parametrize("out, message", [
+    ("none/f.json", "none/f.json: there is no directory /.*/0/none"), (".", "[.] is a directory"),
+])  # fmt: skip
+def test_a_file_that_rank_0_cannot_write(launch, world, out, message):
+    """Every rank raises the same error."""
+    first, *others = launch(world, error_of, lambda rank: ["--out", out, "--device", "cpu"])
+    assert all(other == first for other in others)
+    assert first[0] is ValueError and re.fullmatch(rf"{message} \(rank 0\)", first[1]), first
+
+
+@worlds
+def test_other_ranks_need_no_directory(launch, world, tmp_path):
+    """Only rank 0 writes, so a directory that is missing on another host is no error."""
+    (tmp_path / "out").mkdir()
+    flags = [["--out", str(tmp_path / "out" / "f.json")], ["--out", "none/f.json"]]
+    launch(world, lambda measure_command, rank: measure_command(), lambda rank: [*flags[rank > 0], "--device", "cpu"])
+    assert [curve.ranks for curve in Fabric.load(tmp_path / "out" / "f.json").curves] == [world]
+
+
+@worlds
+@pytest.mark.parametrize("other", (["--sizes", "1K:8K"], ["--collectives", "p2p"], ["--ranks", "2"]))
+def test_ranks_with_different_arguments(launch, world, other):
+    """Every rank raises an error; otherwise they would wait for one another."""
+    found = launch(world, error_of, lambda rank: ["--out", "f", "--device", "cpu", *(other if rank == 1 else [])])
+    for kind, message in found:
+        assert kind is ValueError and re.match(r"ranks \[1\] were asked something else than rank 0: ", message), message
+
+
+@worlds
+@pytest.mark.skipif(torch.cuda.is_available(), reason="finds a CUDA device")
+@pytest.mark.parametrize("lonely", (True, False))
+def test_ranks_without_a_cuda_device(launch, world, lonely):
+    """Also if only the last rank asks for one: no rank waits for another with a different backend."""
+
+    def flags(rank):
+        return ["--out", "f.json", "--device", "cpu" if lonely and rank < world - 1 else "cuda"]
+
+    message = "--device cuda: torch finds no CUDA device" + (f" (rank {world - 1})" if lonely else "")
+    assert launch(world, error_of, flags) == [(ValueError, message)] * world
+
+
+@worlds
+def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
+    """Every rank ends with one line."""
+
+    def fail(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Fabric, "save", fail)
+    found = launch(world, error_of, lambda rank: ["--out", "f.json", "--device", "cpu"])
+    message = f"the fabric could not be written: rank 0 of {world}: OSError: [Errno 28] No space left on device"
+    assert found == [(Failure, message)] * world
+
+
+@pytest.mark.parametrize("world", (3, 4))
+def test_ranks_that_do_not_measure_may_wait_long(launch, world, monkeypatch, tmp_path):
+    """Longer than the time-out of a message."""
+    monkeypatch.setattr(command, "TIMEOUT", timedelta(seconds=3))
+
+    def slow(*arguments):
+        sleep(4)
+        return measure(*arguments)
+
+    def action(measure_command, rank):
+        if rank < 2:
+            monkeypatch.setattr(command, "measure", slow)
+        measure_command()
+
+    out = str(tmp_path / "f.json")
+    launch(world, action, lambda rank: ["--out", out, "--device", "cpu", "--ranks", "2"])
+    assert [curve.ranks for curve in Fabric.load(out).curves] == [2]
+
+
+@worlds
+def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
+    """Every rank raises an error, not only rank 0, which fits the curves."""
+
+    def job(rank):
+        errors = []
+        for sizes, seconds in (([], 0.1), ([0, 1024], 0.1), ([1024], float("inf"))):
+            calls, _ = recorded_calls(all_reduce=seconds)
+            with pytest.raises((ValueError, RuntimeError)) as raised:
+                measure(dist.group.WORLD, calls, sizes)
+            errors.append(str(raised.value))
+        return errors
+
+    for empty, zero, infinite in ranks(job, world):
+        assert empty == "the sizes to measure must be 1 byte or more, not []"
+        assert zero == "the sizes to measure must be 1 byte or more, not [0, 1024]"
+        assert re.match(
+            rf"rank 0 of {world}: ValueError: all_reduce on {world} ranks: sizes and times .* finite", infinite
+        )
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -1,0 +1,120 @@
+"""The command `python -m sparsefusion measure`: ranks under a launcher measure their links, and rank 0 writes the file."""
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from sparsefusion.collectives.agreement import agree, from_first
+from sparsefusion.foundation.command_line import Failure
+
+from .cost_model import Fabric, check_writable
+from .measurement import collective_calls, measure
+
+TIMEOUT = datetime.timedelta(minutes=5)
+IDLE_TIMEOUT = datetime.timedelta(days=1)  # of ranks that wait while others measure
+
+
+def measure_command(arguments: argparse.Namespace) -> None:
+    """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
+
+    arguments: out, sizes, collectives, ranks and device, as `sparsefusion.cli` parses them. On every rank, ValueError: fewer
+    than two ranks run; --ranks asks for more than run; arguments or devices differ; rank 0 may not write the file. On
+    every rank, Failure: rank 0 could not write the file in the end.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2:
+        raise ValueError("measure needs 2 ranks or more: torchrun --nproc-per-node 2 -m sparsefusion measure --out F")
+    if wrong := [count for count in arguments.ranks or () if not 2 <= count <= world]:
+        raise ValueError(f"--ranks {wrong[0]} must be from 2 to the {world} ranks that were started")
+    device, out = _join(arguments), Path(arguments.out)
+    # gloo notices at once when a rank dies. On CUDA links are fast, and no measurement takes as long as TIMEOUT.
+    idle = dist.new_group(timeout=IDLE_TIMEOUT if device == "cpu" else TIMEOUT)
+    fabrics = [_measure_first(count, arguments, device, idle) for count in arguments.ranks or [world]]
+    fabric = Fabric(tuple(curve for fabric in fabrics for curve in fabric.curves), _description(device))
+    try:
+        from_first(lambda: fabric.save(out), dist.group.WORLD, torch.device(device))
+    except RuntimeError as error:
+        raise Failure(f"the fabric could not be written: {error}") from None
+    if dist.get_rank() == 0:
+        print(fabric.table())
+    dist.destroy_process_group()
+
+
+def _join(arguments: argparse.Namespace) -> str:
+    """Join torch.distributed as the launcher's environment says; returns this rank's device.
+
+    The ranks compare their arguments and devices in the launcher's store before they join, because ranks that join with
+    different backends wait for one another.
+    """
+    use_cuda = arguments.device == "cuda" or (arguments.device is None and torch.cuda.is_available())
+    device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if use_cuda else "cpu"
+    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    agree(_gather_in_store(store, rank, world), "cpu", lambda: _checked(arguments, device, rank))
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    return device
+
+
+def _checked(arguments: argparse.Namespace, device: str, rank: int) -> tuple:
+    """What must be equal on all ranks. ValueError: this rank has no such device, or is rank 0 and may not write the file."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
+    if kind == "cuda" and int(index) >= torch.cuda.device_count():
+        raise ValueError(f"no GPU for local rank {index}: torch finds {torch.cuda.device_count()} on this host")
+    if rank == 0:
+        check_writable(Path(arguments.out))
+    return kind, arguments.sizes, list(arguments.collectives), arguments.ranks
+
+
+def _gather_in_store(store: dist.Store, rank: int, world: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that gathers an integer tensor (n,) of each rank as (world, n), through a store."""
+    numbers = itertools.count()
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        key = f"sparsefusion-measure-{next(numbers)}"
+        store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
+        rows = [json.loads(store.get(f"{key}/{other}")) for other in range(world)]
+        store.set(f"{key}/{rank}/has-read", "1")
+        if rank == 0:  # which may hold the store: it leaves last
+            store.wait([f"{key}/{other}/has-read" for other in range(world)])
+        return torch.tensor(rows, dtype=tensor.dtype)
+
+    return gather
+
+
+def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle: dist.ProcessGroup) -> Fabric:
+    """The fabric of the first `count` ranks; the other ranks wait in `idle`, the group of all, and return an empty one."""
+    group = dist.new_group(list(range(count)), timeout=TIMEOUT)
+    fabric = Fabric(())
+    if dist.get_rank() < count:
+        for mode in ("eager", "graph") if device != "cpu" else ("eager",):
+            calls = collective_calls(group, arguments.collectives, device)
+            measured = measure(group, calls, arguments.sizes, device, mode)
+            fabric = Fabric(fabric.curves + measured.curves)
+    dist.barrier(group=idle)
+    return fabric
+
+
+def _description(device: str) -> dict[str, str]:
+    """Where a fabric is measured."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    return {
+        "source": "measured",
+        "torch": torch.__version__,
+        "backend": dist.get_backend(),
+        "device": torch.device(device).type,
+        "interface": interface or "default",
+        "host": os.uname().nodename,
+    }
