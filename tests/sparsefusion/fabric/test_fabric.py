@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sparsefusion.cli import commands
 from sparsefusion.fabric.advice import Shape, best_degree, break_even
-from sparsefusion.fabric.cost_model import Curve, Fabric, size_name
-from sparsefusion.fabric.curve import wire
+from sparsefusion.fabric.cost_model import Fabric, check_writable, size_name
+from sparsefusion.fabric.curve import Curve, wire
 from sparsefusion.fabric.fitting import predict, spikes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,8 +29,8 @@ def line(alpha, beta, sizes=SIZES):
     return [(nbytes, alpha + beta * nbytes) for nbytes in sizes]
 
 
-def made(operation="all_reduce", ranks=4, alpha=20e-6, beta=4e-12, mode="eager", noise=0.0, changing=False):
-    """A curve of known alpha and beta, its times off by up to `noise`; changing: of another alpha above 1 MB."""
+def curve_of(operation="all_reduce", ranks=4, alpha=20e-6, beta=4e-12, mode="eager", noise=0.0, changing=False):
+    """A curve of known alpha and beta, whose times are off by up to `noise`; changing: above 1 MB alpha is larger."""
     random = np.random.default_rng(0)
     points = [(nbytes, time * (1 + random.uniform(-noise, noise))) for nbytes, time in line(alpha, beta)]
     points = [(nbytes, time + 5 * alpha * (changing and nbytes > MB)) for nbytes, time in points]
@@ -77,7 +77,7 @@ def test_changes_of_protocol_are_found():
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20))
 def test_no_message_is_faster_than_a_smaller_one(times):
-    """Whatever was measured; also one point or two."""
+    """Whatever was measured, and also if there are only one or two points."""
     curve = Curve.fit("all_reduce", 4, list(zip(SIZES, times, strict=False)))
     grid = np.unique(np.geomspace(1, 4 * SIZES[-1], 300).astype(int))
     predicted = predict(curve.segments, grid)
@@ -93,8 +93,8 @@ def test_spikes_are_dropped_and_reported():
     assert curve.fit_errors[1] <= 1e-9 and len(curve.nbytes) == len(points) - 2
 
 
-def test_what_is_no_spike():
-    """Ordinary noise; the first size of a slower protocol; the last point, which has nothing larger to compare with."""
+def test_points_that_are_no_spikes():
+    """Ordinary noise; the first size of a slower protocol; the last point, which has no larger one to compare with."""
     assert spikes([20, 20.5, 19.8, 22, 20.1, 20.3]) == []
     assert spikes([20, 20, 20, 40, 40, 40, 40]) == []
     assert spikes([20, 20, 20, 20, 60]) == []
@@ -113,8 +113,8 @@ def test_points_that_cannot_be_fitted(points):
 
 
 def test_the_floor_is_the_median_of_small_messages():
-    assert made(alpha=20e-6, beta=4e-12).floor == pytest.approx(20e-6, rel=0.01)
-    slow = made(alpha=300e-6, beta=40e-9)  # 200 mbit: the latency doubles at 7.5 KB
+    assert curve_of(alpha=20e-6, beta=4e-12).floor == pytest.approx(20e-6, rel=0.01)
+    slow = curve_of(alpha=300e-6, beta=40e-9)  # 200 mbit: a message of 7.5 KB takes twice the latency
     assert 300e-6 <= slow.floor <= 310e-6
     assert Curve.fit("all_reduce", 2, line(20e-6, 4e-12, SIZES[20:])).floor is None
 
@@ -137,14 +137,14 @@ def test_intervals_hold_nine_in_ten_of_the_points_left_out(noise):
 
 
 def test_intervals_widen_outside_the_measured_sizes():
-    curve = made(noise=0.05)
+    curve = curve_of(noise=0.05)
     last = curve.nbytes[-1]
     widths = [math.log(curve.interval(nbytes)[1] / curve.interval(nbytes)[0]) for nbytes in (last, 2 * last, 8 * last)]
     assert widths[0] < widths[1] < widths[2]
-    level = made(alpha=1e-3, beta=1e-13)  # so fast a link that no size shows its bandwidth
+    level = curve_of(alpha=1e-3, beta=1e-13)  # a link so fast that no size shows its bandwidth
     assert level.interval(8 * last)[1] >= 8 * level.interval(last)[1]
     flat = Curve.fit("all_reduce", 4, [(n, 20e-6 * f) for n, f in zip((1024, 2048, 4096), (1, 1.01, 1), strict=True)])
-    assert flat.interval(4 * MB)[1] >= 1024 * flat.interval(4096)[1]  # bandwidth may be what it was
+    assert flat.interval(4 * MB)[1] >= 1024 * flat.interval(4096)[1]  # the bandwidth may be that of the last size
     assert flat.interval(8)[0] < flat.interval(1024)[0] and flat.interval(8)[1] <= flat.interval(1024)[1]
 
 
@@ -152,13 +152,13 @@ def test_intervals_widen_outside_the_measured_sizes():
 
 
 def test_wire_factors():
-    """nccl-tests' factors; an all-gather's is for its contribution, a quarter of the output on four ranks."""
+    """nccl-tests' factors; that of an all-gather is for a rank's contribution, a quarter of the output on four ranks."""
     names = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather", "p2p", "all_reduce int8 two_shot", "gossip")
     assert [wire(name, 4) for name in names] == [1.5, 0.75, 0.75, 3, 1, 1.5, 1]
 
 
 def test_queries_of_a_measured_curve():
-    fabric = Fabric((made(), made("all_gather", beta=8e-12), made(mode="graph", alpha=10e-6)))
+    fabric = Fabric((curve_of(), curve_of("all_gather", beta=8e-12), curve_of(mode="graph", alpha=10e-6)))
     assert fabric.time("all_reduce", MB, 4) == pytest.approx(20e-6 + 4e-12 * MB)
     assert fabric.time("all_reduce", MB, 4, mode="graph") == pytest.approx(10e-6 + 4e-12 * MB)
     assert fabric.alpha("all_reduce", 4) == pytest.approx(20e-6)
@@ -183,8 +183,8 @@ def test_queries_of_a_measured_curve():
         (("all_reduce", math.nan, 4), "a message of nan bytes"),
     ],
 )
-def test_what_was_never_measured_is_refused(asked, message):
-    fabric = Fabric((made(ranks=2), made(ranks=4)))
+def test_predictions_need_a_measurement(asked, message):
+    fabric = Fabric((curve_of(ranks=2), curve_of(ranks=4)))
     for query in (fabric.time, fabric.interval):
         with pytest.raises(ValueError, match=message):
             query(*asked)
@@ -199,8 +199,8 @@ def test_what_was_never_measured_is_refused(asked, message):
         ("p2p", 1, 1),
     ],
 )
-def test_extrapolation_goes_by_the_ring_and_widens(operation, steps, sent):
-    fabric = Fabric((made(operation, 2, alpha=7e-6), made(operation, 4, noise=0.02)))
+def test_extrapolation_follows_a_ring_and_widens_the_interval(operation, steps, sent):
+    fabric = Fabric((curve_of(operation, 2, alpha=7e-6), curve_of(operation, 4, noise=0.02)))
     curve = fabric.curve(operation, 4)
     expected = curve.alpha * steps + (curve.time(MB) - curve.alpha) * sent
     assert fabric.time(operation, MB, 8, extrapolate=True) == pytest.approx(expected)
@@ -212,15 +212,24 @@ def test_extrapolation_goes_by_the_ring_and_widens(operation, steps, sent):
 
 
 def test_latency_is_not_extrapolated_downwards():
-    """A launch costs the same on fewer ranks; the interval reaches to the ring's shorter latency all the same."""
-    fabric = Fabric((made(),))
+    """A launch costs the same on fewer ranks; nevertheless the interval includes the ring's shorter latency."""
+    fabric = Fabric((curve_of(),))
     assert fabric.alpha("all_reduce", 2, extrapolate=True) == pytest.approx(20e-6)
     low, high = fabric.interval("all_reduce", 8, 2, extrapolate=True)
     assert low < 20e-6 / 3 and high > 20e-6
 
 
+def test_an_empty_message_without_latency():
+    """A fit whose line begins at 0 seconds predicts 0 seconds, also for a number of ranks that was not measured."""
+    fabric = Fabric((Curve.fit("all_reduce", 4, line(0, 1e-9)),))
+    assert fabric.time("all_reduce", 0, 8, extrapolate=True) == 0
+    assert fabric.interval("all_reduce", 0, 8, extrapolate=True) == (0, 0)
+
+
 def test_crossovers():
-    fabric = Fabric((made("a", alpha=10e-6, beta=1e-9), made("b", alpha=20e-6, beta=0.5e-9), made("c", alpha=1e-6)))
+    fabric = Fabric(
+        (curve_of("a", alpha=10e-6, beta=1e-9), curve_of("b", alpha=20e-6, beta=0.5e-9), curve_of("c", alpha=1e-6))
+    )
     size = fabric.crossover("a", "b", 4)
     assert size == pytest.approx(20_000, rel=1e-3)
     assert fabric.time("b", size, 4) < fabric.time("a", size, 4)
@@ -238,7 +247,9 @@ def test_crossovers():
 def test_a_fabric_is_read_back_exactly(tmp_path):
     points = [(nbytes, time, 2 * time) for nbytes, time in line(1 / 3 * 1e-5, 1e-11)]
     points[4] = (points[4][0], 1e-4, 2e-4)
-    fabric = Fabric((Curve.fit("all_reduce int8 two_shot", 4, points), made(noise=0.05)), {"source": "here", "n": 1})
+    fabric = Fabric(
+        (Curve.fit("all_reduce int8 two_shot", 4, points), curve_of(noise=0.05)), {"source": "here", "n": 1}
+    )
     fabric.save(tmp_path / "fabric.json")
     assert Fabric.load(tmp_path / "fabric.json") == fabric
     assert [path.name for path in tmp_path.iterdir()] == ["fabric.json"]
@@ -246,7 +257,7 @@ def test_a_fabric_is_read_back_exactly(tmp_path):
 
 def test_a_file_cut_off_anywhere_is_refused(tmp_path):
     path = tmp_path / "fabric.json"
-    Fabric((made(),)).save(path)
+    Fabric((curve_of(),)).save(path)
     text = path.read_text().rstrip()
     for length in range(0, len(text), 101):
         path.write_text(text[:length])
@@ -257,27 +268,29 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda made: made.update(format="x"), "is no fabric file"),
-        (lambda made: made.update(version=2), "version 2; this program reads 1"),
-        (lambda made: made.pop("curves"), "damaged fabric file: KeyError"),
-        (lambda made: made["curves"][0].pop("segments"), "damaged"),
-        (lambda made: made["curves"][0].update(colour=1), "damaged"),
-        (lambda made: made["curves"][0]["seconds"].__setitem__(0, math.nan), "nan is no size or time"),
-        (lambda made: made["curves"][0]["seconds"].__setitem__(0, "fast"), "'fast' is no size or time"),
-        (lambda made: made["curves"][0]["segments"][0].update(alpha=math.inf), "inf is no size or time"),
-        (lambda made: made["curves"][0]["nbytes"].reverse(), "ascending"),
-        (lambda made: made["curves"][0]["seconds"].pop(), "each with its time"),
-        (lambda made: made["curves"][0].update(ranks=1), "ranks must be 2"),
-        (lambda made: made["curves"][0].update(mode="slow"), "mode 'slow'"),
-        (lambda made: made["curves"].append(made["curves"][0]), "two curves of all_reduce on 4 ranks"),
-        (lambda made: made["curves"][0]["segments"].reverse(), "segments do not follow one another"),
-        (lambda made: made["curves"][0]["segments"][0].update(first=0), "segments do not follow one another"),
-        (lambda made: made["description"].update(link_bytes_per_s="fast"), "damaged fabric file: TypeError"),
+        (lambda content: content.update(format="x"), "is no fabric file"),
+        (lambda content: content.update(version=2), "version 2; this program reads 1"),
+        (lambda content: content.pop("curves"), "damaged fabric file: KeyError"),
+        (lambda content: content["curves"][0].pop("segments"), "damaged"),
+        (lambda content: content["curves"][0].update(colour=1), "damaged"),
+        (lambda content: content["curves"][0]["seconds"].__setitem__(0, math.nan), "nan is no size or time"),
+        (lambda content: content["curves"][0]["seconds"].__setitem__(0, "fast"), "'fast' is no size or time"),
+        (lambda content: content["curves"][0]["segments"][0].update(alpha=math.inf), "inf is no size or time"),
+        (lambda content: content["curves"][0]["nbytes"].reverse(), "ascending"),
+        (lambda content: content["curves"][0]["seconds"].pop(), "each with its time"),
+        (lambda content: content["curves"][0].update(ranks=1), "ranks must be 2"),
+        (lambda content: content["curves"][0].update(mode="slow"), "mode 'slow'"),
+        (lambda content: content["curves"].append(content["curves"][0]), "two curves of all_reduce on 4 ranks"),
+        (lambda content: content["curves"][0]["segments"].reverse(), "segments do not follow one another"),
+        (lambda content: content["curves"][0]["segments"][0].update(first=0), "segments do not follow one another"),
+        (lambda content: content["description"].update(link_bytes_per_s="fast"), "damaged fabric file: TypeError"),
+        (lambda content: content["curves"][0]["segments"][0].update(alpha=0, beta=0), "predicts 0 seconds"),
+        (lambda content: content["curves"][0]["nbytes"].__setitem__(-1, 10**400), "is no size or time"),
     ],
 )
 def test_a_damaged_file_is_refused(change, message, tmp_path):
     path = tmp_path / "fabric.json"
-    fabric = Fabric((made(changing=True),))
+    fabric = Fabric((curve_of(changing=True),))
     assert len(fabric.curves[0].segments) > 1
     fabric.save(path)
     content = json.loads(path.read_text())
@@ -294,19 +307,35 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path):
         Fabric.load(tmp_path / "f.json")
 
 
-def test_what_is_no_regular_file_stays_what_it_is(tmp_path):
-    """A directory is refused; a pipe, or /dev/stdout, receives the text and is not replaced; nothing hidden is left."""
+def test_files_of_other_kinds(tmp_path):
+    """A directory is an error. A pipe, as /dev/stdout may be, receives the text and is not replaced."""
     with pytest.raises(ValueError, match=f"{tmp_path} is a directory"):
-        Fabric((made(),)).save(tmp_path)
+        Fabric((curve_of(),)).save(tmp_path)
     with pytest.raises(ValueError, match="there is no directory .*/none"):
-        Fabric((made(),)).save(tmp_path / "none" / "f.json")
+        Fabric((curve_of(),)).save(tmp_path / "none" / "f.json")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    Fabric((made(),)).save(pipe)
+    Fabric((curve_of(),)).save(pipe)
     assert json.loads(os.read(reader, 1 << 20))["version"] == 1 and pipe.is_fifo()
     os.close(reader)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_hidden_file_of_another_user_is_not_used(tmp_path):
+    """In a shared directory such as /tmp others can make a link, under the name of the hidden file if they can guess it."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".fabric.json.{os.getpid()}").symlink_to(victim)
+    Fabric((curve_of(),)).save(tmp_path / "fabric.json")
+    assert victim.read_text() == "mine" and not (tmp_path / "fabric.json").is_symlink()
+
+
+def test_a_directory_without_permission_is_refused(tmp_path, monkeypatch):
+    """Before a measurement, not after it; `os.access` always permits root everything."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path or mode != os.W_OK)
+    with pytest.raises(ValueError, match="f.json: no permission to write there"):
+        check_writable(tmp_path / "f.json")
 
 
 def test_sizes_have_names():
@@ -319,14 +348,14 @@ SHAPE = Shape("toy", weight_bytes=2e9, state_bytes=0, reductions=((1000, 50), (3
 
 
 def advise(alpha, degrees=(1, 2, 4), shape=SHAPE, **options):
-    """Advice from a fabric of 2 and 4 ranks whose messages cost alpha; one rank takes 1 ms per token."""
-    fabric = Fabric(tuple(made(ranks=ranks, alpha=alpha, beta=1e-15, noise=0.01) for ranks in (2, 4)))
+    """Advice from a fabric of 2 and 4 ranks, whose messages take alpha; one rank takes 1 ms per token."""
+    fabric = Fabric(tuple(curve_of(ranks=ranks, alpha=alpha, beta=1e-15, noise=0.01) for ranks in (2, 4)))
     return best_degree(shape, fabric, degrees, memory_bandwidth=2e12, efficiency=1.0, **options)
 
 
 @pytest.mark.parametrize("share, faster", [(0.9, True), (1.1, False)])
 def test_break_even(share, faster):
-    """P ranks beat one if and only if all messages of a token take less than t (1 - 1/P)."""
+    """P ranks are faster than one if and only if all messages of a token take less than t (1 - 1/P)."""
     assert break_even(1e-3, 4) == pytest.approx(0.75e-3)
     advice = advise(share * 0.5e-3 / SHAPE.calls, degrees=(1, 2))
     one, two = advice.rows
@@ -335,16 +364,16 @@ def test_break_even(share, faster):
     assert advice.degree == (2 if faster else 1)
 
 
-def test_the_smaller_of_two_degrees_that_are_alike():
-    """On 4 ranks a message may cost more than on 2 by what its share of the memory saves: then take 2."""
-    cheap, dear = (made(ranks=ranks, alpha=alpha, noise=0.05) for ranks, alpha in ((2, 10e-6), (4, 12.4e-6)))
-    advice = best_degree(SHAPE, Fabric((cheap, dear)), (2, 4), memory_bandwidth=2e12, efficiency=1.0)
+def test_of_two_similar_degrees_the_smaller_is_recommended():
+    """On 4 ranks messages take almost as much longer than on 2 as reading memory takes less: then 2 are recommended."""
+    fast, slow = (curve_of(ranks=ranks, alpha=alpha, noise=0.05) for ranks, alpha in ((2, 10e-6), (4, 12.4e-6)))
+    advice = best_degree(SHAPE, Fabric((fast, slow)), (2, 4), memory_bandwidth=2e12, efficiency=1.0)
     assert advice.rows[1].seconds < advice.rows[0].seconds <= advice.rows[1].high
     assert advice.degree == 2 and "use 2 ranks: as fast as 4 within the uncertainty" in advice.reasons[-1]
     assert advise(1e-7).degree == 4
 
 
-def test_degrees_that_cannot_be():
+def test_degrees_that_are_excluded():
     advice = advise(1e-7, degrees=(1, 2, 3, 4, 5), memory=1.5e9)
     excluded = {row.degree: row.excluded for row in advice.rows if row.excluded}
     assert excluded == {
@@ -355,6 +384,9 @@ def test_degrees_that_cannot_be():
     assert advise(1e-7, degrees=(3,), extrapolate=True).degree == 3
     with pytest.raises(ValueError, match="toy: 1 ranks: needs 2.0 GB of 1.0 GB per rank"):
         advise(1e-7, degrees=(1,), memory=1e9)
+    for degrees in ((), (0, 1), (-2,)):
+        with pytest.raises(ValueError, match="degrees must be numbers of ranks, 1 or more"):
+            advise(1e-7, degrees=degrees)
 
 
 # Commands
@@ -378,7 +410,7 @@ def command(monkeypatch, capsys):
 
 @pytest.fixture
 def table(tmp_path):
-    """A CSV as nccl-tests' readers make it, of alpha 20 us and 4 us/MB."""
+    """A CSV in the format of examples/h100x4, of alpha 20 us and 4 us/MB."""
     lines = [f"{n},{t * 1e6},{n / t / 1e9},{1.5 * n / t / 1e9}" for n, t in line(20e-6, 4e-12)]
     path = tmp_path / "all_reduce.csv"
     path.write_text("\n".join(["size_bytes,time_us,algbw_GBs,busbw_GBs", *lines]) + "\n")
@@ -428,13 +460,13 @@ def test_bad_command_lines_are_one_line(words, message, command, table):
 
 
 def test_a_report_goes_into_a_directory(command, table, tmp_path):
-    Fabric((made(),)).save(tmp_path / "f.json")
+    Fabric((curve_of(),)).save(tmp_path / "f.json")
     code, _, error = command("report", "--fabric", tmp_path / "f.json", "--out", table)
     assert code == 2 and error == f"sparsefusion report: {table} is not a directory\n"
 
 
 def test_a_report_needs_matplotlib(command, tmp_path, monkeypatch):
-    Fabric((made(),)).save(tmp_path / "f.json")
+    Fabric((curve_of(),)).save(tmp_path / "f.json")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, error = command("report", "--fabric", tmp_path / "f.json", "--out", tmp_path / "page")
     assert code == 1 and error == "sparsefusion report: the report draws with matplotlib: pip install matplotlib\n"
