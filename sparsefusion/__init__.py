@@ -1,13 +1,14 @@
-"""sparsefusion: moving fewer bytes between ranks, and knowing what bytes cost.
+"""sparsefusion: fewer bytes between ranks, and a cost model of the network.
 
-Names are imported on first use, so that command-line help loads no torch.
+It exports a quantized all-reduce (`all_reduce`), fused sparse gradients (`SparseFusion`), and predictions of the time that
+messages take (`Fabric`). A name is imported on first use, so that command-line help loads no torch.
 """
 
 from sparsefusion.foundation.lazy import lazy_exports
 
-# What `all_reduce` takes for its format.
+# The formats of `all_reduce`.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
-# What `SparseFusion` takes for its mode and its sparsifier.
+# The modes and the sparsifiers of `SparseFusion`.
 MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
 SPARSIFIERS = ("topk", "dgc", "gaussiank", "redsync", "sidco", "randomk")
 

@@ -1,6 +1,6 @@
-"""The command line: `python -m sparsefusion measure`, `fit` and `report`, about the cost of messages.
+"""The command line: `python -m sparsefusion` with the commands `measure`, `fit` and `report`.
 
-In: arguments. Out: a fabric file, a table on stdout, a report with plots; one line on stderr for an error.
-Loads torch only in the commands that communicate.
+In: arguments. Out: a fabric file, a table on stdout, a report with plots; an error is one line on stderr.
+Only the command that communicates, `measure`, loads torch.
 May import: foundation, fabric.
 """

@@ -1,48 +1,60 @@
-"""`python -m sparsefusion COMMAND`: what messages cost on some machines, measured, fitted, reported. Loads no torch."""
+"""`python -m sparsefusion COMMAND`: measure, fit and report what messages cost. Only `measure` loads torch."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
+Value = TypeVar("Value")
+
 
 def parser() -> Parser:
-    """The command line."""
+    """The parser of the command line: one sub-parser for each command."""
     main = Parser(prog="sparsefusion", description="What messages between ranks cost.")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _add_measure(commands.add_parser("measure", help="time collectives on these ranks (under torchrun)"))
-    _add_fit(commands.add_parser("fit", help="fit what nccl-tests measured"))
-    report = commands.add_parser("report", help="a page with plots")
+    _add_measure(commands.add_parser("measure", help="measure collectives on these ranks (under torchrun)"))
+    _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests"))
+    report = commands.add_parser("report", help="write a page with plots")
     report.add_argument("--fabric", required=True, metavar="F", help="from measure or fit")
     report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and three PNGs")
     return main
 
 
-def _add_measure(measure) -> None:
+def _add_measure(measure: Parser) -> None:
     measure.add_argument("--out", required=True, metavar="F", help="the fabric file to write")
-    measure.add_argument("--sizes", type=_sizes, default="1K:16M", metavar="A:B", help="powers of two, default 1K:16M")
+    measure.add_argument(
+        "--sizes",
+        type=_sizes,
+        default="1K:16M",
+        metavar="A:B",
+        help="sizes from A to B, each twice the one before; default: 1K:16M",
+    )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
-    measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks, default all that run")
-    measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks, default: all that run")
+    measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch finds one")
 
 
-def _add_fit(fit) -> None:
+def _add_fit(fit: Parser) -> None:
     for operation in OPERATIONS:
         flag = "--" + operation.replace("_", "-")
-        fit.add_argument(flag, nargs="+", default=[], metavar="F", help="nccl-tests text, or CSV of it")
-    fit.add_argument("--latency", nargs="+", default=[], metavar="F", help="JSON of all-reduces, eager and graph")
-    fit.add_argument("--ranks", type=_count, metavar="N", help="of the files that do not say")
-    fit.add_argument("--link-gb-per-s", type=_positive, metavar="X", help="what a rank's link could carry one way")
+        fit.add_argument(flag, nargs="+", default=[], metavar="F", help="output of nccl-tests, or CSV made from it")
+    fit.add_argument(
+        "--latency", nargs="+", default=[], metavar="F", help="JSON of all-reduce latencies, eager and with CUDA graphs"
+    )
+    fit.add_argument("--ranks", type=_count, metavar="N", help="number of ranks of files that do not state it")
+    fit.add_argument("--link-gb-per-s", type=_positive, metavar="X", help="bandwidth of a rank's link in one direction")
     fit.add_argument("--out", required=True, metavar="F", help="the fabric file to write")
 
 
-def _refusable(convert):
-    """A type for argparse whose ValueErrors are told as they are."""
+def _argument_type(convert: Callable[[str], Value]) -> Callable[[str], Value]:
+    """`convert` as a type for argparse; the messages of its ValueErrors are printed unchanged."""
 
-    def converted(text):
+    def converted(text: str) -> Value:
         try:
             return convert(text)
         except ValueError as error:
@@ -51,7 +63,8 @@ def _refusable(convert):
     return converted
 
 
-def _nbytes(text) -> int:
+def _nbytes(text: str) -> int:
+    """'64K' -> 65536."""
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     number = text[: len(text) - len(unit)]
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:
@@ -59,11 +72,10 @@ def _nbytes(text) -> int:
     return int(number) * UNITS[unit]
 
 
-@_refusable
-def _sizes(text) -> list[int]:
-    """'1K:16M' -> 1024, 2048, ..., 16777216."""
-    first, _, last = text.partition(":")
-    first, last = _nbytes(first), _nbytes(last)
+@_argument_type
+def _sizes(text: str) -> list[int]:
+    """'1K:16M' -> [1024, 2048, ..., 16777216]."""
+    first, last = (_nbytes(end) for end in text.partition(":")[::2])
     if first < 4:
         raise ValueError(f"{text!r} begins below 4 bytes, one number")
     if first > last:
@@ -71,8 +83,9 @@ def _sizes(text) -> list[int]:
     return [first << doubling for doubling in range((last // first).bit_length())]
 
 
-@_refusable
-def _operations(text) -> list[str]:
+@_argument_type
+def _operations(text: str) -> list[str]:
+    """'all_reduce,p2p' -> ['all_reduce', 'p2p']."""
     names = text.split(",")
     for name in names:
         if name not in OPERATIONS:
@@ -80,30 +93,32 @@ def _operations(text) -> list[str]:
     return names
 
 
-def _at_least_two(text) -> int:
+def _at_least_two(text: str) -> int:
+    """A number of ranks."""
     if not text.isdecimal() or int(text) < 2:
         raise ValueError(f"{text!r} must be a number of ranks, at least 2")
     return int(text)
 
 
-_count = _refusable(_at_least_two)
+_count = _argument_type(_at_least_two)
 
 
-@_refusable
-def _counts(text) -> list[int]:
+@_argument_type
+def _counts(text: str) -> list[int]:
+    """'4,2' -> [2, 4]."""
     return sorted({_at_least_two(part) for part in text.split(",")})
 
 
-@_refusable
-def _positive(text) -> float:
+@_argument_type
+def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(f"{text} must be positive")
     return value
 
 
-def main(argv=None) -> int:
-    """Run a command line; returns its exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (None: that of this process) and return its exit code."""
     arguments = parser().parse_args(argv)
     leave_on_interrupt()
     silence_third_parties()
@@ -111,13 +126,14 @@ def main(argv=None) -> int:
     return run(f"sparsefusion {arguments.command}", lambda: command(arguments))
 
 
-def _measure(arguments) -> None:
+def _measure(arguments: argparse.Namespace) -> None:
     from sparsefusion.fabric.command import measure_command
 
     measure_command(arguments)
 
 
-def _fit(arguments) -> None:
+def _fit(arguments: argparse.Namespace) -> None:
+    """Read the files, save the fabric, and print its table."""
     from sparsefusion.fabric.cost_model import Fabric
     from sparsefusion.fabric.readers import extended, read_curves
 
@@ -129,11 +145,11 @@ def _fit(arguments) -> None:
     if not sweeps and not latencies:
         raise ValueError("fit needs a file: --all-reduce F, --latency F, ...")
     for operation, paths in files.items():
-        kept = [(curve.operation, curve.ranks, curve.mode) for curve in sweeps if curve.operation.startswith(operation)]
-        if len(kept) > len(set(kept)):
+        read = [(curve.operation, curve.ranks, curve.mode) for curve in sweeps if curve.operation.startswith(operation)]
+        if len(read) > len(set(read)):
             raise ValueError(f"{' and '.join(paths)} measured the same {operation}: give one of them")
-    named = [*(path for paths in files.values() for path in paths), *arguments.latency]
-    description = {"source": ", ".join(Path(path).name for path in named)}
+    sources = [*(path for paths in files.values() for path in paths), *arguments.latency]
+    description: dict[str, object] = {"source": ", ".join(Path(path).name for path in sources)}
     if arguments.link_gb_per_s:
         description["link_bytes_per_s"] = arguments.link_gb_per_s * 1e9
     fabric = Fabric(tuple(extended(latencies, sweeps)), description)
@@ -141,7 +157,8 @@ def _fit(arguments) -> None:
     print(fabric.table())
 
 
-def _report(arguments) -> None:
+def _report(arguments: argparse.Namespace) -> None:
+    """Write the page and the plots, and print their paths."""
     from sparsefusion.fabric.cost_model import Fabric
     from sparsefusion.fabric.report import write_report
 

@@ -1,6 +1,6 @@
-"""What messages cost on a network: measure it, fit line segments to it, predict from them, report it.
+"""A cost model of the network: measures collectives, fits line segments to their times, predicts and reports them.
 
 In: a process group to measure on, or files of measurements that others made.
-Out: a `Fabric`, which predicts the seconds of a collective; tables and plots of it.
+Out: a `Fabric`, which predicts the seconds that a collective takes; tables and plots; a recommended number of ranks.
 May import: foundation, collectives.
 """

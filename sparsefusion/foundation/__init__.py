@@ -1,6 +1,6 @@
-"""What every package needs before torch is loaded: lazy package exports, and command lines with one-line errors.
+"""What every package needs before torch is loaded: lazy exports, and command lines with one-line errors.
 
-In: the names that a package exports; a function that parses arguments and one that does the work.
-Out: the package's `__getattr__`; an exit status, with the error on stderr.
+In: the names that a package exports; the flags and the work of a command.
+Out: the package's `__getattr__`; an exit code, and the error on stderr.
 May import: no other room.
 """

@@ -1,4 +1,4 @@
-"""Command lines whose errors are one line, for `python -m` of the packages and for the examples. Imports no torch."""
+"""Command lines whose errors are one line, for `python -m` of the packages and for the examples. Loads no torch."""
 
 import argparse
 import difflib
@@ -9,10 +9,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from typing import Any, NoReturn
 
-RANK_0_GRACE_S = 5.0
+RANK_0_GRACE_S = 5.0  # how long the other ranks wait for rank 0 to print an error
+# Errors that the user's input causes. All others are failures of the run or of the program.
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -23,38 +25,42 @@ class Failure(Exception):
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line from rank 0, with exit code 2 and a suggestion for a misspelled flag."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
-    def error(self, message):
-        """Print the message and exit with code 2."""
+    def error(self, message: str) -> NoReturn:
+        """Print the message on rank 0 and exit with code 2."""
         print_on_rank_0(f"{self.prog}: {message}")
         sys.exit(2)
 
-    def parse_args(self, args=None, namespace=None):
-        """As argparse's method, with a suggestion for an unknown flag."""
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Like argparse's method, but the error for an unknown flag suggests a similar one."""
         arguments, unknown = self.parse_known_args(args, namespace)
         self._refuse(unknown)
         return arguments
 
-    def parse_known_args(self, args=None, namespace=None):
-        """As argparse's method. An unknown flag is an error, reported before a missing one, because it may be misspelled."""
-        args = sys.argv[1:] if args is None else args
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Like argparse's method, but an unknown flag is an error.
+
+        It is reported before a missing flag, because the unknown one may be the missing one, misspelled.
+        """
+        args = sys.argv[1:] if args is None else list(args)
         self._refuse(self._unknown_flags(args))
         return super().parse_known_args(args, namespace)
 
-    def _refuse(self, unknown) -> None:
+    def _refuse(self, unknown: Sequence[str]) -> None:
+        """Exit with an error if there is an unknown flag."""
         if unknown:
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0], self.flags())}")
 
-    def _unknown_flags(self, words) -> list[str]:
-        """Words up to `--` or a command that argparse would read as flags, and that are unknown."""
+    def _unknown_flags(self, words: Sequence[str]) -> list[str]:
+        """The words that argparse would read as flags but does not know, up to `--` or to the name of a command."""
         known = {flag for action in self._actions for flag in action.option_strings}
         own = takewhile(lambda w: w != "--" and (w.startswith("-") or not self._subparsers), words)
         return [w for w in own if w.startswith("--") and " " not in w and w.split("=")[0] not in known]
 
     def flags(self) -> list[str]:
-        """Every --flag of this parser and its commands that the help shows."""
+        """Every --flag of this parser and of its commands, except those that the help does not show."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         below = [p for a in shown if isinstance(a.choices, dict) for p in a.choices.values()]
         own = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
@@ -62,20 +68,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the known name closest to `name`, or nothing."""
+    """' (did you mean X?)' for the known name that is most similar to `name`; '' if none is similar."""
     close = difflib.get_close_matches(name.split("=")[0], list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def this_rank() -> int:
-    """The rank the launcher gave this process (0 when it runs alone)."""
+    """The rank that the launcher gave to this process; 0 if it runs alone."""
     return int(os.environ.get("RANK", "0"))
 
 
 def print_on_rank_0(line: str) -> None:
-    """Print a line to stderr on rank 0, before an exit that all ranks have in common.
+    """Print a line to stderr on rank 0, before all ranks exit for the same reason.
 
-    Launchers end all ranks when the first one exits. So the other ranks wait a moment, in case rank 0 is late.
+    Launchers end all ranks when the first one exits. So the other ranks wait RANK_0_GRACE_S, in case rank 0 is late.
     """
     if this_rank() == 0:
         print(line, file=sys.stderr, flush=True)
@@ -84,7 +90,10 @@ def print_on_rank_0(line: str) -> None:
 
 
 def silence_third_parties() -> None:
-    """Turn off warnings of other packages, in Python and C++; log ours on rank 0. Call it before torch is imported."""
+    """Turn off the warnings of other packages, in Python and C++, and log those of ours on rank 0 only.
+
+    Call it before torch is imported, because torch's C++ library reads the environment then.
+    """
     warnings.simplefilter("ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -96,8 +105,8 @@ def silence_third_parties() -> None:
 class Printer:
     """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently."""
 
-    def __init__(self, is_enabled: bool):
-        self.is_enabled = is_enabled and sys.stdout is not None  # None: closed before the start
+    def __init__(self, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled and sys.stdout is not None  # None: stdout was closed before the program began
 
     def print(self, text: str) -> None:
         """Write `text`, if this printer is enabled."""
@@ -112,12 +121,16 @@ class Printer:
 
 
 def leave_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once with code 130; as an exception it could be lost in imports or collectives."""
+    """Let Ctrl-C end this process at once with code 130; a KeyboardInterrupt could be lost in imports or collectives."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def run(name: str, command: Callable[[], object]) -> int:
-    """Run `command()` and return the exit code: 0; 2 with one line for bad input; 130 after Ctrl-C; 1 with a traceback."""
+    """Run `command()` and return the exit code of the process.
+
+    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way, or any other
+    exception, printed with its traceback and its rank. 130: Ctrl-C. name: how the line begins.
+    """
     try:
         command()
         return 0

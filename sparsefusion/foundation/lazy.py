@@ -2,16 +2,24 @@
 
 import importlib
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
-def lazy_exports(package: str, homes: dict, *own: str):
-    """(__all__, __getattr__, __dir__) of a package. homes: {name: its module}. own: names of the package itself."""
-    names = sorted([*own, *homes])
+def lazy_exports(
+    package: str, modules: Mapping[str, str], *own: str
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """(__all__, __getattr__, __dir__) for the `__init__.py` of `package`.
 
-    def attribute(name):
-        if name not in homes:
+    modules: {name: the module that defines it, relative to the package}. own: exported names that `__init__.py` itself
+    defines.
+    """
+    names = sorted([*own, *modules])
+
+    def attribute(name: str) -> Any:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 
