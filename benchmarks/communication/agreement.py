@@ -1,14 +1,16 @@
-"""Do quantized sums change the model's mind? Trained Mamba-1 and Mamba-2 on held-out text, 2 and 4 ranks (about 8 min).
+"""Predictions with quantized and with exact sums: Mamba-1 and Mamba-2 on held-out text, 2 and 4 ranks (about 8 min).
 
-The claim: with fp16 the most likely token is the exact model's at >= 98.8 % of positions. Two byte-level models are
-trained on Python's documentation (examples/demo.yaml), then read whole held-out topics; at every position the five most
-likely tokens are compared with those of the same model and ranks with exact sums: the first, the five as a set (their
-mean overlap), the five in order. "Quantized" is the share of a forward pass's bytes that are sent in the format.
+The claim: with fp16 the most likely token is that of the exact model at >= 98.8 % of positions. Two byte-level models
+are trained on Python's documentation (examples/demo.yaml), and then read whole held-out topics. At every position the
+five most likely tokens are compared with those of the same model on the same ranks with exact sums: the first one, the
+five as a set (their mean overlap), and the five in order. "Quantized" is the share of a forward pass's bytes that are
+sent in the format.
 """
 
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +30,11 @@ RANKS, FORMATS, WINDOW, BATCH = (2, 4), ("fp16", "bf16", "int8"), 256, 16
 PAPER = ["the paper's Mamba, on GPUs", "", "fp16", "98.81 %", "99.03 %", "89.01 %", "", ""]
 
 
-def train(directory, model_type, text) -> Path:
-    """The Hugging Face directory of a byte-level model trained on the demo's text with the demo's options."""
+def train(directory: Path, model_type: str, text: tuple[list[Path], list[Path]]) -> Path:
+    """The Hugging Face directory of a byte-level model, trained on the demo's text with the demo's options.
+
+    text: the files to train on, and the held-out files.
+    """
     training, held_out = text
     options = ["--config", ROOT / "examples" / "demo.yaml", "--model-type", model_type]
     paths = ["--data", *training, "--valid-data-path", *held_out, "--tokenizer-model", "byte",
@@ -39,34 +44,37 @@ def train(directory, model_type, text) -> Path:
     return out
 
 
-def windows_of(paths) -> torch.Tensor:
-    """The bytes of some files, one after the other, in rows of WINDOW + 1."""
+def windows_of(paths: Iterable[str | Path]) -> torch.Tensor:
+    """The bytes of files, concatenated, in rows of WINDOW + 1."""
     ids = torch.tensor(list(b"".join(Path(path).read_bytes() for path in paths)))
     return ids[: len(ids) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
 
 
 @torch.no_grad()
-def logits(model, windows):
-    """(positions, vocabulary) of all windows."""
+def logits(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """The logits at all positions of all windows: (positions, vocabulary)."""
     return torch.cat([model(windows[i : i + BATCH]).flatten(0, 1) for i in range(0, len(windows), BATCH)])
 
 
 @torch.no_grad()
-def quantized_share(directory, group, ids) -> float:
-    """The share of the bytes of a forward pass, the gathering of logits left out, that a format would apply to."""
+def quantized_share(directory: str | Path, group: dist.ProcessGroup, ids: torch.Tensor) -> float:
+    """The share of the bytes of a forward pass that a format applies to; gathering logits does not count."""
     quantized = []
 
-    def counting(tensor, group):
+    def counting(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         quantized.append(tensor.nbytes)
-        return tensor  # wrong, but as large
+        return tensor  # not the sum, but of the same size
 
     model = megatron_ssm.load(directory, group, reduce=counting, shared_memory=False)
     model.local_logits(ids)
     return sum(quantized) / (sum(quantized) + model.counter.nbytes)
 
 
-def compare(exact, other, labels) -> dict:
-    """How far two models' five most likely tokens agree, and the other's loss in nats over the exact one's."""
+def compare(exact: torch.Tensor, other: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """How often the five most likely tokens of two models agree, and the difference of their losses in nats.
+
+    exact, other: the models' logits (positions, vocabulary). labels: (positions,).
+    """
     five, theirs = exact.topk(5).indices, other.topk(5).indices
     overlap = (five.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).double().mean().item()
     losses = [torch.nn.functional.cross_entropy(x.double(), labels).item() for x in (exact, other)]
@@ -79,8 +87,8 @@ def compare(exact, other, labels) -> dict:
     }
 
 
-def cell(out, directory, *held_out) -> None:
-    """One rank's part: every format against the exact model."""
+def cell(out: str, directory: str, *held_out: str) -> None:
+    """What one rank does: compare the model in every format with the exact model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group, windows = dist.group.WORLD, windows_of(held_out)
@@ -96,8 +104,8 @@ def cell(out, directory, *held_out) -> None:
     dist.destroy_process_group()
 
 
-def rows(name, ranks, results) -> list[list[str]]:
-    """The table's lines of one model on so many ranks."""
+def rows(name: str, ranks: int, results: dict) -> list[list[str]]:
+    """The table's rows for one model and one number of ranks."""
     lines = []
     for format in FORMATS:
         found = results[format]

@@ -1,9 +1,9 @@
 """Quantized all-reduce by size, format, ranks and link, against the exact one (about 7 min; root, for launch/netlab.sh).
 
-The claims: at 1 MB among 4 ranks on 200 mbit, fp16 >= 1.6x and int8 >= 2.5x the speed of fp32, and `auto` takes at most
-1.15x the time of the best fixed choice. Every choice takes its turn in each repetition, which starts with a barrier and
-lasts until the slowest rank is done; medians. The exact all-reduce runs twice: the difference is the spread. The plot
-has the cells without a limit too, where on two cores what is saved on the wire goes into packing.
+The claims: for 1 MB among 4 ranks on 200 mbit, fp16 has >= 1.6x and int8 >= 2.5x the speed of fp32, and `auto` takes at
+most 1.15x the time of the best fixed choice. In each repetition all choices take turns; a turn starts with a barrier and
+lasts until the slowest rank is done. Times are medians. The exact all-reduce is measured twice; the difference is the
+spread. The plot also has the cells without a limit, where on two cores packing takes the time that is saved on the wire.
 """
 
 import sys
@@ -19,7 +19,7 @@ from sparsefusion.fabric.measurement import repetitions, timed
 from sparsefusion.reduction import quantized
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+import matplotlib.pyplot as plt  # noqa: E402 (after the backend is chosen)
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "all_reduce.png"
 REPETITIONS, SMALL, REPETITIONS_OF_SMALL = 30, 128 << 10, 150
@@ -27,8 +27,8 @@ SIZES = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20]
 CELLS = [(2, "200mbit"), (4, "200mbit"), (2, "1gbit"), (4, "1gbit"), (2, "none"), (4, "none")]
 
 
-def cell(out) -> None:
-    """One rank's part of a cell: times of every choice at every size."""
+def cell(out: str) -> None:
+    """What one rank does: measure every choice at every size."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -50,8 +50,8 @@ def cell(out) -> None:
     dist.destroy_process_group()
 
 
-def row(ranks, rate, measured) -> list[str]:
-    """A line of the table."""
+def row(ranks: int, rate: str, measured: dict) -> list[str]:
+    """A row of the table."""
     seconds, chosen = dict(measured["seconds"]), measured["chosen"]
     auto, again, exact = seconds.pop("auto"), seconds.pop("fp32 again"), seconds["fp32 native"]
 
@@ -69,13 +69,13 @@ def row(ranks, rate, measured) -> list[str]:
 
 
 def of_format(format: str, ranks: int, measured: dict) -> tuple[float, str]:
-    """(seconds, algorithm) of `all_reduce(tensor, group, format)`."""
+    """(seconds, algorithm) of `all_reduce(tensor, group, format)`, which takes the format's default algorithm."""
     algorithm = quantized.default_algorithm(format, measured["nbytes"] // 4, ranks)
     return measured["seconds"][f"{format} {algorithm}"], algorithm
 
 
 def plot(cells: dict) -> None:
-    """A panel per cell: milliseconds against size, of every format's fastest algorithm and of auto."""
+    """Save the plot, a panel for each cell: milliseconds over size, of each format's default algorithm and of `auto`."""
     figure, panels = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True, layout="constrained")
     for panel, ((ranks, rate), measured) in zip(panels.T.flat, cells.items(), strict=True):
         sizes = [row["nbytes"] for row in measured]
@@ -93,7 +93,7 @@ def plot(cells: dict) -> None:
 
 
 def main() -> None:
-    """Measure every cell, publish the table and the plot."""
+    """Measure all cells and publish the table and the plot; print those that the command line names ("2,200mbit")."""
     chosen = [each for each in CELLS if not sys.argv[1:] or f"{each[0]},{each[1]}" in sys.argv[1:]]
     cells = {each: measure_cell(__file__, *each) for each in chosen}
     limited = {each: measured for each, measured in cells.items() if each[1] != "none" or sys.argv[1:]}

@@ -1,9 +1,10 @@
-"""What its source found in measurements of four H100s, and what the fabric made of them says (about 1 min).
+"""Published measurements of four H100s: their author's findings beside those of the fitted fabric (about 1 min).
 
-The claim: the fits are within 5 % on average and 15 % at most, and every finding comes out again. The plot shows points,
-fits and intervals of the latencies, eager and as CUDA graphs, and of the sweep.
+The claim: the fits are off by 5 % on average and by 15 % at most, and lead to the same findings. The plot shows the
+measured points and the fits, of latencies (eager and as CUDA graphs, with intervals) and of bus bandwidth.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
@@ -12,26 +13,27 @@ import numpy as np
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.advice import MAMBA_2_8B, best_degree
 from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.fabric.curve import Curve
 from sparsefusion.fabric.readers import extended, read_curves
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+import matplotlib.pyplot as plt  # noqa: E402 (after the backend is chosen)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "h100x4"
-PLOT = ROOT / "benchmarks" / "plots" / "fabric_h100.png"
-LINK = 478e9
+PLOT = ROOT / "docs" / "assets" / "plots" / "fabric_h100.png"
+LINK = 478e9  # bytes per second of a GPU's links, one way
 MB, GB = 1 << 20, 1 << 30
 LAYERS = 80  # Llama-3-70B
 
 
-def read(name, operation="all_reduce"):
-    """The curves of one file, on four ranks unless it says otherwise."""
+def read(name: str, operation: str = "all_reduce") -> list[Curve]:
+    """The curves of one file; files that state no number of ranks are of four."""
     return read_curves(FILES / name, operation, None if name in ("scaling.txt", "scaling_g6_nvls.log") else 4)
 
 
-def bandwidth_rows(sweeps):
-    """Peaks of the collectives, and the ranking of algorithms and protocols."""
+def bandwidth_rows(sweeps: list[Curve]) -> Iterator[list[str]]:
+    """Rows: the peak bandwidth of each collective, and the ranking of algorithms and protocols."""
     published = {"all_reduce": "366 GB/s, 77 %", "all_gather": "344 GB/s, 72 %", "reduce_scatter": "350 GB/s, 73 %"}
     for sweep in sweeps:
         peak, fitted = sweep.peak_bus_bandwidth, sweep.bus_bandwidth(sweep.nbytes[-1])
@@ -46,8 +48,8 @@ def bandwidth_rows(sweeps):
         yield [f"{title}, GB/s", theirs, ours]
 
 
-def latency_rows():
-    """Floors, and the tokens per second that they allow."""
+def latency_rows() -> Iterator[list[str]]:
+    """Rows: latency floors, and the tokens per second that they allow."""
     for name, floors, ceilings in (
         ("tp_latency_first.json", "23.1 / 13.7 us", "271 / 456"),
         ("tp_latency_quiet.json", "23.2 / 12.9 us", "-"),
@@ -59,8 +61,8 @@ def latency_rows():
         yield [f"{name}: tokens/s of Llama-3-70B at most", ceilings, allowed]
 
 
-def fit_rows(curves):
-    """Errors of the fits."""
+def fit_rows(curves: list[tuple[str, Curve]]) -> Iterator[list[str]]:
+    """Rows: the errors of each fit."""
     for name, curve in curves:
         mean, worst = curve.fit_errors
         width = np.mean([curve.half_width(nbytes) for nbytes in curve.nbytes])
@@ -68,16 +70,16 @@ def fit_rows(curves):
         yield [f"fit of {name}", "-", f"mean {mean:.1%}, max {worst:.1%}, interval ±{width:.0%}{dropped}"]
 
 
-def advice_rows(fabric):
-    """Milliseconds per token of mamba-2.8b at batch 1."""
+def advice_rows(fabric: Fabric) -> Iterator[list[str]]:
+    """Rows: milliseconds per token of mamba-2.8b at batch size 1, and the recommended number of ranks."""
     for mode in ("eager", "graph"):
         advice = best_degree(MAMBA_2_8B, fabric, (1, 2, 4), mode=mode, extrapolate=True)
         times = ", ".join(f"{row.seconds * 1e3:.2f}" for row in advice.rows)
         yield [f"mamba-2.8b, {mode}: ms/token on 1, 2 (extrapolated), 4", "-", f"{times}: take {advice.degree}"]
 
 
-def plot(fabric, sweeps):
-    """Latencies with their intervals, and bus bandwidths."""
+def plot(fabric: Fabric, sweeps: list[Curve]) -> None:
+    """Save the plot: latencies with their intervals, and bus bandwidths."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     for mode in ("eager", "graph"):
         curve = fabric.curve("all_reduce", 4, mode)
@@ -98,12 +100,11 @@ def plot(fabric, sweeps):
     for axes in (left, right):
         axes.legend(fontsize=7)
         axes.grid(True, alpha=0.3)
-    PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=80)
 
 
-def main():
-    """Read, compare, plot, publish."""
+def main() -> None:
+    """Read the files, fit them, and publish the table and the plot."""
     sweeps = [read(f"{name}.csv", name)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
     quiet = read("tp_latency_quiet.json")
     fabric = Fabric(tuple(extended(quiet, sweeps)), {"link_bytes_per_s": LINK})

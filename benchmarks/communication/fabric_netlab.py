@@ -1,7 +1,8 @@
-"""Does a fabric measured on a slow network predict all-reduces on it? Sizes it was not fitted on (about 3 min; root).
+"""Predicted and measured all-reduces on a slow network, at sizes that were not fitted (about 3 min; root).
 
-The claim: within 25 % of what is measured. The sweep takes powers of two; predicted are sizes between and beyond them,
-timed afterwards on the same links: medians of 15 calls, below 128 KB of 100, until the slowest rank is done.
+The claim: predictions are within 25 % of the measured times. The fabric is fitted to powers of two. It predicts sizes
+between and beyond them, which are measured afterwards on the same links: medians of 15 calls, or of 100 below 128 KB,
+until the slowest rank is done.
 """
 
 import sys
@@ -21,8 +22,8 @@ PREDICTED = [3 << 10, 12 << 10, 48 << 10, 192 << 10, 384 << 10, 768 << 10, 3 << 
 REPETITIONS, SMALL, REPETITIONS_OF_SMALL = 15, 128 << 10, 100
 
 
-def cell(out) -> None:
-    """One rank's part: [(bytes, measured seconds, predicted seconds, low, high)]."""
+def cell(out: str) -> None:
+    """What one rank does; the result is a list of (bytes, measured seconds, predicted seconds, low, high)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -40,8 +41,8 @@ def cell(out) -> None:
     dist.destroy_process_group()
 
 
-def rows(ranks, rate, results) -> list[list[str]]:
-    """The table's lines of one cell."""
+def rows(ranks: int, rate: str, results: list) -> list[list[str]]:
+    """The table's rows for one cell."""
     lines = []
     for nbytes, measured, predicted, low, high in results:
         times = [f"{seconds * 1e3:.2f}" for seconds in (measured, predicted)]
@@ -51,7 +52,7 @@ def rows(ranks, rate, results) -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure every cell and publish the table."""
+    """Measure all cells and publish the table; print those that the command line names ("2,200mbit")."""
     cells = [each for each in CELLS if not sys.argv[1:] or f"{each[0]},{each[1]}" in sys.argv[1:]]
     table = [row for each in cells for row in rows(*each, measure_cell(__file__, *each))]
     header = ["ranks, link", "all-reduce of", "measured ms", "predicted ms", "error", "interval ms"]

@@ -1,6 +1,6 @@
-"""Does training mind quantized forward sums? 200 steps of the demo's Mamba-1 and Mamba-2 on 2 ranks (about 5 min).
+"""Training with quantized sums in forward: 200 steps of the demo's Mamba-1 and Mamba-2 on 2 ranks (about 5 min).
 
-The claim: the loss after 200 steps is within 0.02 nats of that with exact sums. Gradients are summed exactly.
+The claim: after 200 steps the loss differs by at most 0.02 nats from that with exact sums. Gradients are summed exactly.
 """
 
 import json
@@ -28,8 +28,8 @@ OPTIONS = [
 ]
 
 
-def train(directory, model_type, format, text) -> tuple[float, float]:
-    """(mean training loss of the last steps, held-out loss) in nats per byte."""
+def train(directory: Path, model_type: str, format: str, text: tuple[list[Path], list[Path]]) -> tuple[float, float]:
+    """(mean training loss of the last steps, held-out loss) in nats per byte; text: training files, held-out files."""
     log = directory / f"{model_type}-{format}.jsonl"
     program = [ROOT / "examples" / "pretrain.py", "--config", ROOT / "examples" / "demo.yaml", "--log", log, *OPTIONS]
     choice = ["--model-type", model_type, "--reduce", format, "--out", directory / f"{model_type}-{format}"]

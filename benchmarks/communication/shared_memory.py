@@ -1,14 +1,16 @@
-"""The all-reduce in shared memory beside gloo's, by size and format, on one machine (about 1 min).
+"""The all-reduce in shared memory beside that of gloo, by size and format, on one machine (about 1 min).
 
-The claim: 768 floats between 2 ranks take at most a quarter of gloo's time. Every choice takes its turn in each repetition,
-which starts with a barrier and lasts until the slowest rank is done; medians. A turn is several calls in a row, as a
-model makes them, and its time is divided by their number. gloo runs twice: the difference is the spread.
+The claim: 768 floats between 2 ranks take at most a quarter of gloo's time. In each repetition all choices take turns; a
+turn starts with a barrier and lasts until the slowest rank is done. Times are medians. A turn is several calls in a row,
+as in a model, and its time is divided by their number. gloo is measured twice; the difference is the spread.
 """
 
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +27,17 @@ FORMATS = ("fp32", "fp16", "int8")
 CALLS, CALLS_OF_LARGE, LARGE, REPETITIONS = 20, 2, 1 << 17, 15
 
 
-def calls_in_a_row(call, count):
-    """A function that performs `call` `count` times."""
+def calls_in_a_row(call: Callable[[], object], count: int) -> Callable[[], None]:
+    """A function that calls `call` `count` times."""
 
-    def several():
+    def several() -> None:
         for _ in range(count):
             call()
 
     return several
 
 
-def measure(numel, group, memory) -> dict[str, float]:
+def measure(numel: int, group: dist.ProcessGroup, memory: Any) -> dict[str, float]:
     """{choice: seconds of a call} for `numel` floats."""
     tensor = torch.randn(numel)
     gloo = partial(collectives.all_reduce, tensor, group)
@@ -46,8 +48,8 @@ def measure(numel, group, memory) -> dict[str, float]:
     return dict(zip(choices, seconds.tolist(), strict=True))
 
 
-def rank_main(rank, ranks, folder) -> None:
-    """One rank's part: all sizes; rank 0 writes the times down."""
+def rank_main(rank: int, ranks: int, folder: str) -> None:
+    """What one rank does: measure all sizes; rank 0 saves the times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=ranks)
     memory, why = connect(dist.group.WORLD)
@@ -61,8 +63,8 @@ def rank_main(rank, ranks, folder) -> None:
     dist.destroy_process_group()
 
 
-def row(ranks, size, seconds) -> list[str]:
-    """A line of the table."""
+def row(ranks: int, size: str, seconds: dict[str, float]) -> list[str]:
+    """A row of the table."""
     gloo = seconds["gloo"]
     shared = [f"{seconds[name] * 1e6:.0f} us ({gloo / seconds[name]:.0f}x)" for name in FORMATS]
     return [str(ranks), size, f"{gloo * 1e6:.0f} us", *shared, f"{abs(seconds['gloo again'] / gloo - 1):.0%}"]

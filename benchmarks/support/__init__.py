@@ -1,1 +1,1 @@
-"""What the benchmarks share: timing, tables, model shapes, and ranks on this machine or behind slow links."""
+"""What benchmarks share: timing, tables, model shapes, and ranks on this machine or behind slow links."""

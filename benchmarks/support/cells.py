@@ -1,5 +1,7 @@
-"""Benchmarks whose ranks are processes of their own: on this machine, or in network namespaces behind links of a given
-rate (launch/netlab.sh; root). A benchmark is also the program of its ranks: FILE --cell OUT ARGUMENTS.
+"""Cells of benchmarks: one setting, measured on newly started ranks.
+
+The ranks run on this machine, or in network namespaces behind links of a given rate (launch/netlab.sh, which needs
+root). A benchmark's file is also the program of its ranks: FILE --cell OUT ARGUMENTS.
 """
 
 import json
@@ -7,7 +9,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NETLAB = ROOT / "launch" / "netlab.sh"
@@ -16,12 +20,16 @@ QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def cell_arguments() -> list[str] | None:
-    """The arguments of this rank's cell, the file for rank 0's result first; None in the program that starts ranks."""
+    """On a rank: the arguments of its cell, of which the first is the file for the result. Else None."""
     return sys.argv[2:] if sys.argv[1:2] == [CELL] else None
 
 
-def measure_cell(file, ranks: int, rate: str | None, *arguments, burst="128kb"):
-    """What rank 0 of `ranks` wrote to its OUT, as JSON; rate: of the links (200mbit, 1gbit, none); None: no network."""
+def measure_cell(file: str | Path, ranks: int, rate: str | None, *arguments: object, burst: str = "128kb") -> Any:
+    """Run `file` on `ranks` ranks and return the result of rank 0.
+
+    rate: of the links (200mbit, 1gbit, none); None: the ranks share this machine. burst: what an idle link lets through at
+    once. arguments: passed on to the ranks. CalledProcessError: a rank failed.
+    """
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         program = [Path(file).resolve(), CELL, out.name, *arguments]
         if rate is None:
@@ -32,18 +40,29 @@ def measure_cell(file, ranks: int, rate: str | None, *arguments, burst="128kb"):
         return json.loads(Path(out.name).read_text())
 
 
-def measured_cells(file, cells, **options) -> dict:
-    """{cell: its result} of all cells, or of those whose numbers the command line gives; their programs get the number."""
+def measured_cells(file: str | Path, cells: Sequence[Any], **options: str) -> dict:
+    """{cell: its result} of all cells, or of those whose numbers the command line gives.
+
+    A cell has the fields ranks and rate. Its ranks get its number as their argument. options: of `measure_cell`.
+    """
     numbers = [int(number) for number in sys.argv[1:]] or range(len(cells))
     return {cells[n]: measure_cell(file, cells[n].ranks, cells[n].rate, n, **options) for n in numbers}
 
 
-def torchrun(ranks: int, *program, env=None) -> None:
-    """Run a Python program on ranks of this machine, from the repository's root."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--"]
+def torchrun(ranks: int, *program: object, env: dict[str, str] | None = None) -> None:
+    """Run a Python program, with its arguments, on ranks of this machine, in the repository's root."""
+    command: list[object] = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+        "--",
+    ]
     subprocess.run([*map(str, [*command, *program])], check=True, cwd=ROOT, env=os.environ | (env or {}))
 
 
-def write_result(out: str, result) -> None:
-    """Give a cell's result back; called by rank 0 only."""
+def write_result(out: str, result: object) -> None:
+    """Write a cell's result, as JSON, to the file that `cell_arguments` names first; only rank 0 calls this."""
     Path(out).write_text(json.dumps(result))

@@ -1,4 +1,7 @@
-"""Memory of tensors, counted operation by operation."""
+"""The memory that tensors take, counted operation by operation."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -7,37 +10,47 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the storages that operations made, and that anything still holds."""
+    """Counts the bytes of storages that operations allocate, as long as anything holds them. Inputs do not count.
 
-    def __init__(self):
+    nbytes: now. most: at most, since it was last set.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.most, self._given, self._made = 0, {}, {}
+        self.most = 0
+        self._inputs: dict[int, StorageWeakRef] = {}
+        self._allocated: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
-    def nbytes(self):
-        """Now."""
-        self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
-        return sum(nbytes for _, nbytes in self._made.values())
+    def nbytes(self) -> int:
+        """Bytes of the allocated storages that are still held."""
+        self._allocated = {key: each for key, each in self._allocated.items() if not each[0].expired()}
+        return sum(nbytes for _, nbytes in self._allocated.values())
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for storage in storages((args, kwargs)):
-            if storage._cdata not in self._made:
-                self._given[storage._cdata] = StorageWeakRef(storage)
-        found = function(*args, **(kwargs or {}))
-        for storage in storages(found):
-            if storage._cdata not in self._given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if storage._cdata not in self._allocated:
+                self._inputs[storage._cdata] = StorageWeakRef(storage)
+        result = function(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in self._inputs:
+                self._allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, self.nbytes)
-        return found
+        return result
 
 
-def storages(tree):
-    """Of the tensors in it."""
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    """The storages of all tensors in nested lists, tuples and dictionaries."""
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def taken(schedule, batch, seq, heads, kv_heads, head_dim, dtype, causal):
-    """(saved, forward, backward) bytes of an attention2d schedule on this rank, beside its inputs."""
+def taken(
+    schedule: Any, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, causal: bool
+) -> tuple[int, int, int]:
+    """(saved, forward, backward): bytes that an attention2d schedule takes on this rank in addition to its inputs.
+
+    saved: after forward, for backward. forward, backward: at most, during each.
+    """
     local = len(schedule.positions(seq))
     q, k, v, dout = (
         torch.randn(batch, local, count, head_dim).to(dtype) for count in (heads, kv_heads, kv_heads, heads)

@@ -1,11 +1,18 @@
-"""The 130m shapes and two near them, as checkpoints with random weights; and published shapes."""
+"""Shapes of models: of 130m parameters, to be saved with random weights, and of published checkpoints."""
 
 import os
 from pathlib import Path
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
-from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, ZambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedModel,
+    ZambaConfig,
+)
 from transformers.utils import logging
 
 PROMPT = 256
@@ -16,7 +23,7 @@ SHAPES = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
-FAMILIES = SHAPES | {  # the paper's four
+FAMILIES = SHAPES | {  # the four families of the paper that docs/results/paper-evaluation.md repeats
     "Falcon-Mamba": FalconMambaConfig(
         hidden_size=768, intermediate_size=1536, num_hidden_layers=24, vocab_size=50280, tie_word_embeddings=True
     ),
@@ -39,8 +46,8 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def random_model(shape: str, directory):
-    """transformers' model of a shape, saved in `directory` as well."""
+def random_model(shape: str, directory: str | Path) -> PreTrainedModel:
+    """transformers' model of a shape of FAMILIES, with random weights; it is also saved in `directory`."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_config(FAMILIES[shape]).eval()
     Path(directory).mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,19 @@
-"""What the benchmarks share: interleaved timing, and tables that go into the pages of docs/ between their markers."""
+"""Interleaved timing, and tables that are written into the pages of docs/, between their markers."""
 
 import re
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs"
 
 
-def interleaved(contestants: dict, repetitions: int = 10) -> dict[str, float]:
-    """Median seconds of each contestant (name: function without arguments), run in turn, after one run to warm up."""
-    seconds = {name: [] for name in contestants}
+def interleaved(functions: dict[str, Callable[[], object]], repetitions: int = 10) -> dict[str, float]:
+    """{name: median seconds} of {name: function}. The functions take turns; the first repetition is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repetition in range(repetitions + 1):
-        for name, function in contestants.items():
+        for name, function in functions.items():
             start = time.perf_counter()
             function()
             if repetition:
@@ -27,7 +28,10 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def publish(name: str, table: str) -> None:
-    """Print the table and put it into the page of docs/ that has the lines `<!-- NAME -->` and `<!-- end -->`."""
+    """Print the table and write it into the page of docs/ that has the lines `<!-- NAME -->` and `<!-- end -->`.
+
+    It replaces what was between these lines. ValueError: no page has them.
+    """
     print(table)
     pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n)(?:(?!<!-- ).)*(<!-- end -->)", flags=re.DOTALL)
     for page in sorted(DOCUMENTATION.rglob("*.md")):
