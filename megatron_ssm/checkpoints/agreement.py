@@ -31,20 +31,20 @@ def run_and_compare(
     failure and its rank, if the action fails on some of them only, and if the compared values differ. Each group gathers 16
     bytes from each rank (see `agree`), on `device`.
     """
-    groups = [group for group in groups if group is not None and group.size() > 1]
-    if not groups:
+    several = [group for group in groups if group is not None and group.size() > 1]
+    if not several:
         return action()
     results: list[Result] = []
     error: Exception | None = None
 
-    def outcome():
+    def outcome() -> object:
         if error is not None:
             raise error
         if not results:
             results.append(action())
         return compared(results[0])
 
-    for group in groups:
+    for group in several:
         try:
             agree(partial(all_gather_small, group=group), device, outcome)
         except Exception as raised:  # of any kind: the ranks of the next group must learn of it
@@ -63,12 +63,13 @@ def run_on_every_rank(
     failed. An unexpected exception (neither OSError nor `kind`) is raised unchanged on the rank where it occurred. compared:
     what must be equal on all ranks; they raise `kind` if it is not. All-gathers one pickled line from each rank.
     """
-    result = error = None
+    results: list[Result] = []
+    error: Exception | None = None
     try:
-        result = action()
+        results.append(action())
     except Exception as raised:  # of any kind: the other ranks wait below
         error = raised
-    report = (error and f"{failure}: {first_line(error)}", compared)
+    report = (None if error is None else f"{failure}: {first_line(error)}", compared)
     reports = [report]
     if dist.is_initialized():
         reports = [report] * dist.get_world_size()
@@ -79,7 +80,7 @@ def run_on_every_rank(
         raise kind(line)
     if other := next((text for _, text in reports if text != reports[0][1]), None):
         raise kind(f"the ranks differ: {reports[0][1]} on rank 0, {other} on another")
-    return result
+    return results[0]
 
 
 def run_on_rank_0(action: Callable[[], object], failure: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,13 +88,13 @@ def _check_target(source: Path, target: Path) -> None:
         raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
 
 
-def hugging_face_config(raw: dict) -> dict:
+def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
     """state-spaces' config.json as Hugging Face's; ValueError for a field or value that has no counterpart."""
     ssm = raw.get("ssm_cfg") or {}
     if not isinstance(ssm, dict):
         raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
     layer = ssm.get("layer", "Mamba1")
-    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer if isinstance(layer, str) else None)
+    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer) if isinstance(layer, str) else None
     if family is None:
         raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
     _check_fields(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
@@ -125,7 +126,7 @@ def hugging_face_config(raw: dict) -> dict:
     return config
 
 
-def state_spaces_config(config: Config) -> dict:
+def state_spaces_config(config: Config) -> dict[str, Any]:
     """A configuration as state-spaces' config.json; ValueError for a family or value that has no counterpart."""
     if config.family not in _SSM:
         raise ValueError(f"state-spaces' code has no {config.family} models (it has {' and '.join(_SSM)})")
@@ -161,7 +162,7 @@ def _expand(inner: int, hidden: int) -> int:
     return inner // hidden
 
 
-def _check_fields(values: dict, supported: dict, known: Iterable[str], prefix: str) -> None:
+def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iterable[str], prefix: str) -> None:
     """ValueError for a field that is unknown, or one of `supported` ({field: its only value}) that has another value."""
     for name, value in values.items():
         if name in supported and value not in (supported[name], None):
@@ -170,7 +171,7 @@ def _check_fields(values: dict, supported: dict, known: Iterable[str], prefix: s
             raise ValueError(f"config.json: {prefix}{name} is not a field of state-spaces' checkpoints")
 
 
-def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
+def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | None, file_bytes: int) -> list[Row]:
     """From state-spaces' files; `raw`: their config.json."""
     config_json = hugging_face_config(raw)
     config = Config.from_dict(config_json)
@@ -202,7 +203,7 @@ def _to_hugging_face(source: Path, raw: dict, target, file_bytes) -> list[Row]:
     return rows
 
 
-def _to_state_spaces(source: Path, config: Config, target) -> list[Row]:
+def _to_state_spaces(source: Path, config: Config, target: str | Path | None) -> list[Row]:
     """From a Hugging Face directory."""
     config_json = state_spaces_config(config)
     with ExitStack() as stack:
@@ -223,11 +224,11 @@ def _to_state_spaces(source: Path, config: Config, target) -> list[Row]:
     return rows
 
 
-def _row(source, target, tensor) -> Row:
+def _row(source: str, target: str, tensor: torch.Tensor) -> Row:
     return Row(source, target, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _read_bin(path: Path) -> dict:
+def _read_bin(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pytorch_model.bin, mapped from the file; the unpickler runs no code of the file.
 
     ValueError, naming the file, for anything but a complete file of floating-point tensors that are each stored in full.
@@ -248,7 +249,7 @@ def _read_bin(path: Path) -> dict:
     return tensors
 
 
-def _check_stored(path, name, tensor) -> None:
+def _check_stored(path: Path, name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the file holds each element of a tensor once, so that nothing written is larger than the file."""
     strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
     if not strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
@@ -256,9 +257,9 @@ def _check_stored(path, name, tensor) -> None:
         raise ValueError(f"{path}: {name} {tuple(tensor.shape)} is {kind}, not a tensor stored in full")
 
 
-def _write_files(writer, tensors: dict, file_bytes) -> dict[str, str]:
+def _write_files(writer: Writer, tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, str]:
     """Write Hugging Face tensors in files of at most `file_bytes`; returns {tensor: file}."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, names in file_plan({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes).items():
         writer.write(file, {name: tensors[name].contiguous() for name in names})
         weight_map.update(dict.fromkeys(names, file))

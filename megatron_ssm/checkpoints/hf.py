@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron_ssm.configs.config import Config
@@ -34,7 +36,7 @@ def load(
     context: None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    reduce: str | Callable = "fp32",
+    reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     data_group: ProcessGroup | None = None,
     weights: str | None = None,
     shared_memory: bool = True,
@@ -65,19 +67,19 @@ def load(
     """
     groups = (group, data_group)
 
-    def open_files():
+    def open_files() -> tuple[Config, dict[str, Any]]:
         _check_arguments(directory, context, dtype, reduce, weights)
         config = Config.read(directory)
         config.check_ranks(1 if group is None else group.size())
         tensors = open_tensors(Path(directory), stack)
         return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
-    def compared(opened):
+    def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
         return opened[0], dtype, torch.device(device).type, how, weights, replicas
 
-    def build_and_fill():
+    def build_and_fill() -> Model:
         model = build(config, group, data_group, dtype, device, reduce, shared_memory)
         try:
             with torch.no_grad():
@@ -98,7 +100,9 @@ def load(
     return model
 
 
-def _check_arguments(directory, context, dtype, reduce, weights) -> None:
+def _check_arguments(
+    directory: str | Path, context: object, dtype: object, reduce: object, weights: str | None
+) -> None:
     """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
     if context is not None:
         raise ValueError("context parallelism is not implemented yet: context must be None")
@@ -118,7 +122,7 @@ def build(
     data_group: ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    reduce: str | Callable = "fp32",
+    reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     shared_memory: bool = True,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
@@ -132,7 +136,7 @@ def build(
     return model
 
 
-def _fill(module, read, weights) -> list[bool]:
+def _fill(module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None) -> list[bool]:
     """Read a module's parameters, then its children's. With weights="int8" each matrix is quantized as soon as it is read.
 
     Returns, for each matrix of a quantizable layer, whether it was quantized.
@@ -145,7 +149,7 @@ def _fill(module, read, weights) -> list[bool]:
     return quantized
 
 
-def _freeze(model, weights, quantized, directory) -> None:
+def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | Path) -> None:
     """Mark a quantized model, which is not trained; ValueError if no matrix was quantized, a log line if some were not."""
     reason = f"have rows, on {model.ranks.size} ranks, whose length is not a multiple of {BLOCK}"
     if not any(quantized):
@@ -160,7 +164,7 @@ def _freeze(model, weights, quantized, directory) -> None:
         )
 
 
-def _read(parameter, tensor, ranks: Ranks) -> None:
+def _read(parameter: nn.Parameter, tensor: Any, ranks: Ranks) -> None:
     """Copy this rank's part of a stored tensor into the parameter."""
     if parameter.numel():
         parameter.copy_(field_of(parameter).read(tensor, ranks.rank, ranks.size))
@@ -178,30 +182,29 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
     stored in the model's dtype where that is exact.
 
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
-    every rank for a quantized model, and if the ranks were given different values of `file_bytes`.
+    every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
     groups: tuple = (model.ranks.group, model.data_group)
-    plan = run_and_compare(
-        lambda: _plan(model, file_bytes),
-        lambda plan: {file: list(names) for file, names in plan.items()},
+    target, plan = run_and_compare(
+        lambda: (Path(directory), _plan(model, file_bytes)),
+        lambda found: {file: list(names) for file, names in found[1].items()},
         groups,
         model.device,
     )
+    errors: Iterator[str | None] = iter([None] * (len(plan) + 2))
     if model.data_group is None or dist.get_rank(model.data_group) == 0:
-        errors = _save_replica(model, Path(directory), plan)
-    else:
-        errors = iter([None] * (len(plan) + 2))
+        errors = _save_replica(model, target, plan)
     for error in errors:
         if error := _broadcast(error, model.data_group, model.device):
             raise OSError(error)
 
 
-def _save_replica(model, directory, plan) -> Iterator[str | None]:
+def _save_replica(model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
     """Write from the ranks of one replica, step by step; yields each step's error, the same on all of them."""
     writer = Writer(directory) if model.ranks.rank == 0 else None
 
-    def attempt(step, *arguments):
-        error = writer and writer.attempt(getattr(writer, step), *arguments)
+    def attempt(step: str, *arguments: Any) -> str | None:
+        error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
         return _broadcast(error, model.ranks.group, model.device)
 
     yield attempt("open")
@@ -213,8 +216,8 @@ def _save_replica(model, directory, plan) -> Iterator[str | None]:
     yield attempt("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
-def _broadcast(value, group, device):
-    """Rank 0's value on every rank of the group."""
+def _broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
+    """Rank 0's value, on every rank of the group."""
     if group is None:
         return value
     box = [value]
@@ -222,10 +225,10 @@ def _broadcast(value, group, device):
     return box[0]
 
 
-def _plan(model, file_bytes) -> dict[str, dict]:
+def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Parameter]]]:
     """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`."""
     model.check_exact_weights("saved")
-    tensors: dict[str, list] = {}
+    tensors: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         tensors.setdefault(field_of(parameter).hf, []).append(parameter)
     sizes = {
@@ -236,7 +239,7 @@ def _plan(model, file_bytes) -> dict[str, dict]:
 
 
 @torch.no_grad()
-def _gather(model, hf, parameters) -> torch.Tensor | None:
+def _gather(model, hf: str, parameters: list[nn.Parameter]) -> torch.Tensor | None:
     """The full Hugging Face tensor on rank 0 (None elsewhere): each rank sends its parts of it, once."""
     ranks, full = model.ranks, None
     if ranks.rank == 0:
@@ -247,7 +250,7 @@ def _gather(model, hf, parameters) -> torch.Tensor | None:
             if 0 in (shape := field.local_shape(rank, ranks.size)):
                 continue
             if ranks.rank == 0:
-                part = parameter
+                part: torch.Tensor = parameter
                 if rank:
                     part = torch.empty(shape, dtype=parameter.dtype, device=model.device)
                     dist.recv(part, group=ranks.group, group_src=rank)

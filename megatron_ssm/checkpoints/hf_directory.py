@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,8 +19,10 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FILE_BYTES = 4 * 10**9
-COMPARED_ROWS = 1024  # at once
+NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
+FILE_BYTES = 4 * 10**9  # the largest file that is written, unless a single tensor is larger
+COMPARED_ROWS = 1024  # rows of two copies of a tensor that are read and compared at once
+LONGEST_NAME = 255  # bytes in the name of a file
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The files that `Writer` copies from the directory a model was loaded from.
 COMPANION_FILES = (
@@ -34,7 +38,7 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
     """{name: safetensors slice} of every tensor in the directory. The files are closed with `stack`.
 
     Opening compares each file's header with the file's size, so that no size is used before it is checked. ValueError or
-    FileNotFoundError, naming the file, if one is missing, truncated or damaged.
+    FileNotFoundError, naming the file, if one is missing, truncated or damaged, or if two of them hold the same tensor.
     """
     if (directory / WEIGHTS).is_file():
         names = [WEIGHTS]
@@ -42,7 +46,7 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
         names = _files_in_index(directory / INDEX)
     else:
         raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}")
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name in names:
         path = directory / name
         if not path.is_file():
@@ -53,20 +57,30 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
             raise ValueError(f"{path} is not a complete safetensors file ({error})") from None
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error})") from None
-        tensors.update((key, file.get_slice(key)) for key in file.keys())
+        found = {key: file.get_slice(key) for key in file.keys()}
+        if repeated := sorted(found.keys() & tensors.keys()):
+            raise ValueError(f"{path} holds {repeated[0]}, which another file of {INDEX} holds too")
+        tensors |= found
     return tensors
 
 
 def _files_in_index(path: Path) -> list[str]:
     """The names of the safetensors files; ValueError unless the file is an index of files beside it."""
+    names: list[str] = []
     try:
         names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        valid = all(Path(name).name == name for name in names)
+        valid = all(map(_is_file_name, names))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         valid = False
     if not valid:
         raise ValueError(f"{path} is not an index of safetensors files in its directory")
     return names
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it can name a safetensors file in the directory of the index, and leads nowhere else."""
+    is_plain = Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+    return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
 
 
 def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
@@ -97,7 +111,7 @@ def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path
     return names
 
 
-def _check_copies(tensors, name, copies, directory) -> None:
+def _check_copies(tensors: dict[str, Any], name: str, copies: set[str], directory: str | Path) -> None:
     """ValueError if the files hold several copies of a tensor that is one in the model, and they differ."""
     for other in sorted(copies - {name}):
         first, second = tensors[name], tensors[other]
@@ -128,15 +142,22 @@ def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
 class Writer:
     """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
 
-    The hidden folder is made with mode 0700, so other users of the machine cannot change what is in it.
+    The hidden folder has mode 0700, so other users of the machine cannot change what is in it. The files get the permissions
+    that the process's umask gives to new files.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.hidden: Path | None = None
+        self._hidden: Path | None = None
 
-    def attempt(self, step: Callable, *arguments) -> str | None:
-        """Run a step; an error is returned as one line of text, and leaves nothing behind."""
+    @property
+    def hidden(self) -> Path:
+        """The hidden folder, after `open`."""
+        assert self._hidden is not None, "`open` makes the hidden folder"
+        return self._hidden
+
+    def attempt(self, step: Callable[..., object], *arguments: Any) -> str | None:
+        """Run a step; an error is returned as one line of text, and removes the hidden folder."""
         try:
             step(*arguments)
         except Exception as error:  # of any kind: the other ranks must learn of it
@@ -146,19 +167,23 @@ class Writer:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        if self.hidden is not None:
-            shutil.rmtree(self.hidden, ignore_errors=True)
+        if self._hidden is not None:
+            shutil.rmtree(self._hidden, ignore_errors=True)
 
     def open(self) -> None:
         """Make the directory, and a hidden folder for this writer in it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
+        self._hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write one file of tensors."""
-        save_file(tensors, self.hidden / name, metadata={"format": "pt"})
+        path = self.hidden / name
+        path.touch()
+        permissions = stat.S_IMODE(path.stat().st_mode)
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(permissions)  # safetensors makes its files with mode 0600, whatever the umask is
 
-    def close(self, config: dict, source: Path | None, weight_map: dict[str, str]) -> None:
+    def close(self, config: dict[str, Any], source: Path | None, weight_map: dict[str, str]) -> None:
         """Write the index and config.json, copy COMPANION_FILES from `source`, move all into place, remove older weights.
 
         weight_map: {tensor: its file}, written as an index if there are several files.
@@ -172,10 +197,21 @@ class Writer:
         for name in COMPANION_FILES:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, self.hidden / name)
-        new = os.listdir(self.hidden)
-        for name in new:
-            os.replace(self.hidden / name, self.directory / name)
-        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
-            if old.name not in new:
-                old.unlink(missing_ok=True)
+        self._move_into_place()
         self.hidden.rmdir()
+
+    def _move_into_place(self) -> None:
+        """Move the files into the directory, and remove the weights of an earlier model.
+
+        If this is interrupted, the directory never holds a mixture of both models' weights that `open_tensors` accepts: the
+        file with which reading begins is moved last, and the earlier ones are removed before weights of several files are.
+        """
+        new = set(os.listdir(self.hidden))
+        if INDEX in new:
+            for name in (WEIGHTS, INDEX):
+                (self.directory / name).unlink(missing_ok=True)
+        for name in sorted(new, key=lambda name: name in (WEIGHTS, INDEX)):
+            os.replace(self.hidden / name, self.directory / name)
+        for name in set(os.listdir(self.directory)) - new:
+            if name in (WEIGHTS, INDEX) or NUMBERED_WEIGHTS.fullmatch(name):
+                (self.directory / name).unlink(missing_ok=True)

@@ -4,11 +4,17 @@ A run with any number of data-parallel replicas can continue from them.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from megatron_ssm.models.model import Model
+from megatron_ssm.parallel.groups import Groups
+from sparsefusion import SparseFusion
 from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
@@ -17,8 +23,21 @@ from .agreement import first_line, run_on_every_rank
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
 
-def write_pending(directory: Path, trainer) -> None:
-    """Write this rank's file, if its `training.Trainer` sends gradients sparsely. OSError if it cannot be written."""
+class Trainer(Protocol):
+    """The attributes of `training.trainer.Trainer` that this module uses."""
+
+    model: Model
+    groups: Groups
+    fusion: SparseFusion | None
+    pending_gradients: dict[str, torch.Tensor]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) under the names that `fusion` uses."""
+        ...
+
+
+def write_pending(directory: Path, trainer: Trainer) -> None:
+    """Write this rank's file, if its trainer sends gradients sparsely. OSError if it cannot be written."""
     groups = trainer.groups
     if trainer.fusion is None:
         return
@@ -35,17 +54,17 @@ def has_pending(directory: Path) -> bool:
     return from_first(lambda: _layout(directory) is not None, group, None)
 
 
-def read_pending(directory: Path, trainer) -> None:
+def read_pending(directory: Path, trainer: Trainer) -> None:
     """Continue from the files of a run with the same number of tensor-parallel ranks and any number of replicas.
 
-    A `training.Trainer` that sends gradients sparsely takes the state of its own rank if the number of replicas is the same,
+    A trainer that sends gradients sparsely takes the state of its own rank if the number of replicas is the same,
     else the mean of all replicas' residuals; a trainer that sends them dense adds the mean to its next gradients. ValueError
     on every rank: there are no files; the number of tensor-parallel ranks differs; a file is missing, damaged or of another
     model, on any rank.
     """
     failure = f"cannot resume from {directory}"
     states = run_on_every_rank(lambda: _read_states(directory, trainer), failure, ValueError)
-    if isinstance(states, list) and trainer.fusion is None:
+    if trainer.fusion is None:
         trainer.pending_gradients = mean_residuals(states, trainer.model.device)
         return
     try:
@@ -54,7 +73,7 @@ def read_pending(directory: Path, trainer) -> None:
         raise ValueError(f"{failure}: {error}") from None
 
 
-def _read_states(directory, trainer) -> dict | list[dict]:
+def _read_states(directory: Path, trainer: Trainer) -> Any:
     """This rank's state if the trainer sends sparsely on the same number of replicas, else those of all its replicas."""
     layout, groups = _layout(directory), trainer.groups
     if layout is None:
@@ -66,7 +85,7 @@ def _read_states(directory, trainer) -> dict | list[dict]:
             f"{groups.tensor_ranks} cannot take. Resume on as many, or delete its pending-*.pt to drop them"
         )
 
-    def state(replica):
+    def state(replica: int) -> dict[str, Any]:
         return _read(_path(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
 
     if trainer.fusion is not None and replicas == groups.data_ranks:
@@ -78,19 +97,20 @@ def _read_states(directory, trainer) -> dict | list[dict]:
     return states
 
 
-def _layout(directory) -> tuple[int, int] | None:
+def _layout(directory: Path) -> tuple[int, int] | None:
     """The numbers of tensor-parallel ranks and of replicas in the names of the files; None if there are no files."""
-    found = (FILE_NAME.fullmatch(path.name) for path in sorted(Path(directory).glob("pending-*.pt")))
+    found = (FILE_NAME.fullmatch(path.name) for path in sorted(directory.glob("pending-*.pt")))
     return next(((int(match[1]), int(match[2])) for match in found if match), None)
 
 
-def _path(directory, tensor_rank, tensor_ranks, replica, replicas) -> Path:
-    return Path(directory) / f"pending-tensor-{tensor_rank}-of-{tensor_ranks}-replica-{replica}-of-{replicas}.pt"
+def _path(directory: Path, tensor_rank: int, tensor_ranks: int, replica: int, replicas: int) -> Path:
+    return directory / f"pending-tensor-{tensor_rank}-of-{tensor_ranks}-replica-{replica}-of-{replicas}.pt"
 
 
-def _read(path) -> dict:
+def _read(path: Path) -> dict[str, Any]:
+    """The state in a file, on the CPU: a file of another rank names that rank's GPU, which this rank may not have."""
     try:
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         return state | {"residuals": dict(state["residuals"])}
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"{path} is missing or damaged: {first_line(error)}") from None

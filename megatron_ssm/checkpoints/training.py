@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.configs.layouts import Field, field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops.fused_adam import counts_by_group
 from sparsefusion.collectives.wire_formats import at_least_fp32
@@ -39,7 +40,7 @@ def save_training(
     step: int,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    requirements: dict,
+    requirements: dict[str, Any],
     decay_steps: int = 0,
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
@@ -47,7 +48,8 @@ def save_training(
 
     requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
     `Options.decay_steps`. write_more: writes additional files of this rank into the folder it is given. Failure on every
-    rank if any of them cannot write.
+    rank if any of them cannot write, or if rank 0 does not find what the others have written: all ranks must see the same
+    directory.
 
     Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
     several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows) and `training.json`, and makes, renames
@@ -60,17 +62,19 @@ def save_training(
     failure = f"cannot write {final}"
     training = json.dumps({"step": step, "decay_steps": decay_steps, **requirements}, indent=2)
 
-    def begin():
-        shutil.rmtree(hidden, ignore_errors=True)
+    def begin() -> None:
+        for unfinished in directory.glob(".step-*"):  # of runs that were ended while they wrote or removed them
+            shutil.rmtree(unfinished, ignore_errors=True)
         hidden.mkdir(parents=True)
 
-    def end():
+    def end() -> None:
+        _check_complete(hidden)
         (hidden / "training.json").write_text(training, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(directory) if path != final]
         for old in others[: max(0, len(others) - KEPT_CHECKPOINTS + 1)]:
-            shutil.rmtree(old)
+            _remove(old)
 
     run_on_rank_0(begin, failure)
     if write_more:
@@ -82,6 +86,21 @@ def save_training(
     run_on_rank_0(end, failure)
 
 
+def _check_complete(folder: Path) -> None:
+    """Failure unless this rank finds the files of all ranks, in the sizes that rank 0's table of contents names."""
+    try:
+        _open_reader(folder)
+    except ValueError as error:
+        raise Failure(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. If that is interrupted, what remains has a hidden name, so no run takes it for a checkpoint."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
+
+
 def set_aside(directory: str | Path) -> None:
     """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
 
@@ -90,7 +109,7 @@ def set_aside(directory: str | Path) -> None:
     directory = Path(directory)
     old = directory.with_name(f"{directory.name}.old")
 
-    def rename():
+    def rename() -> None:
         if find_checkpoints(directory):
             if old.exists():
                 shutil.rmtree(old)
@@ -105,7 +124,7 @@ def find_checkpoints(directory: str | Path) -> list[Path]:
     return sorted((p for p in found if (p / "training.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
-def newest_checkpoint(directory: str | Path, requirements: dict) -> tuple[Path, int]:
+def newest_checkpoint(directory: str | Path, requirements: dict[str, Any]) -> tuple[Path, int]:
     """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
 
     Needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
@@ -127,16 +146,20 @@ def saved_decay_steps(path: Path) -> int:
     return _read_training(path)[1]
 
 
-def _read_training(path) -> tuple[int, int, dict]:
+def _read_training(path: Path) -> tuple[int, int, dict[str, Any]]:
     """(step, decay steps, settings of the run) from a checkpoint's training.json; ValueError if it cannot be read."""
     file = path / "training.json"
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
-        return int(saved.pop("step")), int(saved.pop("decay_steps", 0)), saved
+        step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
+        valid = all(type(count) is int and count >= 0 for count in (step, decay_steps))
     except OSError as error:
         raise ValueError(f"cannot read {file}: {first_line(error)}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError):
-        raise ValueError(f"{file} is not a checkpoint's") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{file} is not a checkpoint's")
+    return step, decay_steps, saved
 
 
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -160,15 +183,18 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
             cause = ValueError("an entry of a file is not a tensor")
         raise ValueError(f"{failure}: {cause}") from None
-    torch.set_rng_state(state["rng"])
+    try:
+        torch.set_rng_state(state["rng"])
+    except RuntimeError as error:
+        raise ValueError(f"{failure}: {first_line(error)}") from None
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """The first failure of DCP's."""
+    """The error of the first rank that failed."""
     return next(iter(error.failures.values()))[0]
 
 
-def _reset_optimizer(optimizer, step) -> None:
+def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Set the step count and allocate zero moments where the optimizer (see `fused_adam`) keeps them after its own steps."""
     grouped = counts_by_group(optimizer)
     for group in optimizer.param_groups:
@@ -181,7 +207,7 @@ def _reset_optimizer(optimizer, step) -> None:
             optimizer.state[parameter] = state
 
 
-def _state(model, optimizer) -> dict:
+def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these."""
     state = {"rng": torch.get_rng_state()}
     for parameter in model.parameters():
@@ -193,7 +219,7 @@ def _state(model, optimizer) -> dict:
     return state
 
 
-def _distributed(tensor, field, ranks) -> torch.Tensor:
+def _distributed(tensor: torch.Tensor, field: Field, ranks) -> torch.Tensor:
     """This rank's part as a DTensor of the full field over the tensor-parallel ranks (one rank: the tensor itself).
 
     The mesh is (parts, copies): split along the field's dimension, and replicated over the ranks that hold the same part.
@@ -215,7 +241,7 @@ def _distributed(tensor, field, ranks) -> torch.Tensor:
     )
 
 
-def _open_reader(path) -> "_Reader":
+def _open_reader(path: str | Path) -> "_Reader":
     """A reader of this checkpoint; ValueError with one line, whatever is wrong."""
     try:
         return _Reader(path)
@@ -229,7 +255,7 @@ class _Reader(dcp.FileSystemReader):
     Error if the metadata cannot be read, or a file that it names is missing or shorter than the metadata says.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         super().__init__(path)
         with open(Path(path) / ".metadata", "rb") as file:
             self.metadata = _Unpickler(file).load()
@@ -242,7 +268,7 @@ class _Reader(dcp.FileSystemReader):
             if size < wanted:
                 raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
 
-    def read_metadata(self, *args, **kwargs):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's table of contents."""
         return self.metadata
 

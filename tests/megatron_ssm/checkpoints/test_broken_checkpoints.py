@@ -1,5 +1,6 @@
 """What load refuses and save cannot do; oracle: a table of broken directories, and what lay there before."""
 
+import json
 import resource
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import megatron_ssm
 from cases import oracle
@@ -55,6 +56,14 @@ def bad_index(text):
     return corrupt
 
 
+def repeat_a_tensor(directory):
+    """Two files hold a tensor of the same name, with other values in the second."""
+    in_two_files(directory)
+    first, second = sorted(directory.glob("model-*.safetensors"))
+    name, tensor = min(load_file(first).items())
+    save_file({**load_file(second), name: tensor + 1}, second)
+
+
 A_NORM = "backbone.layers.1.norm.weight"
 BROKEN = {  # name: (what is done to a good directory, the error, what its message must contain)
     "no directory": (shutil.rmtree, FileNotFoundError, "is not a directory"),
@@ -73,6 +82,11 @@ BROKEN = {  # name: (what is done to a good directory, the error, what its messa
     "index is a list": (bad_index("[]"), ValueError, "is not an index"),
     "index names no file": (bad_index('{"weight_map": {"a": 1}}'), ValueError, "is not an index"),
     "index leads elsewhere": (bad_index('{"weight_map": {"a": "../x.safetensors"}}'), ValueError, "is not an index"),
+    **{
+        f"index names {name[:9]!r}": (bad_index(json.dumps({"weight_map": {"a": name}})), ValueError, "is not an index")
+        for name in ("..", "/x.safetensors", "x\0.safetensors", "x.bin", "\ud800.safetensors", f"{300 * 'x'}.safetensors")
+    },
+    "a tensor in two files": (repeat_a_tensor, ValueError, "holds backbone.embeddings.weight, which another file"),
     "tensor missing": (rewritten(lambda t: t.pop(A_NORM)), ValueError, f"has no tensor {A_NORM} (32,)"),
     "tensor too many": (rewritten(lambda t: t.update(extra=torch.ones(2))), ValueError, "1 tensors that a mamba2"),
     "wrong shape": (rewritten(lambda t: t.update({A_NORM: torch.ones(31)})), ValueError, f"{A_NORM} is (31,), its"),

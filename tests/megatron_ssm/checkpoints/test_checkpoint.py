@@ -1,7 +1,9 @@
 """Load and save; oracle: the bytes of the tensors that transformers wrote, and the logits it computes from ours."""
 
+import contextlib
 import copy
 import json
+import os
 import re
 import shutil
 
@@ -17,6 +19,7 @@ from cases import CASES, oracle, with_layers
 from directories import INDEX, assert_same_bytes, rewritten, tensors_in
 from hf import CONFIGS, save_hf
 from megatron_ssm import Config
+from serving import attempt
 
 __all__ = ["oracle"]
 
@@ -145,6 +148,81 @@ def test_what_lies_beside_the_weights(ranks, tp, tmp_path):
         assert_same_bytes(tensors_in(directory), whole)
         assert all((directory / name).read_text() == f"{name} of the source" for name in COMPANIONS)
     assert not (source / "model.safetensors").exists() and (source / INDEX).exists()
+
+
+@pytest.mark.parametrize("umask", (0o022, 0o077))
+@pytest.mark.parametrize("file_bytes", (10**9, 6000))
+def test_permissions_are_those_of_the_umask(umask, file_bytes, oracle, tmp_path):
+    """Of every file, so that whoever may read config.json may read the weights."""
+    model = megatron_ssm.load(oracle("mamba2-2-groups").directory)
+    before = os.umask(umask)
+    try:
+        megatron_ssm.save(model, tmp_path / "out", file_bytes)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_only_weights_of_an_earlier_model_are_removed(ranks, tp, oracle, tmp_path):
+    """A file of the user's is kept, also if its name begins with `model`."""
+    source, target = oracle("mamba2-2-groups").directory, tmp_path / "out"
+    target.mkdir()
+    kept, removed = ("model_ema.safetensors", "models.safetensors"), ("model-00003-of-00009.safetensors", INDEX)
+    for name in kept + removed:
+        (target / name).write_text("a file")
+    ranks(lambda rank: megatron_ssm.save(megatron_ssm.load(source, dist.group.WORLD), target), tp)
+    assert {path.name for path in target.glob("model*")} == {"model.safetensors", *kept}
+
+
+FILE_BYTES = {"one file": 10**9, "several files": 6000}
+
+
+@pytest.mark.parametrize("earlier", FILE_BYTES)
+@pytest.mark.parametrize("new", FILE_BYTES)
+def test_an_interrupted_save_mixes_no_models(earlier, new, oracle, tmp_path, monkeypatch):
+    """Ended after any number of moved files: the weights that load are the earlier model's or the new one's, or none."""
+    model = megatron_ssm.load(oracle("mamba2-2-groups").directory)
+    with torch.no_grad():
+        changed = copy.deepcopy(model)
+        for parameter in changed.parameters():
+            parameter += 1
+    megatron_ssm.save(model, tmp_path / "earlier", FILE_BYTES[earlier])
+    expected = [{name: p.sum().item() for name, p in m.named_parameters()} for m in (model, changed)]
+    move, seen = os.replace, []
+
+    for moved in range(50):
+        target, left = shutil.copytree(tmp_path / "earlier", tmp_path / str(moved)), [moved]
+
+        def replace(source, destination, left=left):
+            if not left[0]:
+                raise SystemExit
+            left[0] -= 1
+            move(source, destination)
+
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setattr(os, "replace", replace)
+            megatron_ssm.save(changed, target, FILE_BYTES[new])
+            break
+        with contextlib.suppress(FileNotFoundError):
+            found = {name: p.sum().item() for name, p in megatron_ssm.load(target).named_parameters()}
+            seen.append(expected.index(found))
+    assert moved >= 2 and seen == sorted(seen)
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
+def test_a_target_that_is_no_path(ranks, tp, dp, oracle, tmp_path):
+    """On the last rank, which would write nothing."""
+    source = oracle("mamba2-2-groups").directory
+
+    def run(rank):
+        groups = (dist.group.WORLD, None) if tp > 1 else (None, dist.group.WORLD)
+        model = megatron_ssm.load(source, groups[0], data_group=groups[1])
+        return attempt(megatron_ssm.save, model, tmp_path / "out" if rank == 0 else None)
+
+    first, *others = ranks(run, tp * dp, timeout=20)
+    assert first is not None and first[0] == "ValueError" and "wrong type" in first[1]
+    assert others == [first] * (tp * dp - 1) and not (tmp_path / "out").exists()
 
 
 # Names that tensors have had

@@ -301,6 +301,42 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
     assert find_checkpoints(directory) == []
 
 
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
+    """As on machines with a disk each. Each rank writes its own file, and rank 0 finds only its own."""
+
+    def save(rank):
+        trainer = tiny.trainer_on(1, options(global_batch_size=2 * world))
+        tiny.curve(trainer, 1)
+        with pytest.raises(Failure) as error:
+            save_training(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, AGREED)
+        return str(error.value)
+
+    lines = ranks(save, world)
+    assert all("rank 0 does not find all ranks' files" in line and "_0.distcp" in line for line in lines)
+    assert len({line.partition(": ")[2] for line in lines}) == 1
+    assert not any(find_checkpoints(tmp_path / str(rank)) for rank in range(world))
+
+
+def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """A run is ended while it removes an old checkpoint, of which one file is already gone. The next one cleans up."""
+    trainer = tiny.trainer(options())
+    tiny.curve(trainer, 1)
+
+    def remove_one_file(path, **options):
+        next(path.glob("*.distcp")).unlink()
+        raise SystemExit
+
+    for step in (1, 2):
+        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", lambda path, **options: path.exists() and remove_one_file(path))
+        save_training(tmp_path, 3, trainer.model, trainer.optimizer, AGREED)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    save_training(tmp_path, 4, trainer.model, trainer.optimizer, AGREED)
+    assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
+
+
 # What cannot be resumed
 
 
@@ -329,7 +365,13 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     assert find_checkpoints(tmp_path) == find_checkpoints(tmp_path / "missing") == []
 
 
-@pytest.mark.parametrize("text", ("", "[1]", "7", "{}", '{"step": "x"}', '{"step": null}'))
+@pytest.mark.parametrize(
+    "text",
+    (
+        "", "[1]", "7", "{}", '{"step": "x"}', '{"step": null}', '{"step": "1"}', '{"step": 1.5}', '{"step": true}',
+        '{"step": -1}', '{"step": 1, "decay_steps": -1}', '{"step": 1, "decay_steps": null}', "[" * 100_000,
+    ),
+)  # fmt: skip
 def test_a_damaged_training_json(tmp_path, text):
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "training.json").write_text(text)
@@ -391,6 +433,18 @@ def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
     for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), paths), tp * dp):
         assert len(lines) == len(DAMAGE)
         assert all(re.search(r"\.distcp has \d+ bytes, not \d+$", line) for line in lines[:2])  # without reading them
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, monkeypatch):
+    trainer = tiny.trainer(options())
+    tiny.curve(trainer, 2)
+    damaged = torch.zeros_like(torch.get_rng_state())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_rng_state", lambda: damaged)
+        save_training(tmp_path, 2, trainer.model, trainer.optimizer, AGREED)
+    lines = ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000002"]), tp)
+    assert all("Invalid mt19937 state" in line for (line,) in lines)
 
 
 @pytest.mark.parametrize("tp", (1, 2))
