@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from sparsefusion.foundation.command_line import Printer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from megatron_ssm import Model
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class _Inputs:
     stop_tokens: tuple[int, ...]
 
     @classmethod
-    def read(cls, arguments, tensor_ranks: int) -> "_Inputs":
+    def read(cls, arguments: Namespace, tensor_ranks: int) -> "_Inputs":
         """Read them on this rank; ValueError or OSError if one of them is wrong."""
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, tensor_ranks)
@@ -81,7 +83,7 @@ class _Inputs:
         return self.config, self.stop_tokens, self.prompt
 
 
-def _prompt_ids(arguments, tokenizer, config: Config) -> list[int]:
+def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Config) -> list[int]:
     """The prompt as ids of the model's vocabulary."""
     if arguments.prompt_file is not None:
         name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()
@@ -126,7 +128,7 @@ class _Progress:
         return len(self.tokens) - 1
 
 
-def _generate_and_print(model, inputs, arguments, is_printing) -> None:
+def _generate_and_print(model: Model, inputs: _Inputs, arguments: Namespace, is_printing: bool) -> None:
     """Generate, and print the text as it becomes certain, or one JSON object at the end."""
     text = TextStream(inputs.tokenizer, arguments.stop, inputs.stop_tokens)
     out = Printer(is_printing and not arguments.json)
@@ -150,7 +152,7 @@ def _generate_and_print(model, inputs, arguments, is_printing) -> None:
         Printer(is_printing).print(json.dumps(report) + "\n")
 
 
-def _report(model, inputs, arguments, progress, start) -> dict:
+def _report(model: Model, inputs: _Inputs, arguments: Namespace, progress: _Progress, start: float) -> dict[str, Any]:
     """What --json prints. On every rank, because it may have to run the model to count what a decoded token sends."""
     steps, times, sent = progress.steps, progress.times, progress.sent
     sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
@@ -168,7 +170,7 @@ def _report(model, inputs, arguments, progress, start) -> dict:
     }
 
 
-def _bytes_of_a_step(model, arguments) -> int:
+def _bytes_of_a_step(model: Model, arguments: Namespace) -> int:
     """What one decoded token sends, measured with a prompt of one token, which sends the same."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip

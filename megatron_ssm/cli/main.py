@@ -33,7 +33,7 @@ def parser() -> Parser:
     return main
 
 
-def _add_generate(generate) -> None:
+def _add_generate(generate: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
@@ -56,7 +56,7 @@ def _add_generate(generate) -> None:
     _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 
 
-def _add_hidden(parser, *flags) -> None:
+def _add_hidden(parser: argparse.ArgumentParser, *flags: str) -> None:
     """Flags that launchers pass, and that the help does not show."""
     for flag in flags:
         parser.add_argument(flag, help=argparse.SUPPRESS)
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     return {"convert": _convert, "doctor": _doctor}[arguments.command](arguments)
 
 
-def _generate(arguments, argv) -> int:
+def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Generate on this rank; or, alone with --tp N, start N local ranks that do."""
     if arguments.tp is not None and arguments.tp < 1:
         parser().error(f"--tp {arguments.tp} must be at least 1")
     if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # checked before ranks start and import torch
@@ -80,7 +81,7 @@ def _generate(arguments, argv) -> int:
     leave_on_interrupt()
     silence_third_parties()
 
-    def command():
+    def command() -> None:
         from .commands import generate
 
         generate(arguments)
@@ -88,12 +89,12 @@ def _generate(arguments, argv) -> int:
     return run("megatron_ssm generate", command)
 
 
-def _convert(arguments) -> int:
+def _convert(arguments: argparse.Namespace) -> int:
     if arguments.out is None and not arguments.dry_run:
         parser().error("convert needs --out DIR, or --dry-run")
     silence_third_parties()
 
-    def command():
+    def command() -> None:
         from .commands import convert_checkpoint
 
         convert_checkpoint(arguments)
@@ -101,11 +102,11 @@ def _convert(arguments) -> int:
     return run("megatron_ssm convert", command)
 
 
-def _doctor(arguments) -> int:
+def _doctor(arguments: argparse.Namespace) -> int:
     leave_on_interrupt()
     silence_third_parties()
 
-    def command():
+    def command() -> None:
         from megatron_ssm.diagnostics.doctor import doctor
 
         doctor(arguments.json)

@@ -25,15 +25,15 @@ PACKAGES = (
 TYPES = ("float32", "bfloat16", "float64")
 
 
-def kernels_line(device: Any, dtype: Any, all_reduce: str | None = None, trains: bool = False) -> str:
+def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
     """Which kernels a job runs: the first line that it prints.
 
     device, dtype: of torch, or their names. all_reduce: how its ranks sum (None or "": there is one rank). trains: whether
     the line names the AdamW.
     """
-    device, dtype = str(device).split(":")[0], str(dtype).removeprefix("torch.")
-    kernels = _kernels_of_cuda(dtype) if device == "cuda" else _kernels_of_cpu(device, dtype)
-    adamw = f"; AdamW {_adamw_of_cuda(dtype)}" if trains and device == "cuda" else ""
+    kind, name = str(device).split(":")[0], _name(dtype)
+    kernels = _kernels_of_cuda(name) if kind == "cuda" else _kernels_of_cpu(kind, name)
+    adamw = f"; AdamW {_adamw_of_cuda(name)}" if trains and kind == "cuda" else ""
     return f"megatron-ssm: kernels {kernels}{adamw}" + (f"; all-reduce {all_reduce}" if all_reduce else "")
 
 
@@ -45,13 +45,13 @@ def _kernels_of_cpu(device: str, dtype: str) -> str:
     return f"torch ({why_torch})" if why_torch else f"C ({LIBRARY.variant})"
 
 
-def _kernels_of_cuda(dtype) -> str:
+def _kernels_of_cuda(dtype: str) -> str:
     """The packages whose kernels are all installed, then torch with the reasons why others are not."""
     from megatron_ssm.ops import cuda_kernels
 
     if dtype not in map(_name, cuda_kernels.TYPES):
         return f"torch (cuda; no other kernels take {dtype})"
-    whys = {}
+    whys: dict[str, set[str]] = {}
     for kernel in map(cuda_kernels.load_kernel, cuda_kernels.KERNELS):
         whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
     complete = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
@@ -60,7 +60,7 @@ def _kernels_of_cuda(dtype) -> str:
     return ", ".join([*complete, *fallback])
 
 
-def _adamw_of_cuda(dtype) -> str:
+def _adamw_of_cuda(dtype: str) -> str:
     import torch
 
     from megatron_ssm.ops.fused_adam import adamw_on_cuda
@@ -69,7 +69,7 @@ def _adamw_of_cuda(dtype) -> str:
     return f"{name} ({why})" if why else name
 
 
-def _name(dtype) -> str:
+def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -79,7 +79,7 @@ def doctor(as_json: bool) -> None:
     Printer(this_rank() == 0).print(json.dumps(found) + "\n" if as_json else page(found))
 
 
-def report() -> dict:
+def report() -> dict[str, Any]:
     """Everything that `doctor` finds out, by part."""
     parts = {
         "versions": versions,
@@ -95,7 +95,7 @@ def report() -> dict:
 # What is installed
 
 
-def versions() -> dict:
+def versions() -> dict[str, Any]:
     """The versions of the machine and of the packages."""
     machine = {
         "python": platform.python_version,
@@ -117,17 +117,17 @@ def _cpu_model() -> str:
     return f"{models[0]} ({platform.machine()})" if models else platform.machine()
 
 
-def libraries() -> dict:
+def libraries() -> dict[str, Any]:
     """{package: whether its C library is loaded, which variant, from which file, and why not}."""
     return {package: value_or_unknown(_library_of, package) for package in LIBRARIES}
 
 
-def _library_of(package) -> dict:
+def _library_of(package: str) -> dict[str, Any]:
     library, file = Library(package, {}), file_of(package)
     return {"loaded": bool(library), "variant": library.variant, "file": file and str(file), "why not": library.why}
 
 
-def launchers() -> dict:
+def launchers() -> dict[str, str]:
     """{launcher: its path}, beside this Python or in PATH."""
     found = {name: value_or_unknown(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
     if found["torchrun"] == "not found" and version_of("torch") != "not installed":
@@ -135,15 +135,15 @@ def launchers() -> dict:
     return found
 
 
-def _launcher(name) -> str:
+def _launcher(name: str) -> str:
     beside = [str(Path(sys.executable).parent)] if sys.executable else []
     return shutil.which(name, path=os.pathsep.join([*beside, os.environ.get("PATH", os.defpath)])) or "not found"
 
 
-def threads() -> dict:
+def threads() -> dict[str, Any]:
     """The number of threads of torch, and the environment variable that sets it."""
 
-    def of_torch():
+    def of_torch() -> int:
         import torch
 
         return torch.get_num_threads()
@@ -154,7 +154,7 @@ def threads() -> dict:
 # Which implementation runs
 
 
-def operations() -> list[dict]:
+def operations() -> list[dict[str, str]]:
     """One row for each operation on each kind of device that this machine has."""
     import torch
 
@@ -162,7 +162,7 @@ def operations() -> list[dict]:
     return [row for device in devices for row in operations_on(device)]
 
 
-def operations_on(device: str) -> list[dict]:
+def operations_on(device: str) -> list[dict[str, str]]:
     """What runs each operation on "cpu" or "cuda" in inference and in training, and why."""
     rows = _on_cpu() if device == "cpu" else _on_cuda()
     return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
@@ -201,7 +201,7 @@ def _on_cuda() -> list[tuple]:
     return [(name, *rows.get(name, _torch_on_cuda(training))) for name, _, training, _ in _on_cpu()]
 
 
-def _torch_on_cuda(training) -> tuple[str, str, str]:
+def _torch_on_cuda(training: str) -> tuple[str, str, str]:
     """(inference, training, why) of an operation for which only torch has a CUDA kernel; training: as on the CPU."""
     return "torch", training if training.startswith("none") else "torch", "the C kernels are for the CPU"
 
@@ -248,7 +248,7 @@ def _on_cpu() -> list[tuple]:
     return [*rows, ("all-reduce between ranks", *_all_reduce())]
 
 
-def _products(library, most_rows) -> list[tuple]:
+def _products(library: Library, most_rows: dict[Any, int]) -> list[tuple]:
     """A row for matrix-vector products with each dtype of the matrix."""
     rows = []
     for dtype, count in most_rows.items():
@@ -259,7 +259,8 @@ def _products(library, most_rows) -> list[tuple]:
     return rows
 
 
-def _matrix_product(kernels) -> tuple:
+def _matrix_product(kernels: Any) -> tuple[str, str, str]:
+    """(inference, training, why) of products with more rows than the C kernels take."""
     widened = [_name(dtype) for dtype in kernels.HALVES if kernels.widens(dtype)]
     if not widened:
         return "torch", "torch", "with more rows, torch is faster"
@@ -267,7 +268,7 @@ def _matrix_product(kernels) -> tuple:
     return f"torch ({names} in float32)", "torch", f"this processor has no instructions for {names}"
 
 
-def _all_reduce() -> tuple:
+def _all_reduce() -> tuple[str, str, str]:
     library = Library("sparsefusion", {})
     if not library:
         return "gloo", "gloo", "sparsefusion's C kernels are not loaded"
@@ -284,7 +285,7 @@ def page(found: dict[str, Any]) -> str:
     return "megatron-ssm doctor\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _part(part) -> str:
+def _part(part: Any) -> str:
     """The text of a part: a string, {name: value}, rows of a table, or lines."""
     if isinstance(part, dict):
         return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
@@ -293,14 +294,14 @@ def _part(part) -> str:
     return "\n".join("  " + line for line in ([part] if isinstance(part, str) else part or ["none"]))
 
 
-def _library_line(library: dict) -> str:
+def _library_line(library: dict[str, Any]) -> str:
     """A row of `kernels` in words."""
     where = f", {library['file']}" if library["file"] else ""
     return f"C ({library['variant']}){where}" if library["loaded"] else f"torch ({library['why not']}){where}"
 
 
-def _aligned(rows) -> str:
-    """Columns two spaces apart."""
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """The rows as lines, in columns that are two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join("  " + line.rstrip() for line in lines)

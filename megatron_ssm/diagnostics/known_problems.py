@@ -20,7 +20,7 @@ NVIDIA_APEX = "pip install -v --no-build-isolation git+https://github.com/NVIDIA
 REINSTALL = "`make -B env` or `pip install -e .`"
 
 
-def value_or_unknown(function: Callable, *arguments) -> Any:
+def value_or_unknown(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the function returns, or "unknown (the error)" if it raises."""
     try:
         return function(*arguments)

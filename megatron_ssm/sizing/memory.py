@@ -194,7 +194,7 @@ class Memory:
         return self.wide_itemsize * (width if self.ranks == 1 else width + 2 * width * self.ranks)
 
 
-def _check_positive(**arguments) -> None:
+def _check_positive(**arguments: int) -> None:
     """ValueError if a number is less than 1."""
     for name, number in arguments.items():
         if number < 1:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
 from megatron_ssm.configs.config import Config
@@ -10,6 +10,9 @@ from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_t
 
 from .data import Tokens, read_documents, split_documents, tokenize
 from .options import Options
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Corpus:
@@ -33,7 +36,7 @@ class Corpus:
             self.tokenizer_files = {
                 name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()
             }
-            self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+            self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
             self.end_of_text_id = _end_of_text_id(tokenizer, folder)
         self.train: Tokens = tokenize(documents, tokenizer, self.end_of_text_id)
         self.held_out: Tokens | None = tokenize(held_out, tokenizer, self.end_of_text_id) if held_out else None
@@ -59,7 +62,7 @@ class Corpus:
             (directory / name).write_bytes(content)
 
 
-def _documents(options) -> tuple[list[str], list[str]]:
+def _documents(options: Options) -> tuple[list[str], list[str]]:
     """(training documents, held-out documents)."""
     separator = options.document_separator or None
     documents = read_documents(options.data, separator)
@@ -78,7 +81,7 @@ class _ByteTokenizer:
         return self
 
 
-def _end_of_text_id(tokenizer, folder: Path) -> int:
+def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:
     """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
     names: list[Any] = [END_OF_TEXT, "</s>"]
     path = folder / "tokenizer_config.json"
@@ -89,6 +92,7 @@ def _end_of_text_id(tokenizer, folder: Path) -> int:
             raise ValueError(f"{path} is not a tokenizer's configuration") from None
         names.insert(0, token.get("content") if isinstance(token, dict) else token)
     for name in names:
-        if isinstance(name, str) and tokenizer.token_to_id(name) is not None:
-            return tokenizer.token_to_id(name)
+        token_id = tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if token_id is not None:
+            return token_id
     raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")

@@ -1,5 +1,6 @@
 """Training data from text files: documents, tokens, the batch of each step, and measures to compare a model with."""
 
+import os
 import random
 import re
 from collections.abc import Collection, Iterable
@@ -20,7 +21,8 @@ def read_documents(paths: Path | str | Iterable[Path | str], separator: str | No
 
     Each file is a document. A directory stands for all files below it in sorted order, except those whose path has a name
     that begins with a dot. With `separator`, each line that is equal to it ends a document. Documents of white space alone
-    are dropped. ValueError if a file cannot be read or is not UTF-8, which names the file, or if no document is left.
+    are dropped. ValueError, naming the file or directory, if one cannot be read or a file is not UTF-8; and if no document
+    is left.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     texts = [_read_text(file) for path in paths for file in _files(Path(path))]
@@ -33,11 +35,19 @@ def read_documents(paths: Path | str | Iterable[Path | str], separator: str | No
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or the files below a directory."""
+    """The file itself, or the files below a directory; ValueError for a directory that cannot be read."""
     if not path.is_dir():
         return [path]
-    below = (file for file in path.rglob("*") if file.is_file())
-    return sorted(file for file in below if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(path, onerror=_raise_unreadable):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found.extend(Path(folder, name) for name in names if not name.startswith("."))
+    return sorted(file for file in found if file.is_file())
+
+
+def _raise_unreadable(error: OSError) -> None:
+    """`os.walk` leaves directories out unless this raises."""
+    raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _read_text(path: Path) -> str:
@@ -184,7 +194,7 @@ def bigram_nats_per_byte(train_texts: Iterable[str], held_out_texts: Collection[
     return -(held_out * log_p).sum().item() / sum(len(text.encode()) for text in held_out_texts)
 
 
-def _bigram_counts(texts):
+def _bigram_counts(texts: Iterable[str]) -> torch.Tensor:
     """float64 (257, 257): how often symbol b follows symbol a; symbol 256 precedes the first text and follows each text."""
     end = torch.tensor([256], dtype=torch.int64)
     parts = [end]

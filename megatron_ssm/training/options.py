@@ -212,7 +212,11 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: bytes that are not UTF-8, or an impossible date
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no options")
@@ -241,7 +245,7 @@ def _of_type(value: Any, option: Field, where: str) -> Any:
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def _converted(value, kind, where):
+def _converted(value: object, kind: type, where: str) -> Any:
     """A YAML value as bool, int, float or str; ValueError if the conversion would change it."""
     if isinstance(value, bool) == (kind is bool) and isinstance(value, bool | int | float | str):
         with contextlib.suppress(ValueError, OverflowError):

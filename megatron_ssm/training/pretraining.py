@@ -7,9 +7,8 @@ one rank, or differs between ranks, every rank raises the same error.
 import functools
 import json
 import math
-import os
+import tempfile
 import zlib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_ssm.checkpoints.training import (
     set_aside,
 )
 from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
@@ -84,7 +84,7 @@ class Inputs:
     corpus: Corpus
     config: Config
     batches: Batches
-    requirements: dict
+    requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
     saved_decay_steps: int
 
@@ -111,7 +111,7 @@ class Inputs:
         """The number of steps that the checkpoint has done, 0 for a new run."""
         return self.checkpoint[1] if self.checkpoint else 0
 
-    def fingerprint(self, options: Options) -> dict:
+    def fingerprint(self, options: Options) -> dict[str, Any]:
         """What must be equal on all ranks; what is most likely to differ comes first."""
         held_out = self.corpus.held_out
         training_text = self.requirements["training_tokens"], self.requirements["training_text"]
@@ -131,9 +131,10 @@ def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
 
     Gathers 16 bytes over the default group.
     """
-    group, inputs = dist.group.WORLD if dist.is_initialized() else None, []
+    group = dist.group.WORLD if dist.is_initialized() else None
+    inputs: list[Inputs] = []
 
-    def fingerprint():
+    def fingerprint() -> dict[str, Any]:
         inputs.append(Inputs.read(options))
         return inputs[0].fingerprint(options)
 
@@ -144,16 +145,15 @@ def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
 def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device) -> None:
     """Build or load the model, train it, and write it."""
     torch.manual_seed(options.seed)
-    model = _model(options, inputs.config, groups, device)
-    progress = Progress(options, inputs.start)
-    trainer = Trainer(model, groups, options, progress.print_line)
-    progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
-    progress.print_line(f"pretrain: {options.describe()}")
-    progress.print_line(_summary(model, groups, inputs))
-    _resume(trainer, inputs, progress)
-    if _train(trainer, inputs, progress) == options.train_iters:
-        _write_model(model, inputs, progress)
-    model.close()
+    with _model(options, inputs.config, groups, device) as model:
+        progress = Progress(options, inputs.start)
+        trainer = Trainer(model, groups, options, progress.print_line)
+        progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
+        progress.print_line(f"pretrain: {options.describe()}")
+        progress.print_line(_summary(model, groups, inputs))
+        _resume(trainer, inputs, progress)
+        if _train(trainer, inputs, progress) == options.train_iters:
+            _write_model(model, inputs, progress)
 
 
 def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> None:
@@ -219,9 +219,7 @@ def _make_output_directory(path: str) -> Path:
     for folder in (out, out / "checkpoints"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".writable-{os.getpid()}"
-            probe.touch()
-            probe.unlink(missing_ok=True)  # a rank on another machine may have the same process id
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
     return out
@@ -237,7 +235,7 @@ def _check_log(path: str) -> None:
             raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
 
 
-def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict:
+def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict[str, Any]:
     """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
     shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
@@ -252,8 +250,7 @@ def _checksum(tokens: Tokens) -> int:
 
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory."""
-    parameters: Iterable[Any] = model.parameters()
-    size = sum(math.prod(p.field.shape) for p in parameters)
+    size = sum(math.prod(field_of(p).shape) for p in model.parameters())
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
     if inputs.checkpoint:

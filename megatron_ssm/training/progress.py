@@ -43,12 +43,14 @@ class Progress:
         """The log, on rank 0. A resumed run keeps the lines of the steps before it."""
         if not self._is_first_rank:
             return None
-        path, kept = Path(self.options.log), []
-        if start and path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if _step_of(line) <= start]
-        file = path.open("w", encoding="utf-8")
-        file.writelines(line + "\n" for line in kept)
+        path = Path(self.options.log)
+        if not (start and path.is_file()):
+            return path.open("w", encoding="utf-8")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        file = path.open("r+", encoding="utf-8")  # "w" would lose the lines of earlier steps if this run ended here
+        file.writelines(line + "\n" for line in lines if _step_of(line) <= start)
+        file.truncate()
+        file.flush()
         return file
 
     def print_line(self, line: str) -> None:

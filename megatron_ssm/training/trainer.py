@@ -6,9 +6,8 @@ batch and compute the same loss and gradient norm. The ranks of one replica read
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,9 +39,9 @@ def learning_rate(options: Options, step: int) -> float:
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW (see `ops.fused_adam`). Weight decay applies to matrices, not to A_log, D, norms and biases."""
-    parameters: list[Any] = list(model.parameters())
-    decayed = [p for p in parameters if p.field.has_weight_decay]
-    others = [p for p in parameters if not p.field.has_weight_decay]
+    parameters = list(model.parameters())
+    decayed = [p for p in parameters if field_of(p).has_weight_decay]
+    others = [p for p in parameters if not field_of(p).has_weight_decay]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (options.adam_beta1, options.adam_beta2)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
@@ -55,9 +54,9 @@ def grad_norm(model: Model) -> torch.Tensor:
     Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
     1/c of the squares. All-reduces one element over the tensor-parallel ranks.
     """
-    ranks, parameters = model.ranks, cast(Iterable[Any], model.parameters())  # `Model` gives each parameter its `field`
+    ranks = model.ranks
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
-    for parameter in parameters:
+    for parameter in model.parameters():
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
     return ranks.exact(total, ranks.group).sqrt()
@@ -125,7 +124,7 @@ class Trainer:
         on every rank if the loss or the gradient is not finite.
         """
         inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
-        total = 0.0
+        total: torch.Tensor | float = 0.0
         for index in range(self.accumulation):
             rows = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
             try:
@@ -156,10 +155,12 @@ class Trainer:
             if name in self.pending_gradients and parameter.grad is not None:
                 parameter.grad += self.pending_gradients.pop(name).view_as(parameter).to(parameter.grad)
 
-    def _backward(self, inputs, labels, is_last):
+    def _backward(self, inputs: torch.Tensor, labels: torch.Tensor, is_last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; returns its share of the loss. Replicas average after the last one."""
         model, device = self.model, self.model.device
-        average = contextlib.nullcontext() if is_last or self.groups.data is None else self.loss.no_sync()
+        average: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if isinstance(self.loss, DistributedDataParallel) and not is_last:
+            average = self.loss.no_sync()
         with average:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation

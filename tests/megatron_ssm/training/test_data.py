@@ -1,7 +1,9 @@
 """Training data. Oracles: brute force over small texts and streams, counting by hand, definitions."""
 
+import errno
 import importlib.util
 import math
+import os
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -72,6 +74,26 @@ def test_separator_against_a_loop_over_lines(tmp_path_factory, lines):
         else:
             documents[-1] += f"{line}\n"
     assert read_documents([path], separator="--") == [document for document in documents if document.strip()]
+
+
+def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Its documents are not left out silently. A hidden one is not read at all."""
+    for name in ("a/text", "closed/text", ".hidden/text"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    scan = os.scandir
+
+    def refuse(path):
+        if Path(path).name in ("closed", ".hidden"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert read_documents(tmp_path / "a") == ["a/text"]
+    with pytest.raises(ValueError, match=f"^cannot read {tmp_path}/closed: Permission denied$"):
+        read_documents(tmp_path)
+    (tmp_path / "closed").rename(tmp_path / "open")
+    assert read_documents(tmp_path) == ["a/text", "closed/text"]
 
 
 def test_document_errors_name_the_file(tmp_path):

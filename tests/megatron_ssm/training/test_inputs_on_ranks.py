@@ -5,10 +5,16 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models
 
-import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+import tiny
+from megatron_ssm.checkpoints.pending_gradients import read_pending, write_pending
+from megatron_ssm.models.model import Model
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
+from megatron_ssm.training.progress import Progress
+from megatron_ssm.training.trainer import Trainer
 from sparsefusion.foundation.command_line import Failure
 
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
@@ -134,3 +140,52 @@ def test_a_resumed_run_drops_damaged_lines_of_the_log(text, line):
     run("--resume")
     lines = Path("log").read_text().splitlines()
     assert len(lines) == 2 and '"step": 1,' in lines[0] and '"step": 2,' in lines[1]
+
+
+def test_a_resumed_run_that_ends_at_once_keeps_the_log(text):
+    """The lines of earlier steps are in the file before this run has logged a step."""
+    options = parse_options(["--data", "text", *TINY, "--log", "log", "--exit-interval", "1"])
+    pretrain(options)
+    before = Path("log").read_text()
+    progress = Progress(options, start=1)
+    assert before.startswith('{"step": 1,') and Path("log").read_text() == before
+    progress.close()
+
+
+def test_the_model_is_closed_if_training_fails(text, monkeypatch):
+    """Its ranks' shared memory and its CUDA graphs are released before the process groups are destroyed."""
+    calls = []
+
+    def fail(*_):
+        raise Failure("stop")
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    monkeypatch.setattr(Model, "close", lambda self: calls.append("close"))
+    monkeypatch.setattr("megatron_ssm.training.pretraining.shut_down", lambda: calls.append("shut down"))
+    with pytest.raises(Failure, match="^stop$"):
+        pretrain(parse_options(["--data", "text", *TINY]))
+    assert calls == ["close", "shut down"]
+
+
+def test_an_empty_tokenizer(text):
+    Path("empty").mkdir()
+    Tokenizer(models.BPE()).save("empty/tokenizer.json")
+    with pytest.raises(ValueError, match="^empty names no eos_token in tokenizer_config.json"):
+        pretrain(parse_options(["--data", "text", *TINY, "--tokenizer-model", "empty"]))
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_gradients_saved_on_another_gpu(ranks, text, world_size, monkeypatch):
+    """A file of residuals from a rank with CUDA names its GPU; a rank without that GPU reads the file all the same."""
+
+    def on_gpu(rank):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: f"cuda:{rank}")
+            write_pending(Path("out"), tiny.trainer_on(1, trainer_options))
+
+    trainer_options = tiny.options(gradient_mode="layerwise", gradient_density=0.05, global_batch_size=2 * world_size)
+    Path("out").mkdir()
+    ranks(on_gpu, world_size)
+    assert len(list(Path("out").glob("pending-*.pt"))) == world_size
+    ranks(lambda rank: read_pending(Path("out"), tiny.trainer_on(1, trainer_options)), world_size)
+    read_pending(Path("out"), tiny.trainer(trainer_options))

@@ -447,6 +447,8 @@ def test_wrong_flags(here, capsys, line, message):
         ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, falcon_mamba, mamba2, zamba, zamba2"),
         ("[1, 2]", "run.yaml holds no options"),
         ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
+        ("seed: 2024-99-99", "run.yaml is not YAML: month must be in 1..12"),
+        ("[" * 100_000, "run.yaml is not YAML: maximum recursion depth exceeded"),
     ],
 )
 def test_wrong_yaml(here, capsys, text, message):
