@@ -11,6 +11,7 @@ import argparse
 import ast
 import sys
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_ssm.training.data import bigram_nats_per_byte, ngram_overlap, ngrams
@@ -27,7 +28,7 @@ EXCLUDED_MODULES = {"antigravity", "encodings", "ensurepip", "idlelib", "lib2to3
             "turtledemo"}  # fmt: skip
 
 
-def write_corpus(directory, extra=True):
+def write_corpus(directory: str | Path, extra: bool = True) -> tuple[list[Path], list[Path]]:
     """Write the corpus below `directory`; return (train_paths, held_out_paths), sorted lists of Path.
 
     There is one file for each topic (train/topic-NAME.txt, held_out/topic-NAME.txt), and with `extra` one for each module of
@@ -48,7 +49,7 @@ def write_corpus(directory, extra=True):
     return _write(Path(directory) / "train", train), _write(Path(directory) / "held_out", held_out_files)
 
 
-def _topics():
+def _topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -59,12 +60,12 @@ def _topics():
     return topics
 
 
-def _count_shared(text, held_out_ngrams):
+def _count_shared(text: str, held_out_ngrams: set[str]) -> int:
     """The number of held-out 60-grams that occur in the text."""
     return len(held_out_ngrams & ngrams([text], NGRAM))
 
 
-def _docstrings(held_out_ngrams):
+def _docstrings(held_out_ngrams: set[str]) -> dict[str, str]:
     """{name: docstrings as one text} of the public modules and packages of the standard library.
 
     Modules are in alphabetical order. Each docstring is kept where it first occurs. There are at most DOCSTRING_BYTES.
@@ -86,20 +87,20 @@ def _docstrings(held_out_ngrams):
     return texts
 
 
-def _sources(library, name):
+def _sources(library: Path, name: str) -> list[Path]:
     """The Python files of a module or package, sorted."""
     files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
     return [file for file in files if file.is_file() and EXCLUDED_MODULES.isdisjoint(file.relative_to(library).parts)]
 
 
-def _docstrings_of(file):
+def _docstrings_of(file: Path) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, documented))
     docstrings = (ast.get_docstring(node) for node in nodes)
     return [text for text in docstrings if text and len(text) >= SHORTEST_DOCSTRING]
 
 
-def _write(directory, texts):
+def _write(directory: Path, texts: dict[str, str]) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in ("topic-*.txt", "docstrings-*.txt"):
         for stale in directory.glob(pattern):
@@ -109,7 +110,8 @@ def _write(directory, texts):
     return sorted(directory / f"{name}.txt" for name in texts)
 
 
-def main():
+def main() -> None:
+    """Write the files and print how large they are, how much they overlap, and the bigram baseline."""
     parser = argparse.ArgumentParser(description="Write the demo's text files and print what they are.")
     parser.add_argument("directory")
     train_paths, held_out_paths = write_corpus(parser.parse_args().directory)
@@ -125,7 +127,7 @@ def main():
         )
 
 
-def _size(texts):
+def _size(texts: Collection[str]) -> str:
     return f"{sum(len(text.encode()) for text in texts):,} bytes"
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from corpus import HELD_OUT, NGRAM, write_corpus
 
@@ -24,7 +25,7 @@ MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the
 MAX_LOSS, MARGIN = 1.5, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
 
 
-def main(directory="demo") -> None:
+def main(directory: str | Path = "demo") -> None:
     """Run the demo and write its files to `directory`. ValueError if a result is not as promised."""
     directory = Path(directory)
     train, held_out, bigram = prepare_text(directory / "text")
@@ -46,7 +47,7 @@ def main(directory="demo") -> None:
     compare_with_transformers(directory / "model")
 
 
-def prepare_text(folder):
+def prepare_text(folder: Path) -> tuple[list[Path], list[Path], float]:
     """Write the text and print what it is; returns (training paths, held-out paths, bigram baseline in nats/byte)."""
     paths = write_corpus(folder, extra=False)
     train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
@@ -64,7 +65,7 @@ def prepare_text(folder):
     return *paths, bigram
 
 
-def train_model(directory, train, held_out) -> float:
+def train_model(directory: Path, train: list[Path], held_out: list[Path]) -> float:
     """Train on two tensor-parallel ranks under torchrun, one thread each; returns the held-out loss in nats/byte."""
     log = directory / "train.jsonl"
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
@@ -79,14 +80,14 @@ def train_model(directory, train, held_out) -> float:
     return [line for line in lines if "held_out_nats_per_byte" in line][-1]["held_out_nats_per_byte"]
 
 
-def generate(model, ranks) -> dict:
+def generate(model: Path, ranks: int) -> dict[str, Any]:
     """The command line's JSON output on 1 or 2 ranks."""
     command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", str(model), "--prompt", PROMPT, "--json",
                "--max-new-tokens", "200", *SAMPLING, "--tp", str(ranks)]  # fmt: skip
     return json.loads(run_quietly(command, stdout=subprocess.PIPE).stdout)
 
 
-def run_quietly(command, **options):
+def run_quietly(command: list[str], **options: Any) -> subprocess.CompletedProcess:
     """Run a command with one thread per rank; ValueError if it fails, after it has printed why."""
     done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
     if done.returncode:
@@ -94,7 +95,7 @@ def run_quietly(command, **options):
     return done
 
 
-def compare_with_transformers(model) -> None:
+def compare_with_transformers(model: Path) -> None:
     """Load the checkpoint with transformers, if that is installed, and compare the logits."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:

@@ -8,7 +8,9 @@ gradients. Without a grid, attention2d.choose chooses the schedule that sends th
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,14 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
 )
 
 import attention2d
 from sparsefusion.collectives.agreement import from_first
 
 
-def attention_function(schedule, length):
+def attention_function(schedule: attention2d.Attention2D, length: int) -> Callable:
     """transformers' attention function for sequences of `length` tokens, computed by `schedule`."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_ids=None, **features):
@@ -39,13 +42,13 @@ def attention_function(schedule, length):
     return attend
 
 
-def no_mask(*_, attention_mask=None, **__):
+def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
     """transformers' mask function: the schedule computes the causal mask itself and supports no padding."""
     if attention_mask is not None:
         raise ValueError("attention_mask is not supported: give sequences without padding")
 
 
-def small_llama():
+def small_llama() -> LlamaForCausalLM:
     """A model over bytes with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
@@ -54,7 +57,7 @@ def small_llama():
     ))  # fmt: skip
 
 
-def read_tokens(arguments):
+def read_tokens(arguments: argparse.Namespace) -> torch.Tensor:
     """(1, seq_length + 1): the token ids of the text; ValueError if it is shorter."""
     text = Path(arguments.text).read_text(encoding="utf-8", errors="replace")
     ids = AutoTokenizer.from_pretrained(arguments.model)(text).input_ids if arguments.model else list(text.encode())
@@ -63,7 +66,7 @@ def read_tokens(arguments):
     return torch.tensor(ids[: arguments.seq_length + 1]).unsqueeze(0)
 
 
-def parse_arguments():
+def parse_arguments() -> argparse.Namespace:
     """The command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a directory of transformers (default: a small Llama with random weights)")
@@ -73,7 +76,9 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def choose_schedule(arguments, model, group):
+def choose_schedule(
+    arguments: argparse.Namespace, model: PreTrainedModel, group: dist.ProcessGroup
+) -> attention2d.Attention2D:
     """The schedule of the given grid; without one, the cheapest schedule for this model."""
     grid = (arguments.rows, arguments.cols, arguments.ulysses)
     if any(grid):
@@ -91,7 +96,7 @@ def choose_schedule(arguments, model, group):
     )
 
 
-def train(model, schedule, ids, steps):
+def train(model: PreTrainedModel, schedule: attention2d.Attention2D, ids: torch.Tensor, steps: int) -> None:
     """Train on one sequence, ids (1, length + 1), and print the loss of each step on rank 0."""
     length = ids.shape[1] - 1
     tokens, labels = (
@@ -119,7 +124,7 @@ def train(model, schedule, ids, steps):
             )
 
 
-def main():
+def main() -> None:
     """Join the ranks, build the model, and train."""
     arguments = parse_arguments()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -10,13 +10,13 @@ from megatron_ssm.training.options import parse_options
 from sparsefusion.foundation.command_line import leave_on_interrupt, run, silence_third_parties
 
 
-def main():
+def main() -> int:
     """Parse the options before torch is imported, then train; returns the exit code."""
     options = parse_options()
     leave_on_interrupt()
     silence_third_parties()
 
-    def command():
+    def command() -> None:
         from megatron_ssm.training.pretraining import pretrain
 
         pretrain(options)

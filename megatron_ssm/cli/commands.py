@@ -128,7 +128,7 @@ class _Progress:
         return len(self.tokens) - 1
 
 
-def _generate_and_print(model: Model, inputs: _Inputs, arguments: Namespace, is_printing: bool) -> None:
+def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, is_printing: bool) -> None:
     """Generate, and print the text as it becomes certain, or one JSON object at the end."""
     text = TextStream(inputs.tokenizer, arguments.stop, inputs.stop_tokens)
     out = Printer(is_printing and not arguments.json)
@@ -152,7 +152,7 @@ def _generate_and_print(model: Model, inputs: _Inputs, arguments: Namespace, is_
         Printer(is_printing).print(json.dumps(report) + "\n")
 
 
-def _report(model: Model, inputs: _Inputs, arguments: Namespace, progress: _Progress, start: float) -> dict[str, Any]:
+def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Progress, start: float) -> dict[str, Any]:
     """What --json prints. On every rank, because it may have to run the model to count what a decoded token sends."""
     steps, times, sent = progress.steps, progress.times, progress.sent
     sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
@@ -170,7 +170,7 @@ def _report(model: Model, inputs: _Inputs, arguments: Namespace, progress: _Prog
     }
 
 
-def _bytes_of_a_step(model: Model, arguments: Namespace) -> int:
+def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
     """What one decoded token sends, measured with a prompt of one token, which sends the same."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip

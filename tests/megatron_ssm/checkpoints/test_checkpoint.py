@@ -210,7 +210,7 @@ def test_an_interrupted_save_mixes_no_models(earlier, new, oracle, tmp_path, mon
     assert moved >= 2 and seen == sorted(seen)
 
 
-@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 3)])
 def test_a_target_that_is_no_path(ranks, tp, dp, oracle, tmp_path):
     """On the last rank, which would write nothing."""
     source = oracle("mamba2-2-groups").directory

@@ -96,7 +96,7 @@ def all_of_it(directory):
 
 
 def cache_bytes(tp, itemsize=4):
-    """ssm.md A3: the convolution's history of this rank's x, B and C in the model's dtype, the state in fp32."""
+    """The convolution's last inputs, for this rank's x, B and C, in the model's dtype, and the state in fp32."""
     history = (KERNEL - 1) * (INNER // tp + 2 * STATE) * itemsize
     return LAYERS * (history + INNER // tp * STATE * 4)
 
