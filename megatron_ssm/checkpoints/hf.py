@@ -184,7 +184,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
-    groups: tuple = (model.ranks.group, model.data_group)
+    groups = (model.ranks.group, model.data_group)
     target, plan = run_and_compare(
         lambda: (Path(directory), _plan(model, file_bytes)),
         lambda found: {file: list(names) for file, names in found[1].items()},
@@ -199,7 +199,9 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
             raise OSError(error)
 
 
-def _save_replica(model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
+def _save_replica(
+    model: Model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]]
+) -> Iterator[str | None]:
     """Write from the ranks of one replica, step by step; yields each step's error, the same on all of them."""
     writer = Writer(directory) if model.ranks.rank == 0 else None
 
@@ -239,7 +241,7 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
 
 
 @torch.no_grad()
-def _gather(model, hf: str, parameters: list[nn.Parameter]) -> torch.Tensor | None:
+def _gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tensor | None:
     """The full Hugging Face tensor on rank 0 (None elsewhere): each rank sends its parts of it, once."""
     ranks, full = model.ranks, None
     if ranks.rank == 0:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_ssm.configs.layouts import Field, field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops.fused_adam import counts_by_group
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
@@ -219,7 +220,7 @@ def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
     return state
 
 
-def _distributed(tensor: torch.Tensor, field: Field, ranks) -> torch.Tensor:
+def _distributed(tensor: torch.Tensor, field: Field, ranks: Ranks) -> torch.Tensor:
     """This rank's part as a DTensor of the full field over the tensor-parallel ranks (one rank: the tensor itself).
 
     The mesh is (parts, copies): split along the field's dimension, and replicated over the ranks that hold the same part.
