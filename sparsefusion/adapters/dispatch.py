@@ -4,6 +4,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .deepspeed_engine import DeepSpeedEngine
 from .megatron_ddp import MegatronDDP
+from .target_groups import is_deepspeed_engine, is_megatron_ddp
 from .torch_ddp import TorchDDP
 
 Adapter = TorchDDP | MegatronDDP | DeepSpeedEngine
@@ -13,9 +14,9 @@ def adapter_for(target: object) -> Adapter:
     """The adapter of `target`, which is recognized by its methods. ValueError: there is none, or it refuses the settings."""
     if isinstance(target, DistributedDataParallel):
         return TorchDDP(target)
-    if hasattr(target, "bucket_groups") and hasattr(target, "finish_grad_sync"):
+    if is_megatron_ddp(target):
         return MegatronDDP(target)
-    if hasattr(target, "zero_optimization_stage") and hasattr(target, "allreduce_gradients"):
+    if is_deepspeed_engine(target):
         return DeepSpeedEngine(target)
     kinds = {kind.__name__ for kind in type(target).__mro__}
     is_sharded = kinds & {"FullyShardedDataParallel", "FSDPModule"}

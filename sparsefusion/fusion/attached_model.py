@@ -8,8 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from sparsefusion.adapters.dispatch import Adapter
-from sparsefusion.collectives.agreement import agree, from_first
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import from_first
+from sparsefusion.gradients.rank_comparison import compare_everywhere, compare_ranks_of
 from sparsefusion.gradients.session import Session, most_common_dtype
 
 
@@ -45,14 +45,11 @@ class AttachedModel:
 
     def agree(self, group: ProcessGroup | None, asked: Callable[[], object]) -> None:
         """ValueError on every rank of `group` if asked() differs between them, or what it raises. None: this rank only."""
-        if group is None:
-            asked()
-        else:
-            agree(partial(all_gather_small, group=group), self.session.device, asked, "ranks of SparseFusion")
+        compare_ranks_of(group, asked, self.session.device)
 
     def agree_everywhere(self, asked: Callable[[], object]) -> None:
         """`agree` among the replicas, and then among the parts of a divided model."""
-        self.agree(self.session.model_group, lambda: self.agree(self.session.reducer.group, asked))
+        compare_everywhere(asked, self.session.reducer.group, self.session.model_group, self.session.device)
 
     def run_on_first(self, function: Callable[[], object]) -> object:
         """Run a function on the first rank of all; its result, or its error, is that of all ranks."""

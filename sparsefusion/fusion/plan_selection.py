@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fabric.cost_model import Fabric
@@ -68,14 +69,21 @@ class PlanSelection:
             session.observers.append(self._profiler())
 
     def _profiler(self) -> Profiler:
-        parameters, copied = self.model.adapter.parameters, set()
-        model_group = self.session.model_group
-        if model_group is not None and model_group.size() > 1:
-            copied = {name for name, p in parameters.items() if self.options.is_copied(p)}
         return Profiler(
-            parameters, self.session.reducer.group, self.model.dtype.itemsize, self.model.sent_itemsize, copied,
-            self.model.can_send_early, self._plan_from_profile,
+            self.model.adapter.parameters, self.session.reducer.group, self.model.dtype.itemsize,
+            self.model.sent_itemsize, self._copied, self.model.can_send_early, self._plan_from_profile,
         )  # fmt: skip
+
+    @cached_property
+    def _copied(self) -> set[str]:
+        """The names of parameters that several parts of a divided model hold.
+
+        The user's function is called when ranks attach, where its errors are shared, and not again for a later profile.
+        """
+        model_group = self.session.model_group
+        if model_group is None or model_group.size() == 1:
+            return set()
+        return {name for name, p in self.model.adapter.parameters.items() if self.options.is_copied(p)}
 
     def stop(self) -> None:
         """End profiling, trials and the warm-up."""

@@ -8,8 +8,10 @@ from torch.distributed import ProcessGroup
 from sparsefusion.adapters.attachment import NotCopied
 from sparsefusion.adapters.dispatch import adapter_for
 from sparsefusion.adapters.refusals import refuse_gradients, refuse_options
+from sparsefusion.adapters.target_groups import target_groups
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.gradients.rank_comparison import compare_everywhere
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.compression import CompressionSettings
@@ -93,10 +95,32 @@ class SparseFusion:
     def attach(self, target: object) -> "SparseFusion":
         """Reduce the gradients of `target` from now on: a DDP of torch or Megatron-Core, or a DeepSpeed engine.
 
-        Call it on every rank, with the same options, between steps; it sends nothing. ValueError: another kind of
-        object; a target that has a communication hook or another SparseFusion; ZeRO 2 and 3; pipelines; complex or
-        sparse gradients; a fabric that has not measured the collectives of this number of ranks.
+        All ranks call it at the same point, with the same options, between steps. They compare whether all of them can
+        attach: it gathers 16 bytes per rank over the data-parallel group, and over the ranks of a divided model.
+
+        ValueError: another kind of object; a target that has a communication hook or another SparseFusion; ZeRO 2 and 3;
+        pipelines; complex or sparse gradients; a fabric that has not measured the collectives of this number of ranks; a
+        model_group that only some replicas were given. If this occurs on some ranks, or `copied` raises there, it is a
+        ValueError on all ranks of the target's groups, and none of them is attached.
         """
+        groups, selection_before = target_groups(target), self._selection
+        model_group = groups.model if self._model_group is None else self._model_group
+
+        def attach_here() -> str:
+            self._attach_here(target)
+            parts = "no model_group" if model_group is None else f"a model_group of {model_group.size()} ranks"
+            return f"attach to {type(target).__name__} with {parts}"
+
+        try:
+            compare_everywhere(attach_here, groups.data, model_group if groups.data else None, groups.device)
+        except Exception:  # of any kind: `copied` may raise
+            if self._selection is not selection_before:
+                self.detach()
+            raise
+        return self
+
+    def _attach_here(self, target: object) -> None:
+        """Attach on this rank; sends nothing."""
         if self._selection:
             raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
         if getattr(target, ATTACHED, None):
@@ -104,19 +128,15 @@ class SparseFusion:
         adapter, fabric = adapter_for(target), self._options.fabric
         refuse_gradients(adapter.module, adapter.parameters)
         ranks = adapter.group.size()
-        for operation in ("all_reduce", "all_gather", dense_operation(adapter)) if fabric and ranks > 1 else ():
-            fabric.time(operation, 1, ranks)  # ValueError: it was not measured
+        if fabric is not None and ranks > 1:
+            for operation in ("all_reduce", "all_gather", dense_operation(adapter)):
+                fabric.time(operation, 1, ranks)  # ValueError: it was not measured
         model = AttachedModel.of(adapter, self._session_for(adapter))
         selection = PlanSelection(model, self._options)
         adapter.install(model.session)
         self._selection, self._target = selection, target
         setattr(target, ATTACHED, NotCopied(self))
-        try:
-            selection.start()
-        except Exception:  # of any kind: `copied` may raise
-            self.detach()
-            raise
-        return self
+        selection.start()
 
     def _session_for(self, adapter) -> Session:
         compression = self._options.compression

@@ -5,6 +5,7 @@ handles, and calls `end_step` when the step is over. Atoms arrive in the same or
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Protocol
 
@@ -16,8 +17,10 @@ from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.planning.plan import Plan
 
 from .buffer_queue import BufferQueue
+from .loss_scale import LossScale
 from .nonfinite import first_nonfinite, largest, largest_mean
 from .observer import StepObserver
+from .rank_comparison import compare_everywhere
 from .reducer import Reducer
 from .skipped_steps import SkippedSteps
 
@@ -61,12 +64,13 @@ class Session:
     ):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
         self.can_wait_for_buffer, self.loss_scale, self.model_group = can_wait_for_buffer, loss_scale, model_group
+        self._step_scale = LossScale(loss_scale)
         self.skips_nonfinite_steps = skips_nonfinite_steps
         reducer.feedback.can_roll_back = skips_nonfinite_steps or skipped_steps is not None
         self.pending_comparison: Callable[[], None] | None = None
         self.density_ratio, self.is_dense_step = 1.0, False
         self.observers: list[StepObserver] = []
-        self.step, self._has_begun, self._scale = 0, False, 1.0
+        self.step, self._has_begun = 0, False
         self._queue, self._skipped = (
             BufferQueue(reducer, self.sizes),
             SkippedSteps(reducer.feedback, skipped_steps or int),
@@ -96,6 +100,7 @@ class Session:
         self._begin()
         for observer in self.observers:
             observer.atom_arrived(tuple(gradients))
+        self._step_scale.mark_failed(gradients.values())
         if factor != 1 and (self._uses_buffers or self._uses_fp16):
             for flat in flats:
                 flat.mul_(factor)
@@ -110,7 +115,8 @@ class Session:
 
     def _reduce_dense(self, gradients, flats, reduce_dense, factor) -> Waitable:
         """Start averaging all elements of an atom, with its residuals added, in float16 or by the framework."""
-        self.reducer.feedback.flush(gradients, self._scale if self._uses_fp16 else self._scale / factor)
+        scale = self._step_scale.value
+        self.reducer.feedback.flush(gradients, scale if self._uses_fp16 else scale / factor)
         if self._uses_fp16:
             return self.reducer.start_fp16(gradients, flats)
         reduction = FrameworkReduction(reduce_dense(), gradients, is_checked=self._flushes_residuals)
@@ -161,10 +167,13 @@ class Session:
         self.finish_skipped_step()
         self.reducer.feedback.begin_step(self.step)
         self._has_begun, self._had_residuals = True, bool(self.reducer.feedback.residuals)
-        self._scale = float(self.loss_scale()) if self.loss_scale else 1.0
         for observer in [*self.observers]:
             observer.step_began(self)
-        self._queue.begin(self.plan, self._scale, self.density_ratio)
+        if self._uses_buffers or self._uses_fp16 or (self._flushes_residuals and self._had_residuals):
+            self._step_scale.update()
+        else:  # a failure could not be shared: nobody looks at the means of this step
+            self._step_scale.forget_error()
+        self._queue.begin(self.plan, self._step_scale.value, self.density_ratio)
 
     def compare_ranks(self) -> None:
         """Run the pending comparison. ValueError on every rank: the ranks differ.
@@ -204,8 +213,8 @@ class Session:
     def end_step(self) -> None:
         """All gradients of the step have been handed over: wait for their means.
 
-        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. RuntimeError:
-        the step had no gradients.
+        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. ValueError on
+        every rank: `loss_scale` failed on some rank. RuntimeError: the step had no gradients.
         """
         if not self._has_begun:
             raise RuntimeError(
@@ -225,12 +234,22 @@ class Session:
         self.compare_ranks()
         for observer in [*self.observers]:
             observer.step_ended(self)
+        if nonfinite and self.loss_scale:
+            self._compare_loss_scales()
         if nonfinite and not self.skips_nonfinite_steps:
             raise FloatingPointError(
                 f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. With a loss scale, give "
                 "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
                 "skipped without one"
             )
+
+    def _compare_loss_scales(self) -> None:
+        """ValueError on every rank: in the last step, which was not finite, `loss_scale` failed on some rank."""
+        failed = partial(self._step_scale.raise_error, self.step - 1)
+        try:
+            compare_everywhere(failed, self.reducer.group, self.model_group, self.device)
+        except ValueError as error:
+            raise error from self._step_scale.error
 
     @property
     def _all_reductions(self) -> list:
@@ -255,7 +274,7 @@ class Session:
             is_bad, has_residuals, had_residuals, largest_seen = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
             nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
         if self._uses_fp16:
-            self.reducer.fp16_scale.follow(largest_seen, self._scale)
+            self.reducer.fp16_scale.follow(largest_seen, self._step_scale.value)
         if not (is_ours or had_residuals):
             nonfinite = None
         if self._uses_buffers:

@@ -450,3 +450,46 @@ def test_stages_that_divide_gradients_are_refused(ranks, world, deepspeed):
             quiet().attach(engine(deepspeed, 2))
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_one_rank_refuses_of_deepspeed_all_refuse(ranks, world, deepspeed, stage, monkeypatch):
+    """Then none is attached."""
+
+    def run(rank):
+        made = engine(deepspeed, stage)
+        with monkeypatch.context() as patched:
+            if rank == world - 1:
+                patched.setattr(deepspeed, "__version__", "0.18.9")
+            with pytest.raises(ValueError, match=rf"version 0.18.9: 0.19.4 is the oldest \(rank {world - 1}\)"):
+                quiet().attach(made)
+        fusion = force(quiet().attach(made))
+        engine_step(made, 0, rank)
+        assert same_on_all_ranks(made.module.parameters()) and fusion.state_dict()["residuals"]
+
+    ranks(run, world, timeout=30)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_loss_scale_that_fails_on_one_rank_of_deepspeed(ranks, world, deepspeed, stage):
+    def run(rank):
+        made, failing = engine(deepspeed, stage), []
+
+        def loss_scale():
+            if failing:
+                raise KeyError("no scale")
+            return 4.0
+
+        fusion = force(quiet(loss_scale=loss_scale).attach(made))
+        engine_step(made, 0, rank)
+        before = fusion.state_dict()["residuals"]
+        if rank == world - 1:
+            failing.append(True)
+        with pytest.raises(ValueError, match=rf"^step 1: loss_scale\(\) failed: KeyError.* \(rank {world - 1}\)"):
+            engine_step(made, 1, rank)
+        after = fusion.state_dict()["residuals"]
+        assert before and all(torch.equal(before[name], after[name]) for name in before)
+
+    ranks(run, world, timeout=30)

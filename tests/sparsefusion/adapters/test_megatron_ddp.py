@@ -383,3 +383,54 @@ def test_megatron_plans_from_what_it_hands_over(ranks, world, distributed, monke
         assert same_on_all_ranks(main_grads(ddp).values())
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (1, 3), (2, 2)])
+def test_what_one_rank_refuses_of_megatron_all_refuse(ranks, tp, dp, monkeypatch):
+    """Also the other tensor-parallel ranks; then none is attached."""
+
+    def run(rank):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        ddp = megatron(monkeypatch, True)
+        ddp.ddp_config.check_for_large_grads = rank == tp * dp - 1
+        with pytest.raises(ValueError, match=r"does not work with Megatron's check_for_large_grads \(rank "):
+            quiet().attach(ddp)
+        ddp.ddp_config.check_for_large_grads = False
+        fusion = force(quiet().attach(ddp))
+        megatron_step(ddp, 0, rank // tp)
+        assert same_on_all_ranks(main_grads(ddp).values()) and fusion.state_dict()["residuals"]
+
+    ranks(run, tp * dp, timeout=30)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loss_scale_that_fails_on_one_rank_of_megatron(ranks, world, overlap, monkeypatch):
+    """Also where gradients leave early, before the first bucket is complete."""
+
+    def run(rank):
+        ddp, failing = megatron(monkeypatch, True, overlap_grad_reduce=overlap), []
+
+        def loss_scale():
+            if failing:
+                raise KeyError("no scale")
+            return 4.0
+
+        fusion = force(quiet(loss_scale=loss_scale).attach(ddp))
+        sizes = dict(reversed(fusion._session.sizes.items()))
+        fusion._session.plan = plan(sizes, world, mode="interleaved", early=True)
+        for step in range(2):
+            megatron_step(ddp, step, rank)
+        before = fusion.state_dict()["residuals"]
+        if rank == world - 1:
+            failing.append(True)
+        with pytest.raises(ValueError, match=rf"^step 2: loss_scale\(\) failed: KeyError.* \(rank {world - 1}\)"):
+            megatron_step(ddp, 2, rank)
+        failing.clear()
+        after = fusion.state_dict()["residuals"]
+        assert before and all(torch.equal(before[name], after[name]) for name in before)
+        megatron_step(ddp, 3, rank)
+        assert same_on_all_ranks(main_grads(ddp).values())
+        assert all(p.main_grad.isfinite().all() for p in ddp.module.parameters())
+
+    ranks(run, world, timeout=30)

@@ -1,0 +1,43 @@
+"""The process groups of a framework's object. They can be read whatever its settings are, so that ranks can compare these."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from .deepspeed_settings import model_group as deepspeed_model_group
+
+
+class TargetGroups(NamedTuple):
+    """data: the ranks that average gradients. model: those over which the framework divides the model, or None.
+
+    data is None for an object that is of no known framework. device: of the parameters.
+    """
+
+    data: ProcessGroup | None
+    model: ProcessGroup | None
+    device: torch.device
+
+
+def is_megatron_ddp(target: object) -> bool:
+    """Whether the object has the methods of Megatron-Core's DistributedDataParallel."""
+    return hasattr(target, "bucket_groups") and hasattr(target, "finish_grad_sync")
+
+
+def is_deepspeed_engine(target: object) -> bool:
+    """Whether the object has the methods of DeepSpeed's engine."""
+    return hasattr(target, "zero_optimization_stage") and hasattr(target, "allreduce_gradients")
+
+
+def target_groups(target) -> TargetGroups:
+    """The process groups of `target`, the same on all of its ranks, also if SparseFusion refuses it."""
+    data = model = None
+    if isinstance(target, DistributedDataParallel):
+        data = target.process_group
+    elif is_megatron_ddp(target):
+        data, model = target.dp_cp_group, target.tp_group if target.tp_group.size() > 1 else None
+    elif is_deepspeed_engine(target):
+        data, model = target.seq_data_parallel_group, deepspeed_model_group(target.mpu)
+    parameter = next(target.module.parameters(), None) if data is not None else None
+    return TargetGroups(data, model, torch.device("cpu") if parameter is None else parameter.device)
