@@ -1,6 +1,11 @@
 """References from a framework's object to ours, of which copies of the framework's object must not have their own."""
 
 import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ddp_reduction import DenseBuckets
+    from .torch_ddp import TorchDDP
 
 
 class NotCopied:
@@ -9,10 +14,10 @@ class NotCopied:
     def __init__(self, object: object):
         self.object = object
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> None:
         return None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(None), ()
 
 
@@ -23,15 +28,18 @@ class HookState(NotCopied):
     reduction, which runs when there is no adapter.
     """
 
-    def __init__(self):
-        self.adapter = self.dense = None
+    dense: "DenseBuckets"  # since DDP has taken the hook
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._adapter: weakref.ref[TorchDDP] | None = None
 
     @property
-    def adapter(self):
+    def adapter(self) -> "TorchDDP | None":
         """The adapter that takes the gradients, or None."""
-        return self.object and self.object()
+        return None if self._adapter is None else self._adapter()
 
     @adapter.setter
-    def adapter(self, adapter):
+    def adapter(self, adapter: "TorchDDP | None") -> None:
         """Reference an adapter weakly, or None."""
-        self.object = adapter and weakref.ref(adapter)
+        self._adapter = None if adapter is None else weakref.ref(adapter)

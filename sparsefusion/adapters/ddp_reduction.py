@@ -35,7 +35,7 @@ class DenseBuckets:
             for parameter in (p for p in ddp.module.parameters() if p.requires_grad):
                 parameter.register_hook(lambda gradient, p=parameter: self._note_address(p))
 
-    def _note_address(self, parameter):
+    def _note_address(self, parameter: torch.Tensor) -> None:
         """Remember where autograd is going to accumulate the gradient."""
         self._accumulated_in[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
 

@@ -5,7 +5,12 @@ DeepSpeed waits for the means of each bucket.
 It does not import DeepSpeed.
 """
 
+from collections.abc import Iterable, Sequence
 from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import ProcessGroup
 
 from sparsefusion.gradients.session import Session
 
@@ -17,8 +22,10 @@ class DeepSpeedEngine:
 
     can_wait_for_buffer, reduce_scatters = False, False
 
-    def __init__(self, engine):
-        self._engine, self.module, self._session = engine, engine.module, None
+    _session: Session  # while it is installed
+
+    def __init__(self, engine: Any):
+        self._engine, self.module = engine, engine.module
         self._stage = refuse_deepspeed(engine)
         self.group = engine.optimizer.dp_process_group if self._stage else engine.seq_data_parallel_group
         self._all = dict(engine.module.named_parameters())
@@ -49,9 +56,9 @@ class DeepSpeedEngine:
         else:
             del self._engine.allreduce_bucket
         del self._engine.allreduce_gradients, self._engine.coalesce_grad_reduction
-        self._session = None
+        del self._session
 
-    def _average_tensor(self, optimizer, tensor, communication_data_type):
+    def _average_tensor(self, optimizer: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
         """Replaces the method of ZeRO 1. tensor: the gradients of the bucket's parameters, one after the other."""
         parameters = [
             optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
@@ -65,7 +72,9 @@ class DeepSpeedEngine:
 
         self._session.reduce(gradients, [tensor], reduce_dense, self._factor).wait()
 
-    def _allreduce_bucket(self, engine, bucket, dp_group, dp_world_size=None):
+    def _allreduce_bucket(
+        self, engine: Any, bucket: Sequence[torch.Tensor], dp_group: ProcessGroup, dp_world_size: int | None = None
+    ) -> torch.Tensor:
         """Replaces the method of ZeRO 0: returns the flat means of a list of gradients."""
         flat = engine.flatten(bucket)
         names = {p.grad.data_ptr(): name for name, p in self._all.items() if p.grad is not None}
@@ -77,16 +86,16 @@ class DeepSpeedEngine:
         self._session.reduce(gradients, [flat], reduce_dense, self._factor).wait()
         return flat
 
-    def _allreduce_gradients(self, engine, *arguments, **named):
+    def _allreduce_gradients(self, engine: Any, *arguments: object, **named: object) -> None:
         type(engine).allreduce_gradients(engine, *arguments, **named)
         if engine.is_gradient_accumulation_boundary():
             self._session.end_step()
 
 
-def _parts(flat, names, like) -> dict:
+def _parts(flat: torch.Tensor, names: Iterable[str], like: Iterable[torch.Tensor]) -> dict:
     """{name: its part of `flat`}; the parts are as long as the tensors `like`, one after the other."""
     return dict(zip(names, flat.split([tensor.numel() for tensor in like]), strict=True))
 
 
-def _coalesce():
+def _coalesce() -> NoReturn:
     raise NotImplementedError("SparseFusion does not work with DeepSpeed's coalesce_grad_reduction: detach() it first")

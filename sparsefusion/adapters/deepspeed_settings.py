@@ -1,8 +1,11 @@
 """Reads the settings of a DeepSpeed engine: process groups, dtypes, skipped steps, and features that are not supported."""
 
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 
 from sparsefusion.gradients.session import most_common_dtype
@@ -10,7 +13,7 @@ from sparsefusion.gradients.session import most_common_dtype
 OLDEST = "0.19.4"  # in older versions, ZeRO 1's methods have other arguments, or other steps are skipped
 
 
-def refuse_deepspeed(engine) -> int:
+def refuse_deepspeed(engine: Any) -> int:
     """The ZeRO stage of the engine. ValueError: it is 2 or 3, the version is too old, or a feature is not supported."""
     stage = int(engine.zero_optimization_stage())
     if stage > 1:
@@ -21,7 +24,7 @@ def refuse_deepspeed(engine) -> int:
     return stage
 
 
-def skips_nonfinite_steps(optimizer, stage) -> bool:
+def skips_nonfinite_steps(optimizer: Any, stage: int) -> bool:
     """Whether DeepSpeed skips a step whose gradients are not finite."""
     if not stage:
         return hasattr(optimizer, "overflow")
@@ -30,7 +33,7 @@ def skips_nonfinite_steps(optimizer, stage) -> bool:
     return optimizer.check_grad_overflow or by_norm
 
 
-def model_group(mpu):
+def model_group(mpu: object) -> ProcessGroup | None:
     """The ranks over which the model is divided, from the methods that DeepSpeed looks for, or None if there is one only."""
     names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
     get_group = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
@@ -38,14 +41,14 @@ def model_group(mpu):
     return group if group is not None and group.size() > 1 else None
 
 
-def sent_dtype(engine, stage, parameters):
+def sent_dtype(engine: Any, stage: int, parameters: Iterable[torch.Tensor]) -> torch.dtype:
     """The dtype in which DeepSpeed sends most gradients. With ZeRO 1 and torch_autocast, each parameter has its own."""
     if not stage or engine.sequence_parallel_size > 1:
         return engine.communication_data_type
     return most_common_dtype(parameters, engine.optimizer.get_param_comm_dtype)
 
 
-def _unsupported_features(engine, optimizer, stage):
+def _unsupported_features(engine: Any, optimizer: Any, stage: int) -> Iterator[tuple[object, str]]:
     """(whether it is used, its name) of each feature that is not supported, in the order in which they are reported."""
     version = TorchVersion(sys.modules["deepspeed"].__version__)
     yield version < OLDEST, f"version {version}: {OLDEST} is the oldest"

@@ -4,10 +4,11 @@ It does not import Megatron. Expert parameters are reduced over another group, b
 """
 
 from types import MethodType
+from typing import Any
 
 from torch.distributed import get_world_size
 
-from sparsefusion.gradients.session import Session, most_common_dtype
+from sparsefusion.gradients.session import Session, Waitable, most_common_dtype
 
 from .refusals import refuse_experts_with_skipped_steps, refuse_megatron
 
@@ -16,9 +17,10 @@ class MegatronDDP:
     """The adapter of one Megatron DDP module, with or without overlap and distributed optimizer."""
 
     can_wait_for_buffer = True
+    _session: Session  # while it is installed
 
-    def __init__(self, ddp):
-        self._ddp, self._config, self.module, self._session = ddp, ddp.ddp_config, ddp.module, None
+    def __init__(self, ddp: Any):
+        self._ddp, self._config, self.module = ddp, ddp.ddp_config, ddp.module
         refuse_megatron(ddp)
         self.model_group = ddp.tp_group if ddp.tp_group.size() > 1 else None
         first, self.reduce_scatters = ddp.bucket_groups[0], self._config.use_distributed_optimizer
@@ -50,9 +52,9 @@ class MegatronDDP:
                 del group.register_grad_ready
             group.grad_reduce_handle = None  # of a step that an error ended
         del self._ddp.finish_grad_sync
-        self._session = None
+        del self._session
 
-    def _start(self, group, force_all_reduce=False):
+    def _start(self, group: Any, force_all_reduce: bool = False) -> None:
         """Replaces a bucket group's start_grad_sync. Without overlap, a second call waits for the result."""
         if id(group) not in self._handles:
             self._handles[id(group)] = self._reduce(group, force_all_reduce)
@@ -63,7 +65,7 @@ class MegatronDDP:
         elif not group.is_first_batch:
             raise RuntimeError("Megatron starts a reduction that is in progress")
 
-    def _reduce(self, group, force_all_reduce):
+    def _reduce(self, group: Any, force_all_reduce: bool) -> Waitable:
         flats = [bucket.grad_data for bucket in group.buckets]
         parameters = (p for bucket in group.buckets for p in bucket.params_list)
 
@@ -75,18 +77,18 @@ class MegatronDDP:
         gradients = {self._names[id(p)]: p.main_grad.view(-1) for p in parameters}
         return self._session.reduce(gradients, flats, reduce_dense, self._factor)
 
-    def _register_ready(self, group, parameter, *arguments, **named):
+    def _register_ready(self, group: Any, parameter: Any, *arguments: object, **named: object) -> None:
         """Replaces a bucket group's register_grad_ready: in the last micro-batch, the gradient is complete."""
         if group.is_last_microbatch and group.golden_per_param_grad_ready_counts.get(parameter) == 1:
             self._session.gradient_ready(self._names[id(parameter)], parameter.main_grad.view(-1))
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
-    def _mean_factor(self, bucket) -> float:
+    def _mean_factor(self, bucket: Any) -> float:
         """By what a mean is to be multiplied: Megatron may expect a scaled sum."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 
-    def _finish(self, *arguments, **named):
+    def _finish(self, *arguments: object, **named: object) -> None:
         """Replaces the module's finish_grad_sync. It starts all groups before it waits, because buffers may span groups."""
         try:
             for group in self._ddp.bucket_groups:

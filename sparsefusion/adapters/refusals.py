@@ -1,12 +1,17 @@
 """Raises ValueError for invalid options, and for targets whose settings are not supported; each error names the setting."""
 
+from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion import MODES, SPARSIFIERS
 from sparsefusion.fabric.cost_model import Fabric
+from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES
 
 CHOICES = {
@@ -18,7 +23,14 @@ CHOICES = {
 }
 
 
-def refuse_options(density, density_warmup, fabric, model_group, functions, names) -> None:
+def refuse_options(
+    density: object,
+    density_warmup: object,
+    fabric: object,
+    model_group: object,
+    functions: Mapping[str, object],
+    names: Mapping[str, object],
+) -> None:
     """Check the options of a `SparseFusion`. functions: {option: function or None}. names: {option: one of CHOICES}."""
     if not isinstance(density, Real) or not 0 < float(density) <= 1:
         raise ValueError(f"density={density!r} must be above 0 and at most 1")
@@ -36,7 +48,7 @@ def refuse_options(density, density_warmup, fabric, model_group, functions, name
             raise ValueError(f"{name}={value!r} is none of {', '.join(CHOICES[name])}")
 
 
-def refuse_gradients(module, parameters) -> None:
+def refuse_gradients(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
     """ValueError: some gradients are sparse tensors, or complex. parameters: {name: parameter}."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
@@ -46,7 +58,7 @@ def refuse_gradients(module, parameters) -> None:
             raise ValueError(f"{name} is of {parameter.dtype}: SparseFusion selects from real numbers")
 
 
-def refuse_ddp(ddp) -> None:
+def refuse_ddp(ddp: DistributedDataParallel) -> None:
     """ValueError: this DDP of torch has a communication hook or no buckets, or may skip the end of a step."""
     if ddp._comm_hooks:
         raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
@@ -58,7 +70,7 @@ def refuse_ddp(ddp) -> None:
         raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
 
 
-def refuse_megatron(ddp) -> None:
+def refuse_megatron(ddp: Any) -> None:
     """ValueError: this DDP of Megatron reduces over two groups, or nothing, or has stages that skip steps on their own."""
     if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
         raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
@@ -74,7 +86,7 @@ def refuse_megatron(ddp) -> None:
         )
 
 
-def refuse_experts_with_skipped_steps(ddp, session) -> None:
+def refuse_experts_with_skipped_steps(ddp: Any, session: Session) -> None:
     """ValueError: this DDP of Megatron may skip a step because of expert gradients, which the session does not see."""
     if (session.skips_nonfinite_steps or session.loss_scale) and ddp.expert_parallel_bucket_groups:
         raise ValueError(

@@ -1,6 +1,9 @@
-"""The process groups of a framework's object. They can be read whatever its settings are, so that ranks can compare these."""
+"""The process groups of a framework's object, which ranks need to compare whether they refuse it.
 
-from typing import NamedTuple
+They can be read before any setting of the object is checked.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -30,7 +33,7 @@ def is_deepspeed_engine(target: object) -> bool:
     return hasattr(target, "zero_optimization_stage") and hasattr(target, "allreduce_gradients")
 
 
-def target_groups(target) -> TargetGroups:
+def target_groups(target: Any) -> TargetGroups:
     """The process groups of `target`, the same on all of its ranks, also if SparseFusion refuses it."""
     data = model = None
     if isinstance(target, DistributedDataParallel):

@@ -17,10 +17,10 @@ class TorchDDP:
     """The adapter of one DDP module."""
 
     can_wait_for_buffer = True
+    _session: Session  # while it is installed
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group = ddp, ddp.module, ddp.process_group
-        self._session: Session | None = None
         self.parameters = reduced_parameters(ddp)
         self._names = {id(p): name for name, p in self.parameters.items()}
 
@@ -38,11 +38,13 @@ class TorchDDP:
                 self._ddp._comm_hooks.clear()  # a note for the python reducer, which a copy would take along
             state.dense = DenseBuckets(self._ddp)
             setattr(self._ddp, HOOK_ATTRIBUTE, state)
-        state.adapter, self._session, self._futures = self, session, []
+        state.adapter, self._session = self, session
+        self._futures: list[tuple[torch.futures.Future, torch.Tensor]] = []  # of this step
 
     def remove(self) -> None:
         """Let DDP reduce as it would without a hook."""
-        getattr(self._ddp, HOOK_ATTRIBUTE).adapter = self._session = None
+        getattr(self._ddp, HOOK_ATTRIBUTE).adapter = None
+        del self._session
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Called by DDP with each bucket, in the same order on all ranks."""
@@ -65,7 +67,7 @@ class TorchDDP:
         return future
 
 
-def _raise_after_backward(error):
+def _raise_after_backward(error: Exception) -> None:
     """Raise when DDP has finished its backward pass, so that another can follow.
 
     DDP queues its own end after the last hook; the error is queued behind it.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -29,7 +30,8 @@ def check_states(
 ) -> list[Mapping]:
     """`state` as a list: this rank's own state, or the list of the states of all ranks of a run.
 
-    group: the ranks that continue; with a list it may be None. parameters, part: of this rank (see `model_part`).
+    group: the ranks that continue; None: it is not checked that a single state is that of this rank. parameters, part: of
+    this rank (see `model_part`).
     ValueError: a state belongs to something else.
     """
     is_single = isinstance(state, Mapping)
@@ -49,13 +51,8 @@ def check_states(
         raise ValueError("the list of states is empty")
     one, numbers = states[0], [each["rank"] for each in states]
     count = one["ranks"]
-    if is_single and count != group.size():
-        raise ValueError(
-            f"the state of one of {count} ranks, and here are {group.size()}: give load_state_dict the list of all "
-            f"{count} ranks' states, whose mean residual every rank then takes"
-        )
-    if is_single and one["rank"] != group.rank():
-        raise ValueError(f"the state of rank {one['rank']}, and this is rank {group.rank()}")
+    if is_single and group is not None:
+        _check_rank(one, group)
     if not is_single and sorted(numbers) != list(range(count)):
         raise ValueError(f"{len(states)} states of ranks {numbers}, and there were {count} ranks")
     for each in states:
@@ -67,7 +64,19 @@ def check_states(
     return states
 
 
-def _check(state, sizes) -> None:
+def _check_rank(state: Mapping, group: ProcessGroup) -> None:
+    """ValueError: the state is that of another rank, or of a run with another number of ranks."""
+    count = state["ranks"]
+    if count != group.size():
+        raise ValueError(
+            f"the state of one of {count} ranks, and here are {group.size()}: give load_state_dict the list of all "
+            f"{count} ranks' states, whose mean residual every rank then takes"
+        )
+    if state["rank"] != group.rank():
+        raise ValueError(f"the state of rank {state['rank']}, and this is rank {group.rank()}")
+
+
+def _check(state: object, sizes: Mapping[str, int]) -> None:
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"not a state of SparseFusion of version {VERSION}")
     if missing := sorted(KEYS - set(state)):
@@ -91,7 +100,7 @@ def _check(state, sizes) -> None:
         _check_candidates(state["candidates"])
 
 
-def _check_residual(name, residual, sizes) -> None:
+def _check_residual(name: str, residual: object, sizes: Mapping[str, int]) -> None:
     if not isinstance(residual, torch.Tensor):
         raise ValueError(f"a state whose residual of {name!r} is a {type(residual).__name__}")
     if sizes.get(name) != residual.numel():
@@ -102,7 +111,7 @@ def _check_residual(name, residual, sizes) -> None:
         )
 
 
-def _check_candidates(candidates) -> None:
+def _check_candidates(candidates: Any) -> None:
     """Check the plans that take turns, their predictions, and the progress of their trial."""
     try:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}

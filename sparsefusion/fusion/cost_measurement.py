@@ -4,6 +4,7 @@ All ranks measure together, and take the mean over the ranks, so that all of the
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import collective_calls, repetitions, timed
+from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Unit
@@ -71,7 +73,7 @@ def measure_costs(
     )  # fmt: skip
 
 
-def measure_fabric(group, device, operations) -> "SampledFabric":
+def measure_fabric(group: ProcessGroup, device: torch.device, operations: Iterable[str]) -> "SampledFabric":
     """Measure collectives at a few sizes, up to 2 MB or SLOW_S; two of them take 0.6 seconds at 200 mbit."""
     names = sorted(operations)
     calls, points = collective_calls(group, names, device), {name: [] for name in names}
@@ -87,7 +89,7 @@ def measure_fabric(group, device, operations) -> "SampledFabric":
     return SampledFabric(points)
 
 
-def _reduce_scatter(group, device, nbytes):
+def _reduce_scatter(group: ProcessGroup, device: torch.device, nbytes: int) -> Callable[[], object]:
     """torch's reduce-scatter, which frameworks call; on gloo it sends as much as an all-reduce."""
     part = torch.zeros(-(-nbytes // (4 * group.size())), device=device)
     return partial(dist.reduce_scatter_tensor, part, part.repeat(group.size()), group=group)
@@ -114,38 +116,36 @@ class SampledFabric:
         return after + (slope if nbytes <= large else max(0.0, slope)) * (nbytes - large)
 
 
-def _time_selection(numel, dtype, compression, device) -> float:
+def _time_selection(numel: int, dtype: torch.dtype, compression: CompressionSettings, device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the training
     gradients = {"gradient": torch.randn(numel, device=device, generator=generator).to(dtype)}
-    reducer, unit = (
-        Reducer(None, compression.sparsifier),
-        Unit(("gradient",), numel, max(1, int(compression.density * numel))),
-    )
-    return _median(lambda: reducer.feedback.select(unit, gradients, 1.0), device)
+    feedback = ErrorFeedback(compression.sparsifier)
+    unit = Unit(("gradient",), numel, max(1, int(compression.density * numel)))
+    return _median(lambda: feedback.select(unit, gradients, 1.0), device)
 
 
-def _time_message(group, dtype, compression, device) -> float:
+def _time_message(
+    group: ProcessGroup, dtype: torch.dtype, compression: CompressionSettings, device: torch.device
+) -> float:
     """The time of a small sparse message, with its selection and its transfer: the median of seven, after a warm-up."""
-    reducer, unit = (
-        Reducer(group, compression.sparsifier, compression.wire),
-        Unit(("gradient",), SMALLEST, SMALL_MESSAGE),
-    )
+    reducer = Reducer(group, compression.sparsifier, compression.wire)
+    unit = Unit(("gradient",), SMALLEST, SMALL_MESSAGE)
     gradients = {"gradient": torch.ones(SMALLEST, dtype=dtype, device=device)}
     return _median(lambda: reducer.start([unit], gradients).wait(), device, 7)
 
 
-def _time_adding(numel, k, device) -> float:
+def _time_adding(numel: int, k: int, device: torch.device) -> float:
     indices = (torch.arange(k, device=device) * (numel // k)).int()
     values, target = torch.ones(k, device=device), torch.zeros(numel, device=device)
     return _median(lambda: add_at([target], values, indices), device)
 
 
-def _time_copy(numel, device) -> float:
+def _time_copy(numel: int, device: torch.device) -> float:
     source, target = torch.zeros(2, numel, device=device).unbind()
     return _median(lambda: target.copy_(source), device)
 
 
-def _median(function, device, count=3) -> float:
+def _median(function: Callable[[], object], device: torch.device, count: int = 3) -> float:
     """The median time of `count` calls, after a warm-up."""
     run = timed(function, device)
     run()

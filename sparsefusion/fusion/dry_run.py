@@ -41,7 +41,7 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _bytes(plan, compression, timeline) -> int:
+def _bytes(plan: Plan, compression: CompressionSettings, timeline: Timeline) -> int:
     if plan.mode in FRAMEWORK_BUCKET_MODES:
         return timeline.numel * (2 if plan.mode == "fp16" else timeline.sent_itemsize)
     dense, sparse, _ = plan.sent_elements
@@ -49,5 +49,5 @@ def _bytes(plan, compression, timeline) -> int:
     return dense * timeline.itemsize + compression.sent_bytes(sparse, timeline.itemsize, filled)
 
 
-def _plural(count, what) -> str:
+def _plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"

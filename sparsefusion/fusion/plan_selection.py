@@ -1,6 +1,6 @@
 """How a `SparseFusion` comes to its plan: profile dense steps, plan on one rank, and let plans that are close take turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -102,7 +102,7 @@ class PlanSelection:
             compression, model.ranks, model.dtype.itemsize, model.sent_itemsize, reduce_scatters, than_fp16
         )
 
-    def _too_large(self, what) -> str:
+    def _too_large(self, what: str) -> str:
         density = self.options.compression.density
         return f"{what} would not send clearly less, on {self.session.plan.ranks} ranks with density {density}"
 
@@ -206,9 +206,11 @@ class PlanSelection:
         self.session.plan, self.is_final = plan.for_ranks(self.model.ranks), True
         self._warm_up([self.session.plan])
 
-    def _warm_up(self, plans) -> None:
+    def _warm_up(self, plans: Iterable[Plan]) -> None:
         steps, density = self.options.density_warmup, self.options.compression.density
         if steps and any(plan.buffers for plan in plans):
+            if self.sparse_since is None:  # a plan from a checkpoint, of a run that had sent nothing sparse yet
+                self.sparse_since = self.session.step
             self.session.observers.append(DensityWarmup(density, steps, self.sparse_since, self.sends_less))
 
     def accepts(self, plan: Plan, budget: str) -> bool:

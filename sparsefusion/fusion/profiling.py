@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from statistics import median_low
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,7 +35,7 @@ class Clock:
         event.record()
         return event
 
-    def seconds(self, start, end) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         """The time between two marks; on CUDA it waits for the stream."""
         if not self._is_cuda:
             return end - start
@@ -72,7 +73,7 @@ class Profiler(StepObserver):
             if p.requires_grad
         ]
 
-    def _ready_hook(self, name):
+    def _ready_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def note_ready(_):
             self._ready_marks[name] = self._clock.mark()
 
@@ -114,7 +115,7 @@ class Profiler(StepObserver):
             hook.remove()
         session.observers.remove(self)
 
-    def _timeline(self, waits) -> Timeline:
+    def _timeline(self, waits: bool) -> Timeline:
         """The medians of the steps, averaged over the ranks, and the atoms of the last step.
 
         A gradient that was never handed over counts as the last one. Of two medians the lower one is taken, because

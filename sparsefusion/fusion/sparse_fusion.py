@@ -6,7 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from sparsefusion.adapters.attachment import NotCopied
-from sparsefusion.adapters.dispatch import adapter_for
+from sparsefusion.adapters.dispatch import Adapter, adapter_for
 from sparsefusion.adapters.refusals import refuse_gradients, refuse_options
 from sparsefusion.adapters.target_groups import target_groups
 from sparsefusion.collectives.counted import Counter
@@ -138,7 +138,7 @@ class SparseFusion:
         setattr(target, ATTACHED, NotCopied(self))
         selection.start()
 
-    def _session_for(self, adapter) -> Session:
+    def _session_for(self, adapter: Adapter) -> Session:
         compression = self._options.compression
         sizes = {name: p.numel() for name, p in adapter.parameters.items()}
         device = next(iter(adapter.parameters.values())).device
@@ -211,7 +211,7 @@ class SparseFusion:
         selection, session = self._attached, self._attached.session
         session.finish_skipped_step()
         has_plan = selection.is_final and not session.pending_comparison
-        trial = selection.trial
+        trial, candidates = selection.trial, selection.candidates
         return {
             "version": VERSION,
             "ranks": session.reducer.group.size(),
@@ -222,7 +222,7 @@ class SparseFusion:
             "sparse_since": selection.sparse_since,
             "budget": self._options.compression.budget,
             "plan": session.plan.to_json() if has_plan else None,
-            "candidates": trial and {**selection.candidates, "trial": trial.progress},
+            "candidates": {**candidates, "trial": trial.progress} if trial and candidates else None,
             "half_scale": session.reducer.fp16_scale.value,
             "residuals": {name: residual.clone() for name, residual in session.reducer.feedback.residuals.items()},
         }
@@ -275,6 +275,6 @@ class SparseFusion:
             selection.start()
 
 
-def _is_replicated(parameter) -> bool:
+def _is_replicated(parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter lacks the marks of tensor parallelism."""
     return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -31,7 +31,7 @@ def close_modes(seconds: Mapping[str, float]) -> list[str]:
 
     If dense is close, it takes part, because its time from the profile may differ from its time during the trial.
     """
-    order = sorted(seconds, key=seconds.get)
+    order = sorted(seconds, key=lambda mode: seconds[mode])
     if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
         order.remove("offload")  # the same plan, with a thread that is waited for
     close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]]
@@ -73,7 +73,7 @@ class Trial(StepObserver):
         samples = {mode: [*seconds] for mode, seconds in self._samples.items()}
         return {"samples": samples, "rounds": [*self._rounds], "turns": list(self._seconds)}
 
-    def _begin_round(self, session, modes):
+    def _begin_round(self, session: Session, modes: Sequence[str]) -> None:
         self._turns = [mode for mode in modes for _ in range(STEPS)]
         self._seconds = {mode: [] for mode in modes}
         session.plan = self._plans[modes[0]]  # the best, as far as is known
@@ -95,32 +95,36 @@ class Trial(StepObserver):
         else:
             self._end_round(session)
 
-    def _end_round(self, session):
-        """Compare the medians of the slowest rank, which are the same numbers on all ranks."""
+    def _end_round(self, session: Session) -> None:
+        """Begin another round with the plans that may be the fastest, or decide."""
         for mode, seconds in self._seconds.items():
             self._samples.setdefault(mode, []).extend(seconds)
-        medians = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
-        medians = torch.tensor(medians, dtype=torch.float64, device=session.device)
-        for group in filter(None, (session.reducer.group, session.model_group)):
-            medians = all_reduce(medians, group, op=dist.ReduceOp.MAX)
-        medians = iter(medians.tolist())
-        self._rounds.append({mode: next(medians) for mode in self._seconds})
-        seconds = {mode: next(medians) for mode in self._samples}
-        best, *others = sorted(self._seconds, key=seconds.get)
-        slowest = (1 + BEHIND / len(self._rounds) ** WANING) * seconds[best]
+        of_round, of_all = self._slowest_medians(session)
+        self._rounds.append(of_round)
+        best, *others = sorted(self._seconds, key=lambda mode: of_all[mode])
+        slowest = (1 + BEHIND / len(self._rounds) ** WANING) * of_all[best]
         relative = self._relative_to_dense(best)
         is_certain = sum(each <= WORTH for each in relative) >= MOSTLY * len(relative)
-        is_known = len(self._rounds) >= LEAST or CLOSE * seconds[best] <= seconds.get("dense", self._dense)
-        remaining = [best, *(mode for mode in others if seconds[mode] <= slowest)]
+        is_known = len(self._rounds) >= LEAST or CLOSE * of_all[best] <= of_all.get("dense", self._dense)
+        remaining = [best, *(mode for mode in others if of_all[mode] <= slowest)]
         if not (is_certain and is_known) and "dense" not in remaining:
             remaining = [*remaining[: MOST - 1], "dense"]
         if len(remaining) > 1 and len(self._rounds) < ROUNDS:
             self._begin_round(session, remaining)
             return
         session.observers.remove(self)
-        self._done(best if median(relative) <= WORTH else "dense", {"dense": self._dense, **seconds})
+        self._done(best if median(relative) <= WORTH else "dense", {"dense": self._dense, **of_all})
 
-    def _relative_to_dense(self, mode) -> list[float]:
+    def _slowest_medians(self, session: Session) -> tuple[dict[str, float], dict[str, float]]:
+        """{mode: median seconds of the slowest rank} of this round, and of all rounds; the same numbers on all ranks."""
+        local = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
+        medians = torch.tensor(local, dtype=torch.float64, device=session.device)
+        for group in filter(None, (session.reducer.group, session.model_group)):
+            medians = all_reduce(medians, group, op=dist.ReduceOp.MAX)
+        slowest = iter(medians.tolist())
+        return {mode: next(slowest) for mode in self._seconds}, {mode: next(slowest) for mode in self._samples}
+
+    def _relative_to_dense(self, mode: str) -> list[float]:
         """The time of a mode relative to dense in each round in which both took part.
 
         If dense took part in none, it is relative to the profiled dense step, in all rounds of the mode.

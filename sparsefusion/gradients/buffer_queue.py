@@ -20,13 +20,14 @@ class BufferQueue:
 
     def __init__(self, reducer: Reducer, sizes: Mapping[str, int]):
         self._reducer, self._sizes = reducer, sizes
-        self._plan: Plan | None = None
-        self._scale, self._density_ratio = 1.0, 1.0
+        self._buffers: tuple[Buffer, ...] = ()
+        self._is_interleaved, self._scale, self._density_ratio = False, 1.0, 1.0
         self.clear()
 
     def begin(self, plan: Plan, scale: float, density_ratio: float) -> None:
         """Start an empty step. scale: the loss scale. density_ratio: every k of the plan is multiplied by it."""
-        self._plan, self._scale, self._density_ratio = plan, scale, density_ratio
+        self._buffers, self._is_interleaved = plan.buffers, plan.mode == "interleaved"
+        self._scale, self._density_ratio = scale, density_ratio
         self.clear()
 
     def clear(self) -> None:
@@ -79,8 +80,8 @@ class BufferQueue:
 
     def _send(self, complete_only: bool) -> None:
         """Send what has arrived, in the order of the plan; complete_only: up to the first incomplete buffer."""
-        while self._next < len(self._plan.buffers):
-            buffer = self._plan.buffers[self._next]
+        while self._next < len(self._buffers):
+            buffer = self._buffers[self._next]
             is_incomplete = any(name not in self._arrived and name not in self._started for name in buffer.names)
             if is_incomplete and complete_only:
                 return
@@ -93,9 +94,9 @@ class BufferQueue:
 
     def _send_early(self) -> None:
         """Send the early units of the next buffer, if all of their gradients are ready."""
-        if self._next == len(self._plan.buffers):
+        if self._next == len(self._buffers):
             return
-        units = [unit for unit in self._plan.buffers[self._next].units if unit.early]
+        units = [unit for unit in self._buffers[self._next].units if unit.early]
         names = [name for unit in units for name in unit.names]
         if names and all(name in self._early and name not in self._started for name in names):
             self._arrived |= {name: self._early[name] for name in names}
@@ -109,6 +110,6 @@ class BufferQueue:
             return
         units = [unit.with_density_ratio(self._density_ratio) for unit in Buffer(units).restricted_to(sizes).units]
         gradients = {name: self._arrived.pop(name) for name in sizes}
-        reduction = self._reducer.start(units, gradients, self._scale, self._plan.mode == "interleaved")
+        reduction = self._reducer.start(units, gradients, self._scale, self._is_interleaved)
         self._started |= dict.fromkeys(sizes, reduction)
         self.reductions.append(reduction)

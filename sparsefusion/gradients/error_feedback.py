@@ -3,7 +3,7 @@
 Residuals are flat, at least fp32, and belong to one rank. Sources: Seide et al., 2014; SSFusion, section II-C.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, compress
@@ -72,7 +72,9 @@ class ErrorFeedback:
             return self._select_random(unit, gradients, residuals, scale)
         return Selection(unit, *self._select_used(gradients, residuals, unit.k, 1 / scale))
 
-    def _select_used(self, gradients, residuals, k, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select_used(
+        self, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Values (k,) and indices (k,) of parameters that were used; some frameworks do not apply the mean of others."""
         used = [not is_zero(gradient) for gradient in gradients]
         if all(used):
@@ -91,11 +93,13 @@ class ErrorFeedback:
             indices[:count] = found + skipped_before[torch.bucketize(found, ends, right=True)]
         return values, indices
 
-    def _select_random(self, unit, gradients, residuals, scale) -> Selection:
+    def _select_random(
+        self, unit: Unit, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], scale: float
+    ) -> Selection:
         """Select the same indices on all ranks; then only values are sent, and an all-reduce adds them up."""
         for gradient, residual in zip(gradients, residuals, strict=True):
             residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
-        x = torch.cat(residuals)
+        x = torch.cat(list(residuals))
         indices = random_indices(unit.numel, unit.k, unit.names[0], self.step, x.device)
         values, is_unused = x[indices], _is_in_unused(gradients, indices)
         if is_unused is not None:
@@ -117,7 +121,7 @@ def is_zero(gradient: torch.Tensor) -> bool:
     return not (gradient[:: -(-len(gradient) // PROBED) or 1].any() or gradient.any())
 
 
-def _is_in_unused(gradients, indices) -> torch.Tensor | None:
+def _is_in_unused(gradients: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
     """Which indices, counted through all gradients, lie in a gradient that was not used; None: no gradient is unused."""
     unused = [is_zero(gradient) for gradient in gradients]
     if not any(unused):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import Counter, begin_all_reduce
+from sparsefusion.collectives.counted import Counter, Exchange, begin_all_reduce
 
 from .half_precision import from_fp16, largest_fp16, to_fp16
 from .nonfinite import largest
@@ -65,10 +65,10 @@ class Fp16Reduction:
         messages = [begin_all_reduce(each, group, counter) for each in encoded]
         self._written = [(flat, self._write_on_arrival(flat, each)) for flat, each in zip(flats, messages, strict=True)]
 
-    def _factor(self, flat) -> float:
+    def _factor(self, flat: torch.Tensor) -> float:
         return 1.0 if flat.dtype == torch.float16 else self._scale
 
-    def _write_on_arrival(self, flat, message):
+    def _write_on_arrival(self, flat: torch.Tensor, message: Exchange) -> torch.futures.Future:
         """A future of (largest mean, what was received or None). The callback sends nothing: order would be undefined."""
         (received,), (work,), factor = message.received, message.work, self._factor(flat)
 
@@ -100,7 +100,7 @@ class Fp16Reduction:
             self.maxima.append(largest_value)
 
 
-def _decoded(received, factor, like) -> torch.Tensor:
+def _decoded(received: torch.Tensor, factor: float, like: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(like)
     from_fp16(received, 1 / factor, out)
     return out

@@ -30,7 +30,7 @@ class Reducer:
     Attributes: feedback, the residuals of this rank; counter, what was sent; fp16_scale, of gradients sent in float16.
     """
 
-    def __init__(self, group: ProcessGroup | None, sparsifier: str = "dgc", wire: str = "fp32"):
+    def __init__(self, group: ProcessGroup, sparsifier: str = "dgc", wire: str = "fp32"):
         self.group, self.wire, self.feedback = group, wire, ErrorFeedback(sparsifier)
         self.counter, self.fp16_scale = Counter(), Fp16Scale()
 
@@ -62,7 +62,7 @@ class Reducer:
             selections = self._select_all(sparse, gradients, scale)
         return Reduction(self, dense, dense_message, selections, self._send(selections), gradients, scale)
 
-    def _send(self, selections) -> Exchange | None:
+    def _send(self, selections: Sequence[Selection]) -> Exchange | None:
         if not selections:
             return None
         if self.adds_up_values:
@@ -85,18 +85,15 @@ class Reducer:
         """Start averaging `flats`, of which the gradients are parts, in float16. Residuals take no part."""
         return Fp16Reduction(self.group, self.counter, gradients, flats, self.fp16_scale)
 
-    def _select_all(self, units, gradients, scale) -> list[Selection]:
+    def _select_all(
+        self, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor], scale: float
+    ) -> list[Selection]:
+        """Select from all units, in their order; from those that the plan offloads, in another thread at the same time."""
         # On CUDA the thread would have another stream.
-        in_thread = [unit.offload and not gradients[unit.names[0]].is_cuda for unit in units]
-        futures = [
-            self._worker.submit(self.feedback.select, unit, gradients, scale) if is_offloaded else None
-            for unit, is_offloaded in zip(units, in_thread, strict=True)
-        ]
-        here = [
-            None if future else self.feedback.select(unit, gradients, scale)
-            for unit, future in zip(units, futures, strict=True)
-        ]
-        return [future.result() if future else found for found, future in zip(here, futures, strict=True)]
+        in_thread = [unit for unit in units if unit.offload and not gradients[unit.names[0]].is_cuda]
+        futures = {unit.names: self._worker.submit(self.feedback.select, unit, gradients, scale) for unit in in_thread}
+        here = {unit.names: self.feedback.select(unit, gradients, scale) for unit in units if unit.names not in futures}
+        return [here[unit.names] if unit.names in here else futures[unit.names].result() for unit in units]
 
     @cached_property
     def _worker(self) -> ThreadPoolExecutor:
@@ -142,12 +139,12 @@ class Reduction:
             for selection, parts in zip(self._selections, self._parts(received), strict=True):
                 self._write(selection.unit, parts, self._scale / ranks)
 
-    def _write_dense(self, mean) -> None:
+    def _write_dense(self, mean: torch.Tensor) -> None:
         gradients = [self.gradients[name] for unit in self._dense_units for name in unit.names]
         for gradient, part in zip(gradients, mean.split([len(g) for g in gradients]), strict=True):
             gradient.copy_(part)
 
-    def _parts(self, received) -> list:
+    def _parts(self, received: torch.Tensor) -> list:
         """For each unit, [(values, indices)]: of every rank, or one pair that is the sum already."""
         if not self._reducer.adds_up_values:
             values, parts = self._reducer.sparse_message(self._selections).decode(received)
@@ -178,6 +175,6 @@ class Reduction:
                 self.maxima.append(largest(gradient))  # the sum may be outside of the range of its dtype
 
 
-def _accumulates_exactly(gradient) -> bool:
+def _accumulates_exactly(gradient: torch.Tensor) -> bool:
     """Whether means are added up in the dtype of the gradient itself."""
     return gradient.dtype == at_least_fp32(gradient.dtype)

@@ -4,7 +4,7 @@ An adapter calls `reduce` for each atom (the gradients that its framework hands 
 handles, and calls `end_step` when the step is over. Atoms arrive in the same order on all ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
@@ -113,7 +113,13 @@ class Session:
         self._reductions.append(reduction)
         return reduction
 
-    def _reduce_dense(self, gradients, flats, reduce_dense, factor) -> Waitable:
+    def _reduce_dense(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        flats: Sequence[torch.Tensor],
+        reduce_dense: Callable[[], Waitable | None],
+        factor: float,
+    ) -> Waitable:
         """Start averaging all elements of an atom, with its residuals added, in float16 or by the framework."""
         scale = self._step_scale.value
         self.reducer.feedback.flush(gradients, scale if self._uses_fp16 else scale / factor)
@@ -311,7 +317,9 @@ class QueuedAtom:
         self._queue.wait(self._names)
 
 
-def most_common_dtype(tensors, dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")) -> torch.dtype:
+def most_common_dtype(
+    tensors: Iterable[torch.Tensor], dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+) -> torch.dtype:
     """The dtype of most elements of these tensors."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors:

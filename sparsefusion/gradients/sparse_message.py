@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import pad
 
-from sparsefusion.collectives.wire_formats import padded, wire_format
+from sparsefusion.collectives.wire_formats import Cast, Int8, padded, wire_format
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.indices import decode_indices, encode_indices, index_bytes, index_dtype
 
@@ -85,16 +85,15 @@ class SparseMessage:
         *starts, numel = accumulate((s.unit.numel for s in self.selections), initial=0)
         return starts, numel
 
-    def _decode_values(self, encoded) -> torch.Tensor:
+    def _decode_values(self, encoded: torch.Tensor) -> torch.Tensor:
         """(rows, elements) of rows of encoded values."""
         format = wire_format(self.wire, self._dtype)
         return format.restore(format.decode(encoded, self._dtype), self.ranks)
 
 
-def clamp_to_format(values: torch.Tensor, format, ranks: int) -> torch.Tensor:
+def clamp_to_format(values: torch.Tensor, format: Cast | Int8, ranks: int) -> torch.Tensor:
     """Replace finite values that the format cannot represent by its largest value; the rest stays in the residual."""
-    dtype = getattr(format, "dtype", None)
-    if dtype is None or dtype.itemsize >= values.dtype.itemsize:
+    if isinstance(format, Int8) or format.dtype.itemsize >= values.dtype.itemsize:
         return values
-    limit = torch.finfo(dtype).max * (ranks if format.scaled else 1)
+    limit = torch.finfo(format.dtype).max * (ranks if format.scaled else 1)
     return values.where(~values.isfinite(), values.clamp(-limit, limit))

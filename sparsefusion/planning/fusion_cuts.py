@@ -4,15 +4,19 @@ The problem is that of Cupcake (Wang et al., MLSys 2023), solved exactly. Gradie
 group of them is computed and selected from, and then sent while the next group is computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 MOST_CUTS = 128  # positions for a cut that are all tried; of more, COARSE are tried first, and then shifted
 COARSE = 40
 
+Seconds = Callable[[int, int], float]  # of the gradients i to j - 1
 
-def find_opt_fusion(count: int, compute: Callable, send: Callable, weights=None) -> tuple[int, ...]:
+
+def find_opt_fusion(
+    count: int, compute: Seconds, send: Seconds, weights: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """The ends of the groups, ascending; the last one is `count`.
 
     compute(i, j), send(i, j): seconds of the group of gradients i to j - 1, not negative. weights (count,): with more
@@ -27,7 +31,7 @@ def find_opt_fusion(count: int, compute: Callable, send: Callable, weights=None)
     return _shift_cuts(list(_best_cuts(positions, compute, send)), compute, send)
 
 
-def finish_time(ends, compute: Callable, send: Callable) -> float:
+def finish_time(ends: Sequence[int], compute: Seconds, send: Seconds) -> float:
     """Seconds until the last message of these groups has arrived."""
     computed = sent = 0.0
     for i, j in zip((0, *ends), ends, strict=False):
@@ -36,7 +40,7 @@ def finish_time(ends, compute: Callable, send: Callable) -> float:
     return sent
 
 
-def _best_cuts(positions, compute, send) -> tuple[int, ...]:
+def _best_cuts(positions: Sequence[int], compute: Seconds, send: Seconds) -> tuple[int, ...]:
     """The best ends among `positions`, by dynamic programming over (computed, sent) times that no other one dominates."""
     computed, sent, place, origin = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int)
     for index, end in enumerate(positions[1:], 1):
@@ -53,14 +57,14 @@ def _best_cuts(positions, compute, send) -> tuple[int, ...]:
     return tuple(reversed(ends))
 
 
-def _pareto_front(computed, sent):
+def _pareto_front(computed: np.ndarray, sent: np.ndarray) -> np.ndarray:
     """The indices of states that are not dominated: none is earlier in both `computed` and `sent`."""
     order = np.lexsort((sent, computed))
     least = np.minimum.accumulate(sent[order])
     return order[np.concatenate([[True], sent[order][1:] < least[:-1]])]
 
 
-def _shift_cuts(ends, compute, send) -> tuple[int, ...]:
+def _shift_cuts(ends: list[int], compute: Seconds, send: Seconds) -> tuple[int, ...]:
     """Shift each cut once by one position, forward or back, if then the last message arrives earlier."""
     best = finish_time(ends, compute, send)
     for number in range(len(ends) - 1):

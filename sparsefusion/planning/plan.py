@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import torch
 
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
-from sparsefusion.collectives.wire_formats import padded, wire_format
+from sparsefusion.collectives.wire_formats import Cast, Int8, padded, wire_format
 
 FRAMEWORK_BUCKET_MODES = ("dense", "fp16")  # modes that reduce the framework's own buckets
 WIRES = tuple(format for format in FORMATS if format != "auto")
@@ -31,7 +31,7 @@ class Unit:
     offload: bool = False
     early: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.k <= self.numel:
             raise ValueError(f"k={self.k} of {self.names} must be from 0 to its {self.numel} elements")
 
@@ -82,7 +82,7 @@ class Plan:
     buffers: tuple[Buffer, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         modes = tuple(mode for mode in MODES if mode != "auto")
         for what, known in (("mode", modes), ("sparsifier", SPARSIFIERS), ("wire", WIRES)):
             if getattr(self, what) not in known:
@@ -164,5 +164,5 @@ def filled_values(wire: str, count: int) -> int:
 
 
 @cache
-def _format(wire, double):
+def _format(wire: str, double: bool) -> Cast | Int8:
     return wire_format(wire, torch.float64 if double else torch.float32)

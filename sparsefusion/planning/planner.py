@@ -5,14 +5,15 @@ Both depend on their arguments only, so ranks with the same arguments get the sa
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
 from .compression import CompressionSettings, bytes_per_element
 from .fusion_cuts import find_opt_fusion
 from .plan import FRAMEWORK_BUCKET_MODES, Buffer, Plan, Unit
-from .timeline import Costs, Load, Timeline, step_seconds
+from .timeline import Costs, Load, Tensor, Timeline, step_seconds
 
 SMALLEST_SPARSE, SMALLEST_SPARSE_DIMS = 2048, 2  # plans that may choose send smaller gradients dense
 LARGEST_DENSE = 0.05  # of all elements: a larger gradient is never sent dense to save its selection
@@ -20,6 +21,8 @@ SLACK = 1.01  # by this factor a step may become longer while Eq. 2 sends more g
 MOST_INDICES = 2**31 - 1  # elements that can have an index of 32 bits
 LEAST_COMPENSATION = 0.5  # the smallest share of the density that was asked for
 PAPER_FLOOR = 0.001
+
+Number = TypeVar("Number", int, float)
 
 
 def make_plans(
@@ -35,7 +38,15 @@ def make_plans(
     return {mode: _make_plan(mode, fused, chosen, compression, timeline, costs, can_send_early) for mode in modes}
 
 
-def _make_plan(mode, buffers, chosen, compression, timeline, costs, can_send_early) -> Plan:
+def _make_plan(
+    mode: str,
+    buffers: Sequence[Buffer],
+    chosen: Callable[[bool], Sequence[Buffer]],
+    compression: CompressionSettings,
+    timeline: Timeline,
+    costs: Costs,
+    can_send_early: bool,
+) -> Plan:
     """buffers: fused, with sparse units only. chosen(interleaved): the same with some units dense."""
     empty = Plan(mode, compression.sparsifier, compression.density, compression.wire, costs.ranks)
     if mode in FRAMEWORK_BUCKET_MODES:
@@ -65,7 +76,7 @@ def predict(plan: Plan, compression: CompressionSettings, timeline: Timeline, co
     )
 
 
-def _dense_loads(timeline, costs, in_fp16=False) -> list[Load]:
+def _dense_loads(timeline: Timeline, costs: Costs, in_fp16: bool = False) -> list[Load]:
     """The costs of the framework's own buckets; in_fp16: of their all-reduce in float16 instead."""
     tensors, loads = timeline.by_name(), []
     for atom in timeline.atoms:
@@ -81,12 +92,16 @@ def _dense_loads(timeline, costs, in_fp16=False) -> list[Load]:
     return loads
 
 
-def _buffer_loads(buffers, compression, timeline, costs) -> list[Load]:
+def _buffer_loads(
+    buffers: Sequence[Buffer], compression: CompressionSettings, timeline: Timeline, costs: Costs
+) -> list[Load]:
     tensors = timeline.by_name()
     return [_buffer_load(buffer, compression, tensors, timeline.itemsize, costs) for buffer in buffers]
 
 
-def _buffer_load(buffer, compression, tensors, itemsize, costs) -> Load:
+def _buffer_load(
+    buffer: Buffer, compression: CompressionSettings, tensors: Mapping[str, Tensor], itemsize: int, costs: Costs
+) -> Load:
     """What a buffer costs."""
     early = [unit for unit in buffer.units if unit.early]
     sent_early = sum(unit.numel for unit in early) * itemsize
@@ -105,12 +120,12 @@ def _buffer_load(buffer, compression, tensors, itemsize, costs) -> Load:
     )
 
 
-def _exchange(k, compression, itemsize, costs, filled=0) -> float:
+def _exchange(k: int, compression: CompressionSettings, itemsize: int, costs: Costs, filled: int = 0) -> float:
     """Seconds of sending k selected elements, which occupy `filled` values."""
     return costs.message(compression.operation, compression.sent_bytes(k, itemsize, filled))
 
 
-def _fuse_atoms(compression, timeline, costs) -> list[Buffer]:
+def _fuse_atoms(compression: CompressionSettings, timeline: Timeline, costs: Costs) -> list[Buffer]:
     """Buffers of one or more atoms, in which each gradient is sparse and a unit of its own."""
     tensors = timeline.by_name()
     units = [[_sparse_unit(tensors[name], compression.density) for name in atom] for atom in timeline.atoms]
@@ -135,12 +150,12 @@ def _fuse_atoms(compression, timeline, costs) -> list[Buffer]:
     return [Buffer(tuple(unit for atom in units[i:j] for unit in atom)) for i, j in zip((0, *ends), ends, strict=False)]
 
 
-def _sparse_unit(tensor, density) -> Unit:
+def _sparse_unit(tensor: Tensor, density: float) -> Unit:
     k = max(1, math.floor(density * tensor.numel)) if 0 < tensor.numel <= MOST_INDICES else 0
     return Unit((tensor.name,), tensor.numel, k)
 
 
-def _join_units(buffer, compression, tensors) -> Buffer:
+def _join_units(buffer: Buffer, compression: CompressionSettings, tensors: Mapping[str, Tensor]) -> Buffer:
     """The buffer with one unit and one k for all gradients, except those of which other ranks hold copies.
 
     A copy has a unit of its own: in a joint selection, the copies would compete with different gradients.
@@ -155,15 +170,17 @@ def _join_units(buffer, compression, tensors) -> Buffer:
     return Buffer((Unit(names, numel, max(1, math.floor(compression.density * numel))), *alone))
 
 
-def _prefix_sums(numbers) -> list:
+def _prefix_sums(numbers: Iterable[Number]) -> list[Number]:
     """Sums of the first 0, 1, ... numbers."""
-    found = [0]
+    found: list[Number] = [0]
     for number in numbers:
         found.append(found[-1] + number)
     return found
 
 
-def _choose_dense(buffers, compression, timeline, costs, interleaved) -> list[Buffer]:
+def _choose_dense(
+    buffers: Sequence[Buffer], compression: CompressionSettings, timeline: Timeline, costs: Costs, interleaved: bool
+) -> list[Buffer]:
     """Make dense what costs more to select than it saves, and by Eq. 2 more of each buffer; lower the other densities."""
     tensors = timeline.by_name()
     dense = {
@@ -199,7 +216,9 @@ def _choose_dense(buffers, compression, timeline, costs, interleaved) -> list[Bu
     return _compensate_density(buffers, compression, costs.ranks, timeline.itemsize)
 
 
-def _is_cheaper_dense(tensor, dense_numel, compression, timeline, costs) -> bool:
+def _is_cheaper_dense(
+    tensor: Tensor, dense_numel: int, compression: CompressionSettings, timeline: Timeline, costs: Costs
+) -> bool:
     """Whether the selection takes at least the time that it saves, where `dense_numel` elements are sent dense anyway."""
     dense = costs.all_reduce((dense_numel + tensor.numel) * timeline.itemsize) - costs.all_reduce(
         dense_numel * timeline.itemsize
@@ -209,12 +228,12 @@ def _is_cheaper_dense(tensor, dense_numel, compression, timeline, costs) -> bool
     return costs.select(tensor.numel) >= dense - sparse
 
 
-def _send_dense(buffer, names) -> Buffer:
+def _send_dense(buffer: Buffer, names: Collection[str]) -> Buffer:
     """The buffer with these parameters dense."""
     return Buffer(tuple(replace(u, k=0) if u.k and u.names[0] in names else u for u in buffer.units))
 
 
-def _count_excluded(units, backward, sending: Load, costs) -> int:
+def _count_excluded(units: Sequence[Unit], backward: float, sending: Load, costs: Costs) -> int:
     """How many of the smallest sparse units of a buffer Eq. 2 sends dense. sending: the costs of the previous buffer."""
     return count_excluded(
         [unit.numel for unit in units],
@@ -238,12 +257,14 @@ def count_excluded(sizes: Sequence[int], backward: float, selecting: Sequence[fl
     return count
 
 
-def _compensate_density(buffers, compression, ranks, itemsize) -> list[Buffer]:
+def _compensate_density(
+    buffers: Sequence[Buffer], compression: CompressionSettings, ranks: int, itemsize: int
+) -> list[Buffer]:
     """Lower the density of sparse units to make up for dense ones."""
     numbers = [unit.numel for buffer in buffers for unit in buffer.units if not unit.k]
     sparse = sum(unit.numel for buffer in buffers for unit in buffer.units if unit.k)
     if not sparse:
-        return buffers
+        return [*buffers]
     worth = 2 * itemsize / bytes_per_element(ranks, compression, itemsize)
     density = compensated_density(compression.density, sum(numbers), sparse, worth, compression.budget)
 
@@ -265,7 +286,9 @@ def compensated_density(density: float, dense: int, sparse: int, worth: float, b
     return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - worth * dense) / sparse))
 
 
-def _mark_early(buffers, compression, timeline, costs) -> list[Buffer]:
+def _mark_early(
+    buffers: Sequence[Buffer], compression: CompressionSettings, timeline: Timeline, costs: Costs
+) -> list[Buffer]:
     """In each buffer, send the first dense units early: as many as make the step shortest (SSFusion-I's l')."""
     tensors, loads, found = timeline.by_name(), _buffer_loads(buffers, compression, timeline, costs), []
     for number, buffer in enumerate(buffers):
@@ -283,7 +306,9 @@ def _mark_early(buffers, compression, timeline, costs) -> list[Buffer]:
     return found
 
 
-def _early_loads(load, dense, tensors, itemsize, costs) -> list[Load]:
+def _early_loads(
+    load: Load, dense: Sequence[Unit], tensors: Mapping[str, Tensor], itemsize: int, costs: Costs
+) -> list[Load]:
     """The costs of a buffer if the first 0, 1, ... of its dense units are sent early."""
     nbytes = [itemsize * numel for numel in _prefix_sums([unit.numel for unit in dense])]
     ready = [0.0, *(tensors[unit.names[0]].ready for unit in dense)]
@@ -292,7 +317,7 @@ def _early_loads(load, dense, tensors, itemsize, costs) -> list[Load]:
     return [load._replace(early=e, early_reduce=r, reduce=rest) for e, r, rest in zip(ready, reduce, late, strict=True)]
 
 
-def _mark_offloaded(plan, compression, timeline, costs) -> Plan:
+def _mark_offloaded(plan: Plan, compression: CompressionSettings, timeline: Timeline, costs: Costs) -> Plan:
     """Offload the sparse units whose selection another core can finish before the buffer is complete (SSFusion-O)."""
     tensors, buffers = timeline.by_name(), []
     for buffer in plan.buffers:

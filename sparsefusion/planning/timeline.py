@@ -73,7 +73,7 @@ class Costs:
     ranks: int
     select: Callable[[int], float]
     add: Callable[[int], float]
-    copy: Callable[[int], float]
+    copy: Callable[[float], float]
     factor: float = 1.0
     dense_operation: str = "all_reduce"
     per_message: float = 0.0

@@ -72,7 +72,9 @@ def test_a_loss_scale_that_fails_on_one_rank_fails_on_all(ranks, world):
             gradients = [p.grad for p in model.parameters()]
             assert same_on_all_ranks(gradients) and all(g.isfinite().all() for g in gradients), options
             scale.problem = KeyError("everywhere")
-            with pytest.raises(ValueError, match=r"^step 6: loss_scale\(\) failed: KeyError\('everywhere'\)$") as raised:
+            with pytest.raises(
+                ValueError, match=r"^step 6: loss_scale\(\) failed: KeyError\('everywhere'\)$"
+            ) as raised:
                 backward(model, 6, rank)
             assert raised.value.__cause__ is scale.problem
 

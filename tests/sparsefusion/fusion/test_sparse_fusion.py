@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from fused import Net, backward, batch, force, pending, plan, quiet, same_on_all_ranks, summed
 from sparsefusion import SPARSIFIERS
 from sparsefusion.collectives.counted import begin_all_gather
+from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.gradients.reducer import Reducer, Selection
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES, Plan, Unit
@@ -637,7 +638,7 @@ def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world)
 
 def test_what_is_pending_survives_a_narrow_format():
     """Residuals far below float16's smallest number, flushed into gradients that a loss scale has made larger."""
-    reducer, gradient = Reducer(None), torch.ones(10, dtype=torch.float16)
-    reducer.feedback.residuals["a"] = torch.full((10,), 1e-8)
-    reducer.feedback.flush({"a": gradient}, scale=2.0**20)
-    assert gradient.allclose(torch.tensor(1 + 1e-8 * 2**20).half()) and not reducer.feedback.residuals
+    feedback, gradient = ErrorFeedback(), torch.ones(10, dtype=torch.float16)
+    feedback.residuals["a"] = torch.full((10,), 1e-8)
+    feedback.flush({"a": gradient}, scale=2.0**20)
+    assert gradient.allclose(torch.tensor(1 + 1e-8 * 2**20).half()) and not feedback.residuals
