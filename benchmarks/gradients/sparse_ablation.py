@@ -1,14 +1,16 @@
-"""SSFusion's steps one by one, and what planning costs (about 15 min; root).
+"""The parts of SSFusion one by one, and how long planning takes (about 15 min; root).
 
-The claims: fusing brings most of it, choosing which gradients go whole something more; sending these while the others
-are selected brings nothing on a CPU. Planning 500 gradients in all modes, from what was measured to JSON, takes 50 ms at
-most. Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients, and they take turns, each a step that
-does not count and one that does, repeated if the hypervisor took the cores away in it; medians. Dense is torch's DDP as it
-comes; it, too, is measured in the buckets of 0.2 MB that the others are planned from. The last one is the plan of the one
-before, measured a second time.
+The claims: fusion brings most of the speed-up, and the choice of dense gradients some more; sending these while the others
+are selected brings nothing on a CPU. Planning 500 gradients in all modes, from measurements to JSON, takes at most 50 ms.
+
+Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients. They take turns. A turn is a step that does not
+count and one that does, and is repeated if the hypervisor took the cores away meanwhile; the table shows medians. `dense`
+is torch's DDP with its default buckets, and `in 0.2 MB` with the buckets from which the others are planned. The last
+contestant has the same plan as the one before, and so shows the spread.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -25,7 +27,7 @@ from sparsefusion.fabric.measurement import repetitions
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.fusion.dry_run import dry_run
 from sparsefusion.planning.compression import CompressionSettings
-from sparsefusion.planning.plan import Buffer, Plan
+from sparsefusion.planning.plan import Buffer, Plan, Unit
 from sparsefusion.planning.planner import calibrated_costs, make_plans, predict
 from sparsefusion.planning.timeline import Costs, Tensor, Timeline
 from sparsefusion.selection.indices import INDEX_BYTES
@@ -36,7 +38,7 @@ PLANNED = ((100, 10), (500, 20), (500, 128), (500, 500))  # gradients and bucket
 
 @dataclass(frozen=True)
 class Cell:
-    """Ranks behind links."""
+    """A number of ranks, and the rate of their links."""
 
     ranks: int
     rate: str
@@ -48,13 +50,13 @@ class Cell:
 CELLS = [Cell(2, "200mbit"), Cell(2, "1gbit"), Cell(4, "200mbit"), Cell(4, "1gbit")]
 
 
-def changed(plan: Plan, how) -> Plan:
-    """With `how` done to each buffer's units."""
-    return replace(plan, buffers=tuple(Buffer(tuple(map(how, buffer.units))) for buffer in plan.buffers))
+def map_units(plan: Plan, change: Callable[[Unit], Unit]) -> Plan:
+    """The plan with each of its units changed."""
+    return replace(plan, buffers=tuple(Buffer(tuple(map(change, buffer.units))) for buffer in plan.buffers))
 
 
-def density(plan: Plan, unit) -> int:
-    """The k that was asked for."""
+def uncompensated_k(plan: Plan, unit: Unit) -> int:
+    """The k of the density that was asked for."""
     return max(1, int(plan.density * unit.numel))
 
 
@@ -64,22 +66,22 @@ def dense(plan: Plan) -> Plan:
 
 
 def fused(plan: Plan) -> Plan:
-    """All gradients are sent sparsely."""
-    return changed(plan, lambda unit: replace(unit, k=density(plan, unit)))
+    """The plan with all gradients sparse."""
+    return map_units(plan, lambda unit: replace(unit, k=uncompensated_k(plan, unit)))
 
 
 def alone(plan: Plan) -> Plan:
-    """And every gradient in a message of its own."""
+    """The plan with all gradients sparse, and each in a message of its own."""
     return replace(plan, buffers=tuple(Buffer((unit,)) for buffer in fused(plan).buffers for unit in buffer.units))
 
 
 def selective(plan: Plan) -> Plan:
-    """What goes sparsely has the density that was asked for."""
-    return changed(plan, lambda unit: replace(unit, k=density(plan, unit)) if unit.k else unit)
+    """The plan whose sparse gradients have the density that was asked for."""
+    return map_units(plan, lambda unit: replace(unit, k=uncompensated_k(plan, unit)) if unit.k else unit)
 
 
 def interleaved(plan: Plan) -> Plan:
-    """What goes whole leaves before the rest is selected."""
+    """The plan whose dense gradients are sent before the others are selected."""
     return replace(plan, mode="interleaved")
 
 
@@ -97,17 +99,17 @@ class Dense:
         self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=1e-3)
 
     def step(self):
-        """One, on random tokens."""
+        """One training step on random tokens."""
         step(self.loss, self.optimizer)
 
     def sent(self) -> dict:
-        """Bytes that a rank sends in a step."""
+        """The bytes that a rank sends in a step."""
         ranks, numel = dist.get_world_size(), sum(p.numel() for p in self.loss.parameters())
         return {"bytes": 8 * (ranks - 1) / ranks * numel}
 
 
 class Contestant(Dense):
-    """One that is trained by a plan; None: by the one that is made here."""
+    """A copy of the model trained by a plan; None: by a selective plan that is made here."""
 
     def __init__(self, plan=None):
         super().__init__(bucket_cap_mb=BUCKET_MB)
@@ -119,7 +121,7 @@ class Contestant(Dense):
             self.step()
 
     def sent(self) -> dict:
-        """Bytes that a rank sends in a step, and in how many messages."""
+        """The bytes that a rank sends in a step, and the number of its messages."""
         plan, ranks = self.fusion.plan, dist.get_world_size()
         if not plan.buffers:
             return super().sent()
@@ -128,8 +130,8 @@ class Contestant(Dense):
         return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + INDEX_BYTES) * sparse), "messages": sum(messages)}
 
 
-def measure(out) -> None:
-    """One rank's part of a cell."""
+def measure(out: str) -> None:
+    """The part of one rank in the measurement of a cell."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
@@ -143,8 +145,8 @@ def measure(out) -> None:
     dist.destroy_process_group()
 
 
-def planning(count, buckets) -> float:
-    """Seconds from a timeline and costs to all modes' plans on another rank: so many gradients, links of 1 ms, 25 MB/s."""
+def planning_seconds(count: int, buckets: int) -> float:
+    """Seconds from a timeline and costs to the plans of all modes on another rank; links of 1 ms and 25 MB/s."""
     sizes = [768 * 3072, 256, 768, 24, 24, 24, 768 * 768, 768, 2304] * count
     tensors = [Tensor(f"w{i}", n, 2 if n > 4000 else 1, 0.1 + 1e-3 * i) for i, n in enumerate(sizes[:count])]
     each = -(-count // buckets)
@@ -153,21 +155,21 @@ def planning(count, buckets) -> float:
     points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
     fabric = SampledFabric({"all_reduce": points, "all_gather": points})
     costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
-    watched, compression, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), CompressionSettings(DENSITY), []
+    profiled, compression, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), CompressionSettings(DENSITY), []
     for _ in range(5):
         start = time.perf_counter()
-        right = calibrated_costs(costs, watched)
-        plans = make_plans(MODES[:-1], compression, watched, right, can_send_early=True)
-        seconds = {mode: predict(plan, compression, watched, right) for mode, plan in plans.items()}
-        dry_run(plans, seconds, compression, watched)
+        calibrated = calibrated_costs(costs, profiled)
+        plans = make_plans(MODES[:-1], compression, profiled, calibrated, can_send_early=True)
+        seconds = {mode: predict(plan, compression, profiled, calibrated) for mode, plan in plans.items()}
+        dry_run(plans, seconds, compression, profiled)
         for plan in plans.values():
             Plan.from_json(plan.with_predictions(seconds).to_json())
         found.append(time.perf_counter() - start)
     return median(found)
 
 
-def row(cell, measured) -> list[str]:
-    """A line of the ablation."""
+def row(cell: Cell, measured: list[dict]) -> list[str]:
+    """A row of the table: each contestant's speed-up over dense, and what it sends."""
     dense, *ours = measured
     texts = [f"{dense['seconds'] / each['seconds']:.2f}x" for each in ours]
     sent = [
@@ -181,10 +183,12 @@ def row(cell, measured) -> list[str]:
 
 
 def main() -> None:
-    """Measure every cell; publish both tables."""
+    """Measure every cell, and publish both tables."""
     rows = [row(cell, measure_cell(__file__, cell.ranks, cell.rate)) for cell in CELLS]
     publish("sparse-ablation", markdown(["ranks, links", "dense", *CONTESTANTS], rows))
-    lines = [[f"{count} in {buckets}", f"{1e3 * planning(count, buckets):.0f} ms"] for count, buckets in PLANNED]
+    lines = [
+        [f"{count} in {buckets}", f"{1e3 * planning_seconds(count, buckets):.0f} ms"] for count, buckets in PLANNED
+    ]
     publish("sparse-planning", markdown(["gradients, in buckets of the framework", "planning all modes"], lines))
 
 

@@ -1,9 +1,9 @@
-"""What a model learns with sparse gradients, per step and per second, behind 200 mbit (about 15 min; root).
+"""How a model learns with sparse gradients, per step and per second, on links of 200 mbit (about 15 min; root).
 
-The claims, of a Mamba-2 of 4 M parameters on the demo's text, two ranks, 400 steps: held-out loss at most 0.20 nats per byte
-above dense's at density 0.05, 0.30 at 0.01, both with 100 steps of density warm-up; error feedback is worth 0.05 at least;
-and in the time in which dense makes its steps, sparse gradients learn more. "Without error feedback" forgets residuals after
-each step.
+The claims, for a Mamba-2 of 4 M parameters on the demo's text, two ranks, and 400 steps: the held-out loss is at most 0.20
+nats per byte above that of dense gradients at density 0.05, and 0.30 at 0.01, both with 100 steps of density warm-up; error
+feedback improves it by at least 0.05; and sparse gradients learn more in the time that the dense steps take. The contestant
+without error feedback drops its residuals after each step.
 """
 
 import sys
@@ -48,8 +48,8 @@ CONTESTANTS = {
 }  # fmt: skip
 
 
-def measure(out, data, number) -> None:
-    """One rank's part: train one contestant."""
+def measure(out: str, data: str, number: str) -> None:
+    """The part of one rank in the training of one contestant."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     name = list(CONTESTANTS)[int(number)]
@@ -73,8 +73,8 @@ def measure(out, data, number) -> None:
     dist.destroy_process_group()
 
 
-def row(name, measured, dense) -> list[str]:
-    """A line of the table; the time is that of its steps."""
+def row(name: str, measured: dict, dense: dict) -> list[str]:
+    """A row of the table: steps, their time, the held-out loss, and the training loss when the dense steps end."""
     seconds = measured["seconds"][-1]
     at = next((i for i, s in enumerate(measured["seconds"]) if s > dense["seconds"][-1]), len(measured["seconds"])) - 1
     return [
@@ -85,16 +85,16 @@ def row(name, measured, dense) -> list[str]:
     ]
 
 
-def smooth(losses) -> list[float]:
-    """Running means."""
+def smooth(losses: list[float]) -> list[float]:
+    """Exponential moving averages of losses."""
     found = [losses[0]]
     for loss in losses[1:]:
         found.append(0.95 * found[-1] + 0.05 * loss)
     return found
 
 
-def plot(results) -> None:
-    """Training loss by steps and by seconds."""
+def plot(results: dict[str, dict]) -> None:
+    """Plot the training loss over steps and over seconds."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for name, each in results.items():
         shown = slice(None, None, SHOWN_EVERY)
@@ -107,7 +107,7 @@ def plot(results) -> None:
 
 
 def main() -> None:
-    """Train them all; publish table and plot."""
+    """Train all contestants, and publish the table and the plot."""
     sys.path.insert(0, str(ROOT / "examples"))
     from corpus import write_corpus
 

@@ -1,13 +1,14 @@
-"""Sparse gradients against dense ones, torch's fp16 hook and PowerSGD, behind slow links (about 105 min; root).
+"""Sparse gradients compared with dense ones, torch's fp16 hook and PowerSGD, on slow links (about 105 min; root).
 
-The claims, of a Mamba-2 of 4 M parameters in torch's DDP at density 0.01: `auto` makes a step at least 4 times as fast as
-dense at 200 mbit on 2 ranks (where no messages at all make it 5 times as fast), 3 times on 4, 1.15 times at 1 gbit, and
-takes at most 1/0.95 of the best mode's time wherever links are limited. Every contestant has two copies of the model, ours
-the same two for all modes, and they take turns in the same processes; before each step is one that does not count, in which
-the model comes back into the caches; medians of 10 turns, and of 30 of those that are close to the fastest. Where the plan
-that `auto` took in a copy is the one that its mode made there, too, the turns of both are those of each: behind the best
-mode it is by its choice or its plan alone. Dense runs twice: the difference is the spread. A turn in which the hypervisor
-took the cores away is repeated.
+The claims, for a Mamba-2 of 4 M parameters in torch's DDP at density 0.01: with `auto`, a step is at least 4 times as fast
+as a dense one at 200 mbit on 2 ranks (without any messages it is 5 times as fast), 3 times on 4, and 1.15 times at 1 gbit;
+and it takes at most 1/0.95 of the best mode's time wherever links are limited.
+
+Every contestant has two copies of the model; all modes of SparseFusion share the same two. The contestants take turns in
+the same processes. Before each measured step is one that does not count, which brings the model back into the caches. A
+turn in which the hypervisor took the cores away is repeated. The table shows medians of 10 turns, and of 30 for contestants close
+to the fastest. Where the plan that `auto` chose in a copy is also the plan of its mode there, both count the turns of either,
+so `auto` can differ from the best mode only by its choice or its plan. Dense runs twice: the difference is the spread.
 """
 
 import sys
@@ -36,18 +37,18 @@ import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "sparse_gradients.png"
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 5, 10, 0.01, 4  # turns of each copy
-CLOSE = 1.5  # times the fastest one's seconds: whoever takes less has more turns
+CLOSE = 1.5  # contestants that take less than this many times the fastest one's seconds have more turns
 PROFILED = 5  # dense steps
-SETTLED = PROFILED + 1  # steps until a plan is in force
-THEIRS = ("dense", "dense again", "no messages", "torch fp16", "PowerSGD")
-OURS = ("fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
-SHOWN = (*THEIRS[3:], *OURS)
-COPIES = 2  # of the model for each of theirs, and for all of ours together
+STEPS_TO_PLAN = PROFILED + 1  # steps until a plan is in force
+PEERS = ("dense", "dense again", "no messages", "torch fp16", "PowerSGD")
+SPARSE_FUSION_MODES = ("fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
+SHOWN = (*PEERS[3:], *SPARSE_FUSION_MODES)
+COPIES = 2  # of the model: for each peer, and for all modes of SparseFusion together
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Ranks behind links, and the model's width; 256 tokens on each rank."""
+    """A number of ranks, the rate of their links, and the width of the model. Each rank has 256 tokens."""
 
     ranks: int
     rate: str
@@ -67,7 +68,7 @@ CELLS = [Cell(ranks, rate, hidden) for (ranks, hidden), rates in RATES.items() f
 
 
 class Copy:
-    """A copy of the model that is trained in one way."""
+    """A copy of the model, trained by one contestant."""
 
     def __init__(self, name, hidden):
         options = {"bucket_cap_mb": 1000} if name == "PowerSGD" else {}
@@ -79,29 +80,29 @@ class Copy:
         elif name == "PowerSGD":
             state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.loss.register_comm_hook(state, powerSGD_hook)
-        self.steps(SETTLED)
+        self.steps(STEPS_TO_PLAN)
 
     def step(self):
-        """One on this rank's random tokens."""
+        """One training step on random tokens of this rank."""
         step(self.loss, self.optimizer)
 
     def steps(self, count) -> float:
-        """Seconds of so many."""
+        """Seconds of so many steps."""
         return sum(timed(self.step)() for _ in range(count))
 
     def turn(self) -> float:
-        """Seconds of one in the caches."""
+        """Seconds of a step with the model in the caches."""
         return warm_turn(self.step)
 
 
-class Ours(Copy):
-    """One that SparseFusion trains: by the plan of each mode in its turn, so that all of them use the same memory."""
+class SparseFusionCopy(Copy):
+    """A copy that SparseFusion trains, by the plan of each mode in its turn, so that all of them use the same memory."""
 
     def __init__(self, hidden):
         super().__init__("ours", hidden)
-        self.plans = {mode: self._plan(mode) for mode in OURS[:-1]}
+        self.plans = {mode: self._plan(mode) for mode in SPARSE_FUSION_MODES[:-1]}
         self._fusion = self._attached("auto")
-        self.finding_out = self._found_out()
+        self.finding_out = self._decision_seconds()
         self.auto = self._fusion.plan
         self.plans["auto"] = self.auto
 
@@ -110,21 +111,21 @@ class Ours(Copy):
 
     def _plan(self, mode):
         fusion = self._attached(mode)
-        self.steps(SETTLED)
+        self.steps(STEPS_TO_PLAN)
         plan = fusion.plan
         fusion.detach()
         return plan
 
-    def _found_out(self) -> float:
-        """Seconds that auto took to decide: for its measurements, and for turns of plans that are slower than its choice."""
-        watched, turns = [self.steps(1) for _ in range(PROFILED)], {}
+    def _decision_seconds(self) -> float:
+        """Seconds that auto took to decide: those of its measurements, and of steps of plans slower than its choice."""
+        profiled, turns = [self.steps(1) for _ in range(PROFILED)], {}
         for _ in range(longest_trial_steps() + 2):
             turns.setdefault(self._fusion.plan.mode, []).append(self.steps(1))
         chosen = mean(turns[self._fusion.plan.mode])
-        return watched[-1] - median(watched[:-1]) + sum(sum(each) - len(each) * chosen for each in turns.values())
+        return profiled[-1] - median(profiled[:-1]) + sum(sum(each) - len(each) * chosen for each in turns.values())
 
     def turn_of(self, mode) -> float:
-        """Seconds of a step in that mode."""
+        """Seconds of a step by the plan of a mode."""
         self._fusion.load_state_dict(self._fusion.state_dict() | {"plan": self.plans[mode].to_json()})
         if self._fusion.plan != self.plans[mode]:
             raise RuntimeError(f"the plan of {mode} was not taken")
@@ -132,34 +133,34 @@ class Ours(Copy):
 
 
 def measured(turns, group) -> dict[str, list]:
-    """{name: seconds of each copy's steps}, the same on every rank. turns: {name: a function for each copy}."""
+    """{name: [seconds of the steps of each copy]}, the same on every rank. turns: {name: a function for each copy}."""
 
     def rows(names, count):
         found = repetitions([turn for name in names for turn in turns[name]], group, "cpu", count).T.tolist()
         return {name: [found.pop(0) for _ in turns[name]] for name in names}
 
     seconds = rows(turns, TURNS)
-    fastest = min(middle(row) for row in seconds.values())
-    close = [name for name, row in seconds.items() if middle(row) < CLOSE * fastest]
+    fastest = min(median_of_copies(row) for row in seconds.values())
+    close = [name for name, row in seconds.items() if median_of_copies(row) < CLOSE * fastest]
     for name, more in rows(close, CLOSE_TURNS).items():
         seconds[name] = [first + then for first, then in zip(seconds[name], more, strict=True)]
     return seconds
 
 
-def middle(rows) -> float:
-    """The median of all copies' steps."""
+def median_of_copies(rows) -> float:
+    """The median of the steps of all copies."""
     return median(chain.from_iterable(rows))
 
 
 def measure(out, number) -> None:
-    """One rank's part of a cell."""
+    """The part of one rank in the measurement of a cell."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     hidden = CELLS[int(number)].hidden
-    turns = {name: [Copy(name, hidden).turn for _ in range(COPIES)] for name in THEIRS}
-    ours = [Ours(hidden) for _ in range(COPIES)]
-    turns |= {mode: [partial(copy.turn_of, mode) for copy in ours] for mode in OURS}
+    turns = {name: [Copy(name, hidden).turn for _ in range(COPIES)] for name in PEERS}
+    ours = [SparseFusionCopy(hidden) for _ in range(COPIES)]
+    turns |= {mode: [partial(copy.turn_of, mode) for copy in ours] for mode in SPARSE_FUSION_MODES}
     seconds, autos = measured(turns, dist.group.WORLD), [copy.auto for copy in ours]
     for place, copy in enumerate(ours):
         mode, own = copy.auto.mode, copy.plans.get(copy.auto.mode)  # none of dense, which is DDP without us
@@ -167,7 +168,8 @@ def measure(out, number) -> None:
             seconds["auto"][place] = seconds[mode][place] = seconds["auto"][place] + seconds[mode][place]
     if dist.get_rank() == 0:
         write_result(out, {
-            "seconds": {name: middle(rows) for name, rows in seconds.items()}, "chosen": [auto.mode for auto in autos],
+            "seconds": {name: median_of_copies(rows) for name, rows in seconds.items()},
+            "chosen": [auto.mode for auto in autos],
             "predicted": median(auto.predicted[auto.mode] for auto in autos),
             "finding_out": median(copy.finding_out for copy in ours),
             "numel": sum(p.numel() for p in ours[0].loss.parameters()),
@@ -176,10 +178,10 @@ def measure(out, number) -> None:
 
 
 def row(cell: Cell, measured: dict) -> list[str]:
-    """A line of the table."""
+    """A row of the table."""
     seconds = measured["seconds"]
     dense, again = seconds["dense"], seconds["dense again"]
-    best = min(seconds[name] for name in ("dense", *OURS[:-1]))
+    best = min(seconds[name] for name in ("dense", *SPARSE_FUSION_MODES[:-1]))
     chosen = "/".join(dict.fromkeys(measured["chosen"]))
     return [
         f"{measured['numel'] / 1e6:.1f} M, {cell}",
@@ -194,7 +196,7 @@ def row(cell: Cell, measured: dict) -> list[str]:
 
 
 def plot(results: dict) -> None:
-    """Times dense's speed, by cell."""
+    """Plot the speed relative to dense, by cell."""
     figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
     names = ["torch fp16", "PowerSGD", "layerwise", "auto"]
     for number, name in enumerate(names):
@@ -211,7 +213,7 @@ def plot(results: dict) -> None:
 
 
 def main() -> None:
-    """Measure every cell, or those whose numbers are given; publish the table and the plot of all."""
+    """Measure every cell, and publish table and plot; or measure the cells whose numbers are given, and print the table."""
     results = measured_cells(__file__, CELLS)
     header = [
         "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured",

@@ -1,8 +1,6 @@
-"""The adapter of DeepSpeed's engine, ZeRO 0 and 1: a session reduces one bucket after the other.
+"""The adapter of DeepSpeed's engine, ZeRO 0 and 1. It does not import DeepSpeed.
 
-DeepSpeed waits for the means of each bucket.
-
-It does not import DeepSpeed.
+A session reduces one bucket after the other, and DeepSpeed waits for the means of each.
 """
 
 from collections.abc import Iterable, Sequence

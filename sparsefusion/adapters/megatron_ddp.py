@@ -1,7 +1,4 @@
-"""The adapter of Megatron-Core's DistributedDataParallel: bucket groups reduce their gradients through a session.
-
-It does not import Megatron. Expert parameters are reduced over another group, by Megatron itself.
-"""
+"""The adapter of Megatron-Core's DistributedDataParallel. Megatron itself reduces the gradients of experts."""
 
 from types import MethodType
 from typing import Any
@@ -84,7 +81,7 @@ class MegatronDDP:
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
     def _mean_factor(self, bucket: Any) -> float:
-        """By what a mean is to be multiplied: Megatron may expect a scaled sum."""
+        """The factor of a mean that Megatron expects, which may be a scaled sum."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 

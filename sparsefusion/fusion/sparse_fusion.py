@@ -42,10 +42,12 @@ class SparseFusion:
     density_warmup: steps in which the density falls from a quarter to its final value.
     loss_scale: returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is found). It
         promises that all optimizers skip a step if a mean of these gradients is not finite, and skip no other steps.
-        Each reduction is a step: accumulate under no_sync, or what earlier reductions sent is skipped as well.
+        Each reduction is a step: accumulate under no_sync, or what earlier reductions sent is skipped as well. If the
+        function fails on some rank, or returns no number above 0, the step is a ValueError on every rank.
     fabric: a `Fabric` of these links; otherwise they are measured.
     model_group: the ranks over which the model is divided (tensor parallelism), which then plan together and skip steps
-        together. Megatron's and DeepSpeed's are found. All ranks of the group must give it, or others wait.
+        together. Megatron's and DeepSpeed's are found. All ranks of the group must give it: replicas compare whether they
+        were given one, but if only parts of one replica differ, some of them wait for the others.
     copied(parameter): whether several of these ranks hold the parameter, so that its copies must stay equal. By
         default, parameters without the attribute tensor_model_parallel or model_parallel.
     budget: how the density makes up for gradients that are sent dense: "bytes", or "paper" (SSFusion's formula).

@@ -13,17 +13,19 @@ from sparsefusion.gradients.observer import StepObserver
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import Plan
 
-MOST, CLOSE = 4, 1.3  # at most MOST plans take turns, whose predicted time is at most CLOSE times the best one's
+# At most MOST_PLANS plans take turns. Their predicted time is at most CLOSE_RATIO times that of the best one.
+MOST_PLANS, CLOSE_RATIO = 4, 1.3
 ROUNDS, STEPS = 8, 4  # a round has STEPS steps of each plan; the first step after a change does not count
-BEHIND, WANING = 0.2, 0.7  # a plan that is slower than the best one by a share of BEHIND / rounds**WANING is dropped
-WORTH = 0.95  # a plan must take at most this share of a dense step, in the median of the rounds
-MOSTLY = 0.75  # if this share of the rounds reaches WORTH, dense needs no further turns
-LEAST = 3  # rounds before that, unless dense takes CLOSE times as long
+# A plan that is slower than the best one by a share of DROP_MARGIN / rounds**DROP_DECAY is dropped.
+DROP_MARGIN, DROP_DECAY = 0.2, 0.7
+WORTHWHILE_RATIO = 0.95  # a plan must take at most this share of a dense step, in the median of the rounds
+CERTAIN_SHARE = 0.75  # if this share of the rounds reaches WORTHWHILE_RATIO, dense needs no further turns
+LEAST_ROUNDS = 3  # rounds before that, unless dense takes CLOSE_RATIO times as long
 
 
 def longest_trial_steps() -> int:
     """The number of steps of the longest trial."""
-    return MOST * ROUNDS * STEPS
+    return MOST_PLANS * ROUNDS * STEPS
 
 
 def close_modes(seconds: Mapping[str, float]) -> list[str]:
@@ -34,8 +36,8 @@ def close_modes(seconds: Mapping[str, float]) -> list[str]:
     order = sorted(seconds, key=lambda mode: seconds[mode])
     if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
         order.remove("offload")  # the same plan, with a thread that is waited for
-    close = [mode for mode in order if seconds[mode] <= CLOSE * seconds[order[0]]]
-    return [*close[: MOST - 1], "dense"] if "dense" in close[MOST:] else close[:MOST]
+    close = [mode for mode in order if seconds[mode] <= CLOSE_RATIO * seconds[order[0]]]
+    return [*close[: MOST_PLANS - 1], "dense"] if "dense" in close[MOST_PLANS:] else close[:MOST_PLANS]
 
 
 class Trial(StepObserver):
@@ -102,18 +104,18 @@ class Trial(StepObserver):
         of_round, of_all = self._slowest_medians(session)
         self._rounds.append(of_round)
         best, *others = sorted(self._seconds, key=lambda mode: of_all[mode])
-        slowest = (1 + BEHIND / len(self._rounds) ** WANING) * of_all[best]
+        slowest = (1 + DROP_MARGIN / len(self._rounds) ** DROP_DECAY) * of_all[best]
         relative = self._relative_to_dense(best)
-        is_certain = sum(each <= WORTH for each in relative) >= MOSTLY * len(relative)
-        is_known = len(self._rounds) >= LEAST or CLOSE * of_all[best] <= of_all.get("dense", self._dense)
+        is_certain = sum(each <= WORTHWHILE_RATIO for each in relative) >= CERTAIN_SHARE * len(relative)
+        is_known = len(self._rounds) >= LEAST_ROUNDS or CLOSE_RATIO * of_all[best] <= of_all.get("dense", self._dense)
         remaining = [best, *(mode for mode in others if of_all[mode] <= slowest)]
         if not (is_certain and is_known) and "dense" not in remaining:
-            remaining = [*remaining[: MOST - 1], "dense"]
+            remaining = [*remaining[: MOST_PLANS - 1], "dense"]
         if len(remaining) > 1 and len(self._rounds) < ROUNDS:
             self._begin_round(session, remaining)
             return
         session.observers.remove(self)
-        self._done(best if median(relative) <= WORTH else "dense", {"dense": self._dense, **of_all})
+        self._done(best if median(relative) <= WORTHWHILE_RATIO else "dense", {"dense": self._dense, **of_all})
 
     def _slowest_medians(self, session: Session) -> tuple[dict[str, float], dict[str, float]]:
         """{mode: median seconds of the slowest rank} of this round, and of all rounds; the same numbers on all ranks."""

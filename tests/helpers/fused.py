@@ -10,11 +10,11 @@ from sparsefusion import SparseFusion
 from sparsefusion.fusion.plan_selection import PlanSelection
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 
-MICRO = 2  # batches whose gradients are added up in a step of Megatron or DeepSpeed
+MICRO = 2  # micro-batches in a step of Megatron and DeepSpeed
 
 
 class Net(torch.nn.Module):
-    """A network of 43,000 parameters, some of them vectors; the layer `spare` may be left unused."""
+    """44,300 parameters in matrices and vectors. The layer `spare` may be left unused."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -24,28 +24,28 @@ class Net(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, x, spare=False):
-        """x (batch, 32) -> (batch, 10). spare: whether the layer `spare` is used."""
+        """(batch, 32) -> (batch, 10)."""
         x = self.second(self.first(x).tanh()).tanh()
         out = self.last(x)
         return out + self.spare(x).sum() if spare else out
 
 
 def batch(step, rank, dtype=torch.float32):
-    """The inputs (8, 32) of a rank in a step."""
+    """The batch (8, 32) of a rank in a step."""
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
 
 
 def backward(model, step, rank, spare=True, dtype=torch.float32):
-    """Compute the gradients of this rank's batch in a step."""
+    """Compute the gradients of one batch."""
     model.zero_grad()
     model(batch(step, rank, dtype), spare).square().mean().backward()
 
 
 def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="fp32", early=False, whole=None):
-    """A plan of two buffers, in the order of backward.
+    """A plan of two buffers, in the order of a backward pass.
 
-    The parameters in `whole` (None: those with fewer than 1000 elements) are sent dense; the others are sparse, each on its
-    own or, in the mode `bucket`, together.
+    The parameters in `whole` (by default those below 1,000 elements) are dense. The others are sparse: each on its own,
+    or in mode bucket those of a buffer together.
     """
     names = list(sizes)[::-1]
     halves = names[: len(names) // 2], names[len(names) // 2 :]
@@ -63,19 +63,19 @@ def plan(sizes, ranks, mode="layerwise", density=0.05, sparsifier="dgc", wire="f
 
 
 def quiet(**options):
-    """A SparseFusion that prints nothing."""
+    """A SparseFusion that reports nothing."""
     return SparseFusion(report=lambda text: None, **options)
 
 
-def in_halves(target, **options):
-    """A SparseFusion of mode fp16 whose ranks have already compared their plans, so that the first step is in float16."""
+def attach_fp16(target, **options):
+    """Attach a SparseFusion of mode fp16, and compare ranks at once, so that its first step is in float16 as well."""
     fusion = quiet(mode="fp16", **options).attach(target)
     fusion._session.compare_ranks()
     return fusion
 
 
-def force(fusion, **options):
-    """Make a plan (see `plan`) the active one, at once."""
+def force_plan(fusion, **options):
+    """Put a `plan` with these options in force, without profiling and without a comparison of the ranks."""
     session = fusion._session
     fusion._selection.stop()
     session.plan, fusion._selection.is_final, fusion._selection.sparse_since = (
@@ -89,7 +89,7 @@ def force(fusion, **options):
 
 
 def same_on_all_ranks(tensors) -> bool:
-    """Whether the tensors have the same bits on all ranks."""
+    """Whether every rank has the same bits of each tensor."""
     for tensor in tensors:
         first = tensor.detach().clone()
         dist.broadcast(first, 0)
@@ -98,27 +98,27 @@ def same_on_all_ranks(tensors) -> bool:
     return True
 
 
-def pending(fusion, name, like):
-    """This rank's residual of a parameter, shaped like the tensor `like`; zeros if it has none."""
+def residual_of(fusion, name, like):
+    """This rank's residual of a parameter, in float64; zeros if there is none."""
     residual = fusion.state_dict()["residuals"].get(name)
     return torch.zeros(like.shape, dtype=torch.float64) if residual is None else residual.double().view(like.shape)
 
 
-def summed(tensor):
-    """The sum of the tensor over all ranks, in float64."""
+def sum_over_ranks(tensor):
+    """The sum of a tensor over all ranks, in float64."""
     total = tensor.double().clone()
     dist.all_reduce(total)
     return total
 
 
-def flush(fusion):
-    """From now on send all gradients dense."""
+def force_dense(fusion):
+    """From now on send all gradients dense, by the framework."""
     session = fusion._session
     session.plan = replace(session.plan, mode="dense", buffers=())
 
 
-def timelines(monkeypatch) -> list:
-    """A list that from now on gets each timeline from which this rank makes plans."""
+def record_timelines(monkeypatch) -> list:
+    """A list to which this rank adds each timeline from which it makes plans, from now on."""
     seen, planned = [], PlanSelection.make_candidates
 
     def noting(self, timeline, costs):

@@ -7,21 +7,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused import MICRO, Net, batch, flush, force, in_halves, pending, quiet, same_on_all_ranks, summed, timelines
+from fused import (
+    MICRO,
+    Net,
+    attach_fp16,
+    batch,
+    force_dense,
+    force_plan,
+    quiet,
+    record_timelines,
+    residual_of,
+    same_on_all_ranks,
+    sum_over_ranks,
+)
 from sparsefusion.fusion import profiling
 from sparsefusion.planning.timeline import Load, step_seconds
 
 ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
 NO_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}, "gradient_clipping": 0.0}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-SKIPPING = [  # and an engine that does not skip
+SKIPPING = [  # (stage, dtype, the same of an engine that does not skip steps)
     (0, "bf16", (0, "fp32", {})), (1, "bf16", (1, "bf16", UNCHECKED)), (1, "fp32", (1, "fp32", NO_NORM))
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def deepspeed():
-    """The package, which compiles nothing."""
+    """The package, told not to compile its CPU operations."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     package = pytest.importorskip("deepspeed")
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -30,7 +42,7 @@ def deepspeed():
 
 
 def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
-    """An engine around Net, with SGD."""
+    """A DeepSpeed engine around Net, with SGD."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     dtype = {kind: {"enabled": True}} if kind != "fp32" else {}
     config = {
@@ -45,7 +57,7 @@ def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
 
 
 def engine_step(made, step, rank, kind="fp32", spare=True, between=lambda: None):
-    """One update, of MICRO batches. between: called between a backward and the update."""
+    """One update, of MICRO batches. between: called between the last backward pass and the update."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     for micro in range(MICRO):
         made.backward(made(batch(MICRO * step + micro, rank, dtype), spare).float().square().mean())
@@ -57,7 +69,7 @@ def engine_step(made, step, rank, kind="fp32", spare=True, between=lambda: None)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage, kind, overlap", ZERO)
 def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
-    """Dense: its own bits, with accumulation and clipping. Sparse: alike on all ranks. Detached: its own bits again."""
+    """Dense mode and a detached engine have DeepSpeed's own bits; sparse updates are the same on all ranks."""
 
     def run(rank):
         plain, ours = (engine(deepspeed, stage, kind, overlap) for _ in range(2))
@@ -68,7 +80,7 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
             for made in (plain, ours):
                 engine_step(made, step, rank, kind, spare=step != 1)
             assert all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
-        fusion = force(quiet().attach(ours), mode="bucket")
+        fusion = force_plan(quiet().attach(ours), mode="bucket")
         before = [p.detach().clone() for p in ours.module.parameters()]
         for step in range(4):
             engine_step(ours, step, rank, kind)
@@ -82,11 +94,11 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage, overlap", [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("mode", ["auto", "layerwise"])
-def test_deepspeed_plans_from_what_it_hands_over(ranks, world, deepspeed, stage, overlap, mode, monkeypatch):
-    """A parameter larger than a bucket, too, and one that is never used, which is not ready later than the others."""
+def test_deepspeed_plans_have_the_atoms_of_deepspeed(ranks, world, deepspeed, stage, overlap, mode, monkeypatch):
+    """A parameter may be larger than a bucket. One that is never used does not count as ready after the others."""
 
     def run(rank):
-        seen = timelines(monkeypatch)
+        seen = record_timelines(monkeypatch)
         zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 5000}
         made = engine(deepspeed, stage, zero_optimization=zero)
         fusion = quiet(mode=mode, density=0.05).attach(made)
@@ -110,8 +122,8 @@ def test_deepspeed_plans_from_what_it_hands_over(ranks, world, deepspeed, stage,
     ranks(run, world)
 
 
-class Time:
-    """In which everything takes nothing but what is added to it."""
+class FakeClock:
+    """A clock that advances only when a test adds to it."""
 
     now = 0.0
 
@@ -122,11 +134,11 @@ class Time:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_waiting_for_deepspeeds_buckets_is_no_computing(ranks, world, deepspeed, overlap, monkeypatch):
-    """Nor is it counted twice: a dense step of such messages is predicted to take what it took."""
+def test_waiting_for_deepspeeds_buckets_does_not_count_as_computation(ranks, world, deepspeed, overlap, monkeypatch):
+    """Nor does it count twice: the predicted time of a dense step is the measured one."""
 
     def run(rank):
-        clock, seen, optimizer = Time(), timelines(monkeypatch), type(engine(deepspeed, 1).optimizer)
+        clock, seen, optimizer = FakeClock(), record_timelines(monkeypatch), type(engine(deepspeed, 1).optimizer)
         own = optimizer.average_tensor
 
         def slow(self, *arguments):
@@ -152,14 +164,14 @@ def test_waiting_for_deepspeeds_buckets_is_no_computing(ranks, world, deepspeed,
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage, kind, unchecked", SKIPPING)
-def test_deepspeed_skips_what_is_not_finite_in_any_dtype(ranks, world, deepspeed, stage, kind, unchecked):
-    """Nothing is left of such a step. Where DeepSpeed does not skip it, or if that is asked for, it is an error."""
+def test_deepspeed_skips_nonfinite_steps_in_any_dtype(ranks, world, deepspeed, stage, kind, unchecked):
+    """A skipped step changes nothing. Where DeepSpeed does not skip it, or errors are asked for, it is an error."""
 
     def run(rank):
         plain, made, strict = (engine(deepspeed, stage, kind) for _ in range(3))
         applies = engine(deepspeed, *unchecked[:2], **unchecked[2])
-        fusion = force(quiet().attach(made))
-        force(quiet(on_nonfinite="raise").attach(strict)), force(quiet().attach(applies))
+        fusion = force_plan(quiet().attach(made))
+        force_plan(quiet(on_nonfinite="raise").attach(strict)), force_plan(quiet().attach(applies))
         for each in (plain, made, strict, applies):
             each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (1, 0) else g)
         for step in range(3):
@@ -185,17 +197,17 @@ def test_deepspeed_skips_what_is_not_finite_in_any_dtype(ranks, world, deepspeed
 @pytest.mark.parametrize(
     "stage, kind, options", [(*how[:2], options) for how in SKIPPING for options in ({}, {"on_nonfinite": "raise"})]
 )
-def test_deepspeed_skips_a_norm_out_of_range(ranks, world, deepspeed, stage, kind, options):
-    """All gradients are finite, and their squares are not: nothing is left of such a step, sparse or dense."""
+def test_deepspeed_skips_steps_whose_norm_overflows(ranks, world, deepspeed, stage, kind, options):
+    """All gradients are finite, but their squares are not: the skipped step changes nothing, sparse or dense."""
 
     def run(rank):
         plain, made, unasked, asked = (engine(deepspeed, stage, kind) for _ in range(4))
-        fusion, later, between = (force(quiet(**options).attach(each)) for each in (made, unasked, asked))
+        fusion, later, between = (force_plan(quiet(**options).attach(each)) for each in (made, unasked, asked))
         for each in (plain, made, unasked, asked):
             each.module.second.weight.register_hook(lambda g: g * 1e25 if (step in (1, 3)) and rank == 0 else g)
         for step in range(6):
             for each in (fusion, later, between) if step in (3, 4) else ():
-                flush(each) if step == 3 else force(each)
+                force_dense(each) if step == 3 else force_plan(each)
             before, parameters = fusion.state_dict()["residuals"], [p.clone() for p in made.module.parameters()]
             for each in (plain, made, unasked):
                 engine_step(each, step, rank, kind)
@@ -215,8 +227,8 @@ def test_deepspeed_skips_a_norm_out_of_range(ranks, world, deepspeed, stage, kin
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_deepspeed_does_not_look_at_is_refused(ranks, world, deepspeed):
-    """ZeRO 0 reduces all gradients, and skips a step by those that its optimizer has."""
+def test_parameters_outside_of_the_optimizer_are_refused(ranks, world, deepspeed):
+    """ZeRO 0 reduces all gradients, but decides about skipping by those of its optimizer."""
 
     def run(rank):
         made = engine(deepspeed, 0, "bf16")
@@ -224,7 +236,9 @@ def test_what_deepspeed_does_not_look_at_is_refused(ranks, world, deepspeed):
         with pytest.raises(ValueError, match="which skips steps without having looked at last.bias"):
             quiet().attach(made)
         made = engine(deepspeed, 0, "bf16")
-        made.module.nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))  # which it leaves out, too
+        made.module.nothing = torch.nn.Parameter(
+            torch.zeros(0, dtype=torch.bfloat16)
+        )  # an empty parameter, which DeepSpeed's optimizer leaves out
         quiet().attach(made)
         made = engine(deepspeed, 0)
         made.optimizer.param_groups[0]["params"].pop()
@@ -236,7 +250,7 @@ def test_what_deepspeed_does_not_look_at_is_refused(ranks, world, deepspeed):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
-    """A narrower one is DeepSpeed's own in dense steps; a wider one would be left out where SparseFusion sends."""
+    """A narrower one is used in dense steps. A wider one is refused, because sparse messages would not use it."""
 
     def run(rank):
         plain, ours, wide = (
@@ -252,7 +266,7 @@ def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
         for step in range(2):
             engine_step(plain, step, rank), engine_step(ours, step, rank)
             assert all(map(torch.equal, plain.module.parameters(), ours.module.parameters()))
-        force(fusion)
+        force_plan(fusion)
         engine_step(ours, 2, rank)
         assert same_on_all_ranks(ours.module.parameters())
 
@@ -262,10 +276,10 @@ def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage, nbytes", [(0, 4), (1, 2)])
 def test_deepspeeds_torch_autocast(ranks, world, deepspeed, stage, nbytes, monkeypatch):
-    """ZeRO 1 sends gradients in autocast's dtype, which is none of the engine's, and ZeRO 0 in their own."""
+    """ZeRO 1 sends gradients in autocast's dtype, and ZeRO 0 in their own."""
 
     def run(rank):
-        seen, autocast = timelines(monkeypatch), {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        seen, autocast = record_timelines(monkeypatch), {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         plain, ours = (engine(deepspeed, stage, **autocast) for _ in range(2))
         quiet(mode="layerwise", density=0.05).attach(ours)
         for step in range(8):
@@ -279,12 +293,12 @@ def test_deepspeeds_torch_autocast(ranks, world, deepspeed, stage, nbytes, monke
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_deepspeed_in_halves(ranks, world, deepspeed, stage):
-    """fp16: all of it, rounded."""
+def test_deepspeed_in_fp16(ranks, world, deepspeed, stage):
+    """All elements are sent, rounded."""
 
     def run(rank):
         plain, ours = (engine(deepspeed, stage, gradient_clipping=0.0) for _ in range(2))
-        in_halves(ours)
+        attach_fp16(ours)
         engine_step(plain, 0, rank), engine_step(ours, 0, rank)
         assert same_on_all_ranks(ours.module.parameters())
         for p, q, start in zip(*(each.parameters() for each in (plain.module, ours.module, Net())), strict=True):
@@ -297,28 +311,30 @@ def test_deepspeed_in_halves(ranks, world, deepspeed, stage):
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("flushed", [False, True])
-def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage, flushed):
-    """Without clipping SGD's updates are the applied means; in the second step a parameter is not used."""
+def test_deepspeeds_updates_and_residuals_add_up(ranks, world, deepspeed, stage, flushed):
+    """Without clipping, SGD's updates are the applied means. In the second step, a parameter is not used."""
 
     def run(rank):
         made = engine(deepspeed, stage, gradient_clipping=0.0)
-        fusion = force(quiet().attach(made))
+        fusion = force_plan(quiet().attach(made))
         start = {name: p.detach().double().clone() for name, p in made.module.named_parameters()}
         given = {}
-        for step in range(4):  # gradients depend on the parameters, so they are taken on a copy of these
+        for step in range(4):  # a copy of the parameters, on which the gradients depend
             net = Net()
             net.load_state_dict(made.module.state_dict())
             for micro in range(MICRO):
                 (net(batch(MICRO * step + micro, rank), step != 1).square().mean() / MICRO).backward()
             given = {n: given.get(n, 0) + (0 if p.grad is None else p.grad.double()) for n, p in net.named_parameters()}
             if step == 3 and flushed:
-                flush(fusion)
+                force_dense(fusion)
             engine_step(made, step, rank, spare=step != 1)
         assert flushed == (not fusion.state_dict()["residuals"])
         for name, p in made.module.named_parameters():
             applied = (start[name] - p.detach().double()) / 0.01 * world
-            total = summed(given[name])
-            assert (applied + summed(pending(fusion, name, total)) - total).norm() <= 1e-4 * total.norm(), name
+            total = sum_over_ranks(given[name])
+            assert (applied + sum_over_ranks(residual_of(fusion, name, total)) - total).norm() <= 1e-4 * total.norm(), (
+                name
+            )
 
     ranks(run, world)
 
@@ -328,7 +344,7 @@ def test_deepspeed_loses_nothing(ranks, world, deepspeed, stage, flushed):
 def test_deepspeed_resumes_bitwise(ranks, world, deepspeed, stage):
     def run(rank):
         straight, resumed = (engine(deepspeed, stage) for _ in range(2))
-        fusion = force(quiet().attach(straight), mode="bucket")
+        fusion = force_plan(quiet().attach(straight), mode="bucket")
         for step in range(3):
             engine_step(straight, step, rank)
         resumed.module.load_state_dict(straight.module.state_dict())
@@ -358,7 +374,7 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
     def run(rank):
         options = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
         plain, made, whole = (engine(deepspeed, stage, "fp16", fp16=options) for _ in range(3))
-        fusion, _ = force(quiet().attach(made)), in_halves(whole)
+        fusion, _ = force_plan(quiet().attach(made)), attach_fp16(whole)
         for each in (plain, made, whole):
             each.module.second.weight.register_hook(lambda g: g * float("inf") if (step, rank) == (12, 0) else g)
         for step in range(16):
@@ -383,7 +399,7 @@ def test_deepspeed_skips_overflowing_steps(ranks, world, deepspeed, stage, monke
         ("fp32", {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}, "contiguous_gradients: false"),
     ],
 )
-def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, kind, more, why):
+def test_settings_with_other_reductions_are_refused(ranks, world, deepspeed, kind, more, why):
     def run(rank):
         with pytest.raises(ValueError, match=f"SparseFusion does not work with DeepSpeed's {why}"):
             quiet().attach(engine(deepspeed, 1, kind, **more))
@@ -394,12 +410,12 @@ def test_what_deepspeed_reduces_elsewhere_is_refused(ranks, world, deepspeed, ki
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, stage, deepspeed):
-    """DeepSpeed reduces them; a SparseFusion that is attached afterwards knows them, and nothing of this one is left."""
+    """DeepSpeed reduces them. Another SparseFusion that is attached afterwards knows them."""
 
     def run(rank):
         made = engine(deepspeed, stage)
         made.module.first.bias.requires_grad_(False)
-        fusion = force(quiet().attach(made))
+        fusion = force_plan(quiet().attach(made))
         engine_step(made, 0, rank)
         made.module.first.bias.requires_grad_(True)
         with pytest.raises(
@@ -407,10 +423,10 @@ def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, stag
         ):
             engine_step(made, 1, rank)
         fusion.detach()
-        if stage:  # DeepSpeed does not go on from the middle of a ZeRO 1 reduction
+        if stage:  # DeepSpeed cannot continue after an error within a ZeRO 1 reduction
             return
         made.zero_grad()
-        force(quiet().attach(made))
+        force_plan(quiet().attach(made))
         engine_step(made, 2, rank)
         assert same_on_all_ranks(made.module.parameters())
 
@@ -419,7 +435,7 @@ def test_parameters_unfrozen_after_attach_are_refused_by_name(ranks, world, stag
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_old_versions_are_refused(ranks, world, deepspeed, monkeypatch):
-    """By name, when it is attached."""
+    """When it is attached."""
 
     def run(rank):
         made = engine(deepspeed, 1)
@@ -444,7 +460,7 @@ def test_coalesced_reductions_are_refused(ranks, world, deepspeed):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_stages_that_divide_gradients_are_refused(ranks, world, deepspeed):
+def test_zero_2_is_refused(ranks, world, deepspeed):
     def run(rank):
         with pytest.raises(ValueError, match="ZeRO stage 2 divides gradients over the ranks"):
             quiet().attach(engine(deepspeed, 2))
@@ -454,8 +470,8 @@ def test_stages_that_divide_gradients_are_refused(ranks, world, deepspeed):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_one_rank_refuses_of_deepspeed_all_refuse(ranks, world, deepspeed, stage, monkeypatch):
-    """Then none is attached."""
+def test_a_setting_refused_on_one_rank_is_an_error_on_all(ranks, world, deepspeed, stage, monkeypatch):
+    """Then none of them is attached."""
 
     def run(rank):
         made = engine(deepspeed, stage)
@@ -464,7 +480,7 @@ def test_what_one_rank_refuses_of_deepspeed_all_refuse(ranks, world, deepspeed, 
                 patched.setattr(deepspeed, "__version__", "0.18.9")
             with pytest.raises(ValueError, match=rf"version 0.18.9: 0.19.4 is the oldest \(rank {world - 1}\)"):
                 quiet().attach(made)
-        fusion = force(quiet().attach(made))
+        fusion = force_plan(quiet().attach(made))
         engine_step(made, 0, rank)
         assert same_on_all_ranks(made.module.parameters()) and fusion.state_dict()["residuals"]
 
@@ -473,7 +489,7 @@ def test_what_one_rank_refuses_of_deepspeed_all_refuse(ranks, world, deepspeed, 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_loss_scale_that_fails_on_one_rank_of_deepspeed(ranks, world, deepspeed, stage):
+def test_a_loss_scale_that_fails_on_one_rank_is_an_error_on_all(ranks, world, deepspeed, stage):
     def run(rank):
         made, failing = engine(deepspeed, stage), []
 
@@ -482,7 +498,7 @@ def test_a_loss_scale_that_fails_on_one_rank_of_deepspeed(ranks, world, deepspee
                 raise KeyError("no scale")
             return 4.0
 
-        fusion = force(quiet(loss_scale=loss_scale).attach(made))
+        fusion = force_plan(quiet(loss_scale=loss_scale).attach(made))
         engine_step(made, 0, rank)
         before = fusion.state_dict()["residuals"]
         if rank == world - 1:

@@ -8,10 +8,23 @@ import warnings
 import pytest
 import torch
 
-from fused import MICRO, Net, batch, flush, force, in_halves, pending, plan, quiet, same_on_all_ranks, summed, timelines
+from fused import (
+    MICRO,
+    Net,
+    attach_fp16,
+    batch,
+    force_dense,
+    force_plan,
+    plan,
+    quiet,
+    record_timelines,
+    residual_of,
+    same_on_all_ranks,
+    sum_over_ranks,
+)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # and seconds, once here instead of in every forked rank
+    warnings.simplefilter("ignore")  # importing takes seconds: once here instead of in every forked rank
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,7 +43,7 @@ def reference(rank, steps):
 
 
 def megatron(monkeypatch, average=False, net=None, dtype=torch.float32, **options):
-    """A Megatron DDP module around Net; `options`: its config's."""
+    """A Megatron DDP module around Net. options: of its configuration."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
@@ -48,7 +61,7 @@ def megatron(monkeypatch, average=False, net=None, dtype=torch.float32, **option
 
 
 def megatron_step(ddp, step, rank, dtype=torch.float32, spare=True):
-    """Gradients of MICRO batches."""
+    """Compute and reduce the gradients of MICRO batches."""
     ddp.zero_grad_buffer()
     with ddp.no_sync():
         ddp(batch(MICRO * step, rank, dtype), spare).square().mean().backward()
@@ -65,7 +78,7 @@ def main_grads(ddp):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
 def test_megatron(ranks, world, overlap, distributed, monkeypatch):
-    """Dense: its own bits. Sparse: nothing lost, and of its mean or, per token, its sum. Detached: its own bits again."""
+    """Dense and detached: Megatron's own bits. Sparse: what is applied and the residuals add up to all gradients."""
 
     def run(rank):
         options = dict(overlap_grad_reduce=overlap, use_distributed_optimizer=distributed)
@@ -80,7 +93,7 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
                     assert torch.equal(p.main_grad, q.main_grad)
             ours = megatron(monkeypatch, average, **options)
             mode = {"mode": "interleaved", "early": True} if average else {"mode": "bucket"}
-            fusion = force(quiet().attach(ours), **mode)
+            fusion = force_plan(quiet().attach(ours), **mode)
             applied = dict.fromkeys(dict(ours.module.named_parameters()), 0)
             for step in range(4):
                 megatron_step(ours, step, rank)
@@ -88,24 +101,24 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
                 for name, p in ours.module.named_parameters():
                     applied[name] = applied[name] + p.main_grad.double() * (world if average else 1)
                 if step == 2 and not distributed:
-                    flush(fusion)
+                    force_dense(fusion)
             for name, total in reference(rank, 4).items():
-                left = pending(fusion, name, total) * (1 if average else 1 / world)
-                error = applied[name] + summed(left) - summed(total)
-                assert error.norm() <= 1e-6 * summed(total).norm(), name
+                left = residual_of(fusion, name, total) * (1 if average else 1 / world)
+                error = applied[name] + sum_over_ranks(left) - sum_over_ranks(total)
+                assert error.norm() <= 1e-6 * sum_over_ranks(total).norm(), name
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_megatron_in_bfloat16_with_unused_parameters(ranks, world, monkeypatch):
-    """Dense: its own bits. Sparse: alike, and nothing is lost but what bf16 rounds."""
+    """Dense: Megatron's own bits. Sparse: equal on all ranks, and exact up to the rounding of bfloat16."""
 
     def run(rank):
         bf16, total, applied = torch.bfloat16, {}, {}
         plain, ours, sparse = (megatron(monkeypatch, True, dtype=bf16) for _ in range(3))
         quiet(mode="dense").attach(ours)
-        fusion = force(quiet().attach(sparse))
+        fusion = force_plan(quiet().attach(sparse))
         for step in range(4):
             for each in (plain, ours, sparse):
                 megatron_step(each, step, rank, bf16, spare=step != 1)
@@ -117,7 +130,7 @@ def test_megatron_in_bfloat16_with_unused_parameters(ranks, world, monkeypatch):
                 total[name] = total.get(name, 0) + world * theirs.double()
                 applied[name] = applied.get(name, 0) + world * few.double()
         for name, gradient in total.items():
-            left = summed(pending(fusion, name, gradient))
+            left = sum_over_ranks(residual_of(fusion, name, gradient))
             assert (applied[name] + left - gradient).norm() <= 2e-2 * gradient.norm(), name
         assert any(not torch.equal(applied[name], total[name]) for name in total)
 
@@ -126,27 +139,27 @@ def test_megatron_in_bfloat16_with_unused_parameters(ranks, world, monkeypatch):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("average, distributed", [(True, False), (False, False), (True, True)])
-def test_megatron_in_halves(ranks, world, average, distributed, monkeypatch):
-    """fp16: all of it, rounded, also of a sum."""
+def test_megatron_in_fp16(ranks, world, average, distributed, monkeypatch):
+    """All elements are sent, rounded; also where Megatron expects a sum."""
 
     def run(rank):
         options = dict(average=average, use_distributed_optimizer=distributed)
         ours = megatron(monkeypatch, **options)
-        in_halves(ours)
+        attach_fp16(ours)
         megatron_step(ours, 0, rank)
         assert same_on_all_ranks(main_grads(ours).values())
         for name, gradient in reference(rank, 1).items():
-            expected = summed(gradient) / (world if average else 1)
+            expected = sum_over_ranks(gradient) / (world if average else 1)
             assert 1e-5 * expected.norm() < (main_grads(ours)[name] - expected).norm() <= 1e-3 * expected.norm(), name
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_megatron_skips_a_step_without_a_trace(ranks, world, monkeypatch):
+def test_megatrons_skipped_steps_change_nothing(ranks, world, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
-        fusion = force(quiet(loss_scale=lambda: 8.0).attach(ddp))
+        fusion = force_plan(quiet(loss_scale=lambda: 8.0).attach(ddp))
         megatron_step(ddp, 0, rank)
         before = fusion.state_dict()["residuals"]
         wrong = ddp.module.second.weight.register_hook(lambda g: g * (float("inf") if rank == 0 else 1))
@@ -160,8 +173,8 @@ def test_megatron_skips_a_step_without_a_trace(ranks, world, monkeypatch):
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), (1, 3), pytest.param(2, 3, marks=pytest.mark.full)])
-def test_parts_of_megatrons_model_plan_alike(ranks, tp, dp, monkeypatch):
-    """Without being told: Megatron's DDP knows the ranks over which the model is divided. Here all of it is copied."""
+def test_parts_of_megatrons_model_have_the_same_plan(ranks, tp, dp, monkeypatch):
+    """Megatron's DDP knows the ranks over which the model is divided. Here all parameters are copies."""
 
     def run(rank):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -178,12 +191,12 @@ def test_parts_of_megatrons_model_plan_alike(ranks, tp, dp, monkeypatch):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_megatron_skips_elsewhere_is_refused(ranks, world, monkeypatch):
-    """A stage of a pipeline, and with a loss scale experts, without which they stay with Megatron."""
+def test_pipelines_and_experts_with_a_loss_scale_are_refused(ranks, world, monkeypatch):
+    """Without a loss scale, experts are reduced by Megatron."""
 
     def run(rank):
         net = Net()
-        net.last.weight.allreduce = False  # as experts' are marked
+        net.last.weight.allreduce = False  # the mark of expert parameters
         ddp = megatron(monkeypatch, True, net=net)
         scaled, skips = {"loss_scale": lambda: 1.0}, {"on_nonfinite": "skip-known"}
         for options in (scaled, skips, scaled | {"on_nonfinite": "raise"}):
@@ -191,7 +204,7 @@ def test_what_megatron_skips_elsewhere_is_refused(ranks, world, monkeypatch):
                 ValueError, match="a loss scale, or skipped steps, does not work with Megatron's experts"
             ):
                 quiet(**options).attach(ddp)
-        fusion = force(quiet().attach(ddp))
+        fusion = force_plan(quiet().attach(ddp))
         megatron_step(ddp, 0, rank)
         assert same_on_all_ranks(main_grads(ddp).values()) and "last.weight" not in fusion.state_dict()["residuals"]
         parallel_state.destroy_model_parallel()
@@ -209,7 +222,7 @@ def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
 
     def run(rank):
         straight, resumed = (megatron(monkeypatch, True, overlap_grad_reduce=overlap) for _ in range(2))
-        fusion = force(quiet().attach(straight), mode="bucket")
+        fusion = force_plan(quiet().attach(straight), mode="bucket")
         for step in range(3):
             megatron_step(straight, step, rank)
         again = quiet(density=0.05, mode="bucket").attach(resumed)
@@ -223,15 +236,15 @@ def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_megatron_keeps_what_was_pending_when_an_error_ends_a_dense_step(ranks, world, monkeypatch):
-    """Of which some buckets had been sent: then it goes with the next step."""
+def test_residuals_are_kept_when_an_error_ends_a_dense_step(ranks, world, monkeypatch):
+    """Some buckets of the step had been sent. The residuals are flushed in the next step."""
 
     def run(rank):
         ddp = megatron(monkeypatch, True)
-        fusion = force(quiet().attach(ddp))
+        fusion = force_plan(quiet().attach(ddp))
         megatron_step(ddp, 0, rank)
         before = fusion.state_dict()["residuals"]
-        flush(fusion)
+        force_dense(fusion)
         kind, last = type(ddp.bucket_groups[0]), ddp.bucket_groups[-1]
         start = kind.start_grad_sync
 
@@ -254,7 +267,7 @@ def test_megatron_keeps_what_was_pending_when_an_error_ends_a_dense_step(ranks, 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("option", ["check_for_large_grads", "reduce_scatter_with_fp32_accumulation"])
-def test_options_of_megatron_that_would_be_left_out_are_refused(ranks, world, option, monkeypatch):
+def test_unsupported_options_of_megatron_are_refused(ranks, world, option, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True)
         setattr(ddp.ddp_config, option, True)
@@ -266,10 +279,10 @@ def test_options_of_megatron_that_would_be_left_out_are_refused(ranks, world, op
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_megatron_goes_on_after_an_error(ranks, world, overlap, monkeypatch):
+def test_megatron_can_continue_after_an_error(ranks, world, overlap, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=overlap)
-        fusion = force(quiet().attach(ddp), mode="interleaved")
+        fusion = force_plan(quiet().attach(ddp), mode="interleaved")
         megatron_step(ddp, 0, rank)
         wrong = ddp.module.second.weight.register_hook(lambda g: g * (float("nan") if rank == 0 else 1))
         with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight"):
@@ -282,9 +295,9 @@ def test_megatron_goes_on_after_an_error(ranks, world, overlap, monkeypatch):
     ranks(run, world)
 
 
-def with_early_units(ddp, ranks):
-    """An attached SparseFusion whose plan has the order in which Megatron's gradients are ready; vectors leave early."""
-    fusion = force(quiet().attach(ddp))
+def attach_with_early_units(ddp, ranks):
+    """An attached SparseFusion whose plan has the order in which Megatron's gradients are ready, and sends vectors early."""
+    fusion = force_plan(quiet().attach(ddp))
     sizes = dict(reversed(fusion._session.sizes.items()))
     fusion._session.plan = plan(sizes, ranks, mode="interleaved", early=True)
     return fusion
@@ -293,12 +306,12 @@ def with_early_units(ddp, ranks):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("where", ["first", "second"])
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, where, forced, monkeypatch):
-    """What it has sent, early or in a bucket, is not taken for the next one's: an error, and attaching again mends it."""
+def test_an_interrupted_backward_pass_of_megatron(ranks, world, where, forced, monkeypatch):
+    """What it has sent is not mixed with the next pass: that is an error, and attaching again clears it."""
 
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
-        fusion = with_early_units(ddp, world)
+        fusion = attach_with_early_units(ddp, world)
         for step in range(2):
             megatron_step(ddp, step, rank)
 
@@ -314,8 +327,8 @@ def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, where, for
             megatron_step(ddp, 3, rank)
         fusion.detach()
         if forced:
-            with_early_units(ddp, world)
-        else:  # which begins with Megatron's own reduction
+            attach_with_early_units(ddp, world)
+        else:  # the first step is dense, by Megatron's own reduction
             quiet().attach(ddp)
         megatron_step(ddp, 4, rank)
         assert same_on_all_ranks(main_grads(ddp).values())
@@ -324,12 +337,12 @@ def test_a_backward_of_megatron_that_ends_in_the_middle(ranks, world, where, for
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_megatron_sends_the_first_gradients_before_a_bucket_is_complete(ranks, world, monkeypatch):
-    """SSFusion-I's l': what is early leaves before the last bucket of its buffer is handed over."""
+def test_early_units_are_sent_before_a_bucket_is_complete(ranks, world, monkeypatch):
+    """SSFusion-I's l': early units are sent before the last bucket of their buffer is handed over."""
 
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
-        session = with_early_units(ddp, world)._session
+        session = attach_with_early_units(ddp, world)._session
         events, start, hand_over = [], session.reducer.start, session.reduce
 
         def started(units, gradients, *others):
@@ -355,11 +368,11 @@ def test_megatron_sends_the_first_gradients_before_a_bucket_is_complete(ranks, w
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world, overlap, monkeypatch):
-    """Without overlap all comes when backward is over: then all gradients are ready at once."""
+def test_profiled_gradients_are_ready_when_megatron_hands_them_over(ranks, world, overlap, monkeypatch):
+    """Without overlap, that is after the backward pass, for all gradients at once."""
 
     def run(rank):
-        seen = timelines(monkeypatch)
+        seen = record_timelines(monkeypatch)
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=overlap)
         quiet(mode="layerwise").attach(ddp)
         for step in range(5):
@@ -372,7 +385,7 @@ def test_nothing_is_planned_to_leave_before_megatron_hands_it_over(ranks, world,
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_megatron_plans_from_what_it_hands_over(ranks, world, distributed, monkeypatch):
+def test_megatron_plans_have_all_parameters(ranks, world, distributed, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True, use_distributed_optimizer=distributed)
         fusion = quiet(mode="layerwise", density=0.05).attach(ddp)
@@ -386,8 +399,8 @@ def test_megatron_plans_from_what_it_hands_over(ranks, world, distributed, monke
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (1, 3), (2, 2)])
-def test_what_one_rank_refuses_of_megatron_all_refuse(ranks, tp, dp, monkeypatch):
-    """Also the other tensor-parallel ranks; then none is attached."""
+def test_a_setting_refused_on_one_rank_is_an_error_on_all(ranks, tp, dp, monkeypatch):
+    """Also on the other tensor-parallel ranks. Then none of them is attached."""
 
     def run(rank):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -396,7 +409,7 @@ def test_what_one_rank_refuses_of_megatron_all_refuse(ranks, tp, dp, monkeypatch
         with pytest.raises(ValueError, match=r"does not work with Megatron's check_for_large_grads \(rank "):
             quiet().attach(ddp)
         ddp.ddp_config.check_for_large_grads = False
-        fusion = force(quiet().attach(ddp))
+        fusion = force_plan(quiet().attach(ddp))
         megatron_step(ddp, 0, rank // tp)
         assert same_on_all_ranks(main_grads(ddp).values()) and fusion.state_dict()["residuals"]
 
@@ -405,8 +418,8 @@ def test_what_one_rank_refuses_of_megatron_all_refuse(ranks, tp, dp, monkeypatch
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_loss_scale_that_fails_on_one_rank_of_megatron(ranks, world, overlap, monkeypatch):
-    """Also where gradients leave early, before the first bucket is complete."""
+def test_a_loss_scale_that_fails_on_one_rank_is_an_error_on_all(ranks, world, overlap, monkeypatch):
+    """Also with early units, which are sent before the first bucket is complete."""
 
     def run(rank):
         ddp, failing = megatron(monkeypatch, True, overlap_grad_reduce=overlap), []
@@ -416,7 +429,7 @@ def test_a_loss_scale_that_fails_on_one_rank_of_megatron(ranks, world, overlap, 
                 raise KeyError("no scale")
             return 4.0
 
-        fusion = force(quiet(loss_scale=loss_scale).attach(ddp))
+        fusion = force_plan(quiet(loss_scale=loss_scale).attach(ddp))
         sizes = dict(reversed(fusion._session.sizes.items()))
         fusion._session.plan = plan(sizes, world, mode="interleaved", early=True)
         for step in range(2):

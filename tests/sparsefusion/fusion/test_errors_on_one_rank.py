@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, force, quiet, same_on_all_ranks
+from fused import Net, backward, force_plan, quiet, same_on_all_ranks
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.planning.plan import WIRES
@@ -39,7 +39,7 @@ def attached(model, scale, mode, **options):
     if mode == "fp16":
         fusion._session.compare_ranks()
         return fusion
-    return force(fusion, mode=mode, **options)
+    return force_plan(fusion, mode=mode, **options)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -171,7 +171,7 @@ def test_what_one_rank_refuses_to_attach_all_refuse(ranks, world):
             for each in (plain, model):
                 backward(each, 0, rank)
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-            attached = force(quiet().attach(model))
+            attached = force_plan(quiet().attach(model))
             backward(model, 1, rank)
             assert attached.state_dict()["residuals"]
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from fused import Net, backward, force, quiet, same_on_all_ranks
+from fused import Net, backward, force_plan, quiet, same_on_all_ranks
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
@@ -29,7 +29,7 @@ POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_does_not_fit_is_refused_by_name(ranks, world):
+def test_unsupported_targets_are_refused_by_name(ranks, world):
     class Embedded(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
             (
                 builtin,
                 "this DDP takes no communication hook: register_comm_hook",
-            ),  # as before: nothing of ours was left
+            ),  # again: the first attempt left no hook
             (without_buckets, "has the python reducer"),
             (DDP(fused), "optimizers in its backward"),
             (ours, "another SparseFusion is attached"),
@@ -86,12 +86,12 @@ def test_what_does_not_fit_is_refused_by_name(ranks, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_copy_is_ddp_alone(ranks, world):
-    """As an average of weights makes it, of a model that is attached or was; and can be attached."""
+def test_copies_of_an_attached_model_are_plain_ddp(ranks, world):
+    """Copies of a model that is attached, or was, as an average of weights makes them. They can be attached themselves."""
 
     def run(rank):
         plain, ours = DDP(Net()), DDP(Net())
-        fusion = force(quiet().attach(ours))
+        fusion = force_plan(quiet().attach(ours))
         copies = [copy.deepcopy(ours)]
         fusion.detach()
         copies.append(copy.deepcopy(ours))
@@ -103,7 +103,7 @@ def test_a_copy_is_ddp_alone(ranks, world):
         torch.save(ours, file)
         file.seek(0)
         for each in (*copies, torch.load(file, weights_only=False)):
-            sparse = force(quiet().attach(each))
+            sparse = force_plan(quiet().attach(each))
             backward(each, 1, rank)
             assert world == 1 or sparse.state_dict()["residuals"]
 
@@ -111,11 +111,11 @@ def test_a_copy_is_ddp_alone(ranks, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_model_that_is_dropped_goes_with_what_is_attached(ranks, world):
+def test_a_dropped_model_is_garbage_collected_with_its_fusion(ranks, world):
     def run(rank):
         for detached in (False, True):
             model = DDP(Net())
-            fusion = force(quiet().attach(model))
+            fusion = force_plan(quiet().attach(model))
             backward(model, 0, rank)
             if detached:
                 fusion.detach()
@@ -128,7 +128,7 @@ def test_a_model_that_is_dropped_goes_with_what_is_attached(ranks, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_modules_that_are_divided_over_the_ranks_are_refused(ranks, world):
+def test_fsdp_is_refused(ranks, world):
     def run(rank):
         mesh = init_device_mesh("cpu", (world,))
         for target in (fully_shard(Net(), mesh=mesh), FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))):
@@ -139,17 +139,17 @@ def test_modules_that_are_divided_over_the_ranks_are_refused(ranks, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_where_there_is_nothing_to_choose_nothing_is_said(ranks, world):
-    """fp16 and dense send all; one rank sends nothing."""
+def test_nothing_is_reported_where_there_is_nothing_to_choose(ranks, world):
+    """In the modes fp16 and dense, and on one rank."""
 
     def run(rank):
-        said = []
+        reports = []
         for mode in ("dense", "fp16") if world > 1 else MODES:
             model = DDP(Net())
-            fusion = SparseFusion(mode=mode, report=said.append).attach(model)
+            fusion = SparseFusion(mode=mode, report=reports.append).attach(model)
             backward(model, 0, rank)
             assert fusion.plan.mode == (mode if world > 1 else "dense") and fusion.state_dict()["plan"]
-        assert not said
+        assert not reports
 
     ranks(run, world)
 
@@ -178,7 +178,7 @@ def test_wrong_options(options, why):
         SparseFusion(**options)
 
 
-def test_any_kind_of_number_is_a_density():
+def test_density_may_be_any_kind_of_number():
     assert (
         SparseFusion(Fraction(1, 100), density_warmup=np.int64(3))._options.compression
         == SparseFusion(0.01)._options.compression
@@ -186,8 +186,8 @@ def test_any_kind_of_number_is_a_density():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_static_graph_and_checkpointed_activations(ranks, world):
-    """With both of them DDP hands gradients over when it likes; what is sent does not depend on it."""
+def test_static_graphs_and_activation_checkpointing(ranks, world):
+    """With both, DDP hands buckets over in another order; what is sent does not depend on it."""
 
     class Checkpointed(Net):
         def forward(self, x, spare=False):
@@ -196,7 +196,7 @@ def test_a_static_graph_and_checkpointed_activations(ranks, world):
     def run(rank):
         models = [DDP(Net(), bucket_cap_mb=0.05), DDP(Checkpointed(), bucket_cap_mb=0.05, static_graph=True)]
         for model in models:
-            force(quiet().attach(model), mode="interleaved")
+            force_plan(quiet().attach(model), mode="interleaved")
         for step in range(5):
             for model in models:
                 backward(model, step, rank)
@@ -207,7 +207,7 @@ def test_a_static_graph_and_checkpointed_activations(ranks, world):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_what_ddp_ignores_is_left_alone(ranks, world):
+def test_parameters_that_ddp_ignores_are_left_alone(ranks, world):
     def run(rank):
         net = Net()
         net._ddp_params_and_buffers_to_ignore = ["spare.bias"]
@@ -239,8 +239,8 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_ddp_does_not_ignore_though_it_was_asked_to(ranks, world):
-    """It compares names with a module's path before them, which for its own parameters begin with a dot."""
+def test_parameters_that_ddp_reduces_despite_the_ignore_list(ranks, world):
+    """DDP compares names with the module's path before them; those of its own parameters begin with a dot."""
 
     def run(rank):
         net = Tied()
@@ -257,7 +257,7 @@ def test_what_ddp_does_not_ignore_though_it_was_asked_to(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_attachment_that_fails_leaves_nothing(ranks, world):
+def test_a_failed_attach_leaves_the_model_unattached(ranks, world):
     def run(rank):
         model, divided = DDP(Net()), dist.group.WORLD
 
@@ -266,7 +266,7 @@ def test_an_attachment_that_fails_leaves_nothing(ranks, world):
 
         with pytest.raises(KeyError, match="no such mark"):
             quiet(mode="layerwise", density=0.05, model_group=divided, copied=copied).attach(model)
-        fusion = force(quiet().attach(model))
+        fusion = force_plan(quiet().attach(model))
         backward(model, 0, rank)
         assert fusion.state_dict()["residuals"] and same_on_all_ranks([p.grad for p in model.parameters()])
 
@@ -274,8 +274,8 @@ def test_an_attachment_that_fails_leaves_nothing(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_what_is_frozen_after_ddp_was_built(ranks, world):
-    """DDP goes on reducing it."""
+def test_parameters_frozen_after_ddp_was_built(ranks, world):
+    """DDP continues to reduce them."""
 
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.05, find_unused_parameters=True)
@@ -296,7 +296,7 @@ def test_what_is_frozen_after_ddp_was_built(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
+def test_a_fabric_without_an_operation_is_refused(ranks, world):
     def run(rank):
         curve = Curve.fit("all_reduce", world, POINTS)
         with pytest.raises(ValueError, match="all_gather"):
@@ -306,7 +306,7 @@ def test_a_fabric_without_these_ranks_is_refused_by_all(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
+def test_an_error_of_the_planning_rank_is_raised_on_every_rank(ranks, world):
     def run(rank):
         def report(text):
             raise OSError("no paper")
@@ -322,17 +322,17 @@ def test_an_error_of_the_planning_rank_is_everyones(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
-    """And what it was about to say is in force."""
+def test_an_error_of_the_last_report_is_raised_on_every_rank(ranks, monkeypatch, world):
+    """The decision that it was about to report is in force."""
     monkeypatch.setattr(trial, "ROUNDS", 1)
-    monkeypatch.setattr(trial, "CLOSE", 1e9)
+    monkeypatch.setattr(trial, "CLOSE_RATIO", 1e9)
 
     def run(rank):
-        said = []
+        reports = []
 
         def report(text):
-            said.append(text)
-            if len(said) > 1:
+            reports.append(text)
+            if len(reports) > 1:
                 raise OSError("no paper")
 
         model = DDP(Net())
@@ -346,43 +346,45 @@ def test_an_error_of_a_report_later_is_everyones(ranks, monkeypatch, world):
     ranks(run, world)
 
 
-# Planning while it runs
+# Planning during training
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_modes_watch_five_steps_then_send_what_they_say(ranks, monkeypatch, world):
-    """Where already the smallest message is slow; and the training's random numbers stay its own."""
+def test_modes_profile_five_steps_and_then_send_what_is_planned(ranks, monkeypatch, world):
+    """Also where the smallest message is slow already. The state of torch's random numbers does not change."""
     monkeypatch.setattr(cost_measurement, "SLOW_S", 0.0)
 
     def run(rank):
-        said = []
+        reports = []
         for mode in ("layerwise", "bucket", "selective", "interleaved"):
             model = DDP(Net(), bucket_cap_mb=0.05)
-            fusion, random = SparseFusion(0.02, mode=mode, report=said.append).attach(model), torch.get_rng_state()
+            fusion, random = SparseFusion(0.02, mode=mode, report=reports.append).attach(model), torch.get_rng_state()
             for step in range(5):
                 assert fusion.plan.mode == "dense"
                 backward(model, step, rank)
             assert fusion.plan.mode == mode and fusion.plan.sent_elements[2] == sum(
                 p.numel() for p in model.parameters()
             )
-            assert len(set(ranks_hashes(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
+            assert len(set(gathered(fusion.plan.hash))) == 1 and torch.equal(random, torch.get_rng_state())
             counter = fusion._session.reducer.counter
             counter.reset()
             backward(model, 5, rank)
             dense, sparse, _ = fusion.plan.sent_elements
             messages = sum(any(unit.k for unit in buffer.units) for buffer in fusion.plan.buffers)
-            assert counter.nbytes == 4 * dense + (4 + 2) * sparse + 4 * messages  # of less than 65,536 numbers each
-        return said
+            assert (
+                counter.nbytes == 4 * dense + (4 + 2) * sparse + 4 * messages
+            )  # 4 bytes of a message count its indices; each covers less than 65,536 elements
+        return reports
 
     found = ranks(run, world)
-    assert [len(said) for said in found] == [4] + [0] * (world - 1)
+    assert [len(reports) for reports in found] == [4] + [0] * (world - 1)
     assert found[0][0].startswith(f"sparsefusion: {world} ranks, 8 gradients of 44,300 elements")
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sparsifier, wire", [("randomk", "fp32"), ("topk", "int8")])
-def test_costs_are_measured_as_it_sends(ranks, world, sparsifier, wire):
-    """And alike on all ranks; the training's random numbers stay its own."""
+def test_costs_are_measured_for_the_sparsifier_and_the_format(ranks, world, sparsifier, wire):
+    """They are the same on all ranks. The state of torch's random numbers does not change."""
 
     def run(rank):
         compression, random = CompressionSettings(0.02, sparsifier, wire), torch.get_rng_state()
@@ -403,8 +405,8 @@ def test_costs_are_measured_as_it_sends(ranks, world, sparsifier, wire):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_planning_counts_what_is_sent(ranks, world, wire):
-    """Also the blocks of int8, which each gradient fills, however few numbers it sends."""
+def test_planned_bytes_are_those_that_are_sent(ranks, world, wire):
+    """Including int8's blocks, which each gradient fills up, however few elements it sends."""
 
     def run(rank):
         model, compression = DDP(Net()), CompressionSettings(0.01, wire=wire)
@@ -414,14 +416,16 @@ def test_planning_counts_what_is_sent(ranks, world, wire):
             backward(model, step, rank)
         counts = [unit.k for buffer in fusion.plan.buffers for unit in buffer.units]
         planned = compression.sent_bytes(sum(counts), 4, sum(map(compression.filled, counts)))
-        assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(fusion.plan.buffers)  # for many places
+        assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(
+            fusion.plan.buffers
+        )  # 4 bytes of each message count its indices
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_plan_that_is_not_everyones_is_noticed(ranks, monkeypatch, world):
-    """Before anything is sent with it."""
+def test_a_plan_that_differs_on_one_rank_is_an_error(ranks, monkeypatch, world):
+    """It is raised before anything is sent by the plan."""
 
     def run(rank):
         model, take = DDP(Net()), PlanSelection.adopt
@@ -441,26 +445,26 @@ def test_a_plan_that_is_not_everyones_is_noticed(ranks, monkeypatch, world):
     ranks(run, world)
 
 
-def ranks_hashes(mine):
-    """Every rank's."""
+def gathered(mine):
+    """The value of every rank."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
+def test_auto_decides_the_same_on_all_ranks(ranks, monkeypatch, world):
     monkeypatch.setattr(trial, "ROUNDS", 2)
 
     def run(rank):
-        model, said = DDP(Net()), []
-        fusion = SparseFusion(0.02, report=said.append).attach(model)
+        model, reports = DDP(Net()), []
+        fusion = SparseFusion(0.02, report=reports.append).attach(model)
         for step in range(5 + trial.longest_trial_steps()):
             backward(model, step, rank)
-        assert fusion._selection.is_final and len(set(ranks_hashes(fusion.plan.hash))) == 1
+        assert fusion._selection.is_final and len(set(gathered(fusion.plan.hash))) == 1
         assert same_on_all_ranks([p.grad for p in model.parameters()])
-        if rank == 0:  # on a CPU another thread is predicted to bring nothing, and has no turn
-            assert "offload" in said[0] and not any("offload" in text for text in said[1:])
+        if rank == 0:  # it is predicted to be no faster than selective, and does not take part in the trial
+            assert "offload" in reports[0] and not any("offload" in text for text in reports[1:])
         return fusion.plan.mode, set(fusion.plan.predicted)
 
     modes, predicted = zip(*ranks(run, world), strict=True)
@@ -469,23 +473,25 @@ def test_auto_decides_the_same_everywhere(ranks, monkeypatch, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_density_that_cannot_help_stays_dense(ranks, world):
+def test_a_density_that_is_too_large_stays_dense(ranks, world):
     def run(rank):
-        said = []
+        reports = []
         model = DDP(Net())
-        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=said.append).attach(model)
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=reports.append).attach(model)
         for step in range(2):
             backward(model, step, rank)
-        return fusion.plan.mode, fusion._selection.is_final, said
+        return fusion.plan.mode, fusion._selection.is_final, reports
 
     found = ranks(run, world)
     assert all(mode == "dense" and decided for mode, decided, _ in found)
     assert "dense, as layerwise would not send clearly less" in found[0][2][0]
 
 
-@pytest.mark.parametrize("density", [0.01, 0.2])  # 0.2: helps beside float64's 16 bytes on 2 ranks, not beside fp16
+@pytest.mark.parametrize(
+    "density", [0.01, 0.2]
+)  # 0.2: less than 2 x 8 bytes of float64 on 2 ranks, but not less than fp16
 @pytest.mark.parametrize("world", [2, 3])
-def test_auto_considers_nothing_that_rounds_float64(ranks, world, density):
+def test_auto_does_not_consider_fp16_for_float64(ranks, world, density):
     def run(rank):
         fusion = quiet(density=density).attach(DDP(Net(torch.float64)))
         for step in range(5):
@@ -496,15 +502,15 @@ def test_auto_considers_nothing_that_rounds_float64(ranks, world, density):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_auto_says_why_it_considers_nothing_sparse(ranks, world):
-    """More than half of what may help without fp16."""
+def test_auto_reports_why_it_considers_nothing_sparse(ranks, world):
+    """The density would help compared with dense gradients, but not compared with float16."""
 
     def run(rank):
-        said, model = [], DDP(Net())
-        fusion = SparseFusion(0.6 / world, report=said.append).attach(model)
+        reports, model = [], DDP(Net())
+        fusion = SparseFusion(0.6 / world, report=reports.append).attach(model)
         for step in range(5):
             backward(model, step, rank)
-        return said, set(fusion.plan.predicted)
+        return reports, set(fusion.plan.predicted)
 
     found = ranks(run, world)
     assert f"sparse messages would not send clearly less, on {world} ranks" in found[0][0][0]
@@ -512,7 +518,7 @@ def test_auto_says_why_it_considers_nothing_sparse(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_density_falls_to_its_own(ranks, world):
+def test_density_warmup(ranks, world):
     def run(rank):
         model, sent = DDP(Net()), []
         fusion = SparseFusion(0.01, mode="layerwise", density_warmup=10, report=lambda text: None).attach(model)
@@ -527,19 +533,18 @@ def test_density_falls_to_its_own(ranks, world):
         assert own == sent[15] < 6 * (0.01 * total + 8) + 4
         first = next(step for step in range(5, 20) if sent[step])
         assert all(a > b for a, b in zip(sent[first:10], sent[first + 1 : 11], strict=True))
-        if world == 2:  # a quarter is less than half
+        if world == 2:  # the first density, a quarter, sends less than dense on 2 ranks
             assert first == 5 and abs(sent[5] / (6 * 0.25 * total) - 1) < 0.01
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_subgroups(ranks, world):
-    """Data parallelism over a part of the world."""
+def test_data_parallelism_over_a_part_of_the_world(ranks, world):
 
     def run(rank):
         groups = [dist.new_group(list(range(world))), dist.new_group(list(range(world, 2 * world)))]
         group, mine = groups[rank // world], rank % world
         model = DDP(Net(), process_group=group)
-        force(quiet().attach(model))
+        force_plan(quiet().attach(model))
         for step in range(2):
             backward(model, step, rank)
         gradient = model.module.second.weight.grad

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, force, in_halves, pending, quiet, same_on_all_ranks, summed
+from fused import Net, attach_fp16, backward, force_plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SparseFusion
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
@@ -18,8 +18,8 @@ from sparsefusion.planning.plan import Plan
 POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
 
 
-def trained(model, fusion, rank, steps):
-    """Steps of SGD with momentum; its optimizer is kept beside the model."""
+def train(model, fusion, rank, steps):
+    """Steps of SGD with momentum. The optimizer is kept as an attribute of the model."""
     if not hasattr(model, "optimizer"):
         model.optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     for step in steps:
@@ -28,16 +28,16 @@ def trained(model, fusion, rank, steps):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
-    """Bitwise, with a frozen plan, also on a model built afresh, whose DDP first has one bucket with all parameters."""
+def test_a_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
+    """Bitwise, with a final plan, also on a new model, whose DDP first has one bucket with all parameters."""
 
     def run(rank):
         narrow = {"mode": "interleaved", "wire": "bf16"}
         for options in ({"mode": "bucket"}, {"sparsifier": "randomk"}, narrow, {"mode": "offload", "wire": "int8"}):
             straight, first, second = (DDP(Net(), bucket_cap_mb=0.05) for _ in range(3))
-            trained(straight, force(quiet().attach(straight), **options), rank, range(12))
-            fusion = force(quiet().attach(first), **options)
-            trained(first, fusion, rank, range(7))
+            train(straight, force_plan(quiet().attach(straight), **options), rank, range(12))
+            fusion = force_plan(quiet().attach(first), **options)
+            train(first, fusion, rank, range(7))
             path = tmp_path / f"{rank}.pt"
             torch.save([first.state_dict(), first.optimizer.state_dict(), fusion.state_dict()], path)
             model, optimizer, state = torch.load(path, weights_only=True)
@@ -47,34 +47,34 @@ def test_a_resumed_run_is_the_straight_one(ranks, world, tmp_path):
             second.optimizer.load_state_dict(optimizer)
             resumed.load_state_dict(state)
             assert resumed.plan.hash == fusion.plan.hash
-            trained(second, resumed, rank, range(7, 12))
+            train(second, resumed, rank, range(7, 12))
             assert all(map(torch.equal, straight.parameters(), second.parameters())), options
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
-    """Gradients of 1e-9, which are nothing in float16; as from a state of older code, where the first step loses them."""
+def test_a_resumed_run_in_fp16_restores_its_scale(ranks, world):
+    """Gradients of 1e-9 underflow in float16 without it, as in the first step from a state of an older version."""
 
     def run(rank):
         straight, again, without = models = [DDP(Net()) for _ in range(3)]
-        fusions = [in_halves(model) for model in models]
+        fusions = [attach_fp16(model) for model in models]
         for model in models:
             model.optimizer = torch.optim.SGD(model.parameters(), 1e6)
             for parameter in model.parameters():
                 parameter.register_hook(lambda gradient: 1e-9 * gradient)
-        trained(straight, fusions[0], rank, range(4))
+        train(straight, fusions[0], rank, range(4))
         state = fusions[0].state_dict()
-        trained(straight, fusions[0], rank, range(4, 8))
+        train(straight, fusions[0], rank, range(4, 8))
         older = {what: value for what, value in state.items() if what != "half_scale"}
         for model, fusion, given in ((again, fusions[1], state), (without, fusions[2], older)):
-            trained(model, fusion, rank, range(4))
+            train(model, fusion, rank, range(4))
             fusion.load_state_dict(given)
-            trained(model, fusion, rank, range(4, 8))
+            train(model, fusion, rank, range(4, 8))
         assert all(map(torch.equal, straight.parameters(), again.parameters()))
         assert not any(map(torch.equal, straight.parameters(), without.parameters()))
-        for _ in range(2):  # and it is no better the second time
+        for _ in range(2):  # the second attempt fails as well
             with pytest.raises(ValueError, match="ranks of SparseFusion"):
                 fusions[2].load_state_dict(older if rank == 1 else state)
         with pytest.raises(ValueError, match="ranks of SparseFusion"):
@@ -86,7 +86,7 @@ def test_a_resumed_run_in_fp16_has_its_scale(ranks, world):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("saved, replanned", [(0, False), (2, False), (2, True)])
 def test_a_resumed_run_in_fp16_rounds_the_same_steps(ranks, world, saved, replanned):
-    """Not the first one, nor the first after `replan()`."""
+    """The first step is not rounded, nor is the first one after `replan()`."""
 
     def run(rank):
         fusions = []
@@ -110,14 +110,14 @@ def test_a_resumed_run_in_fp16_rounds_the_same_steps(ranks, world, saved, replan
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path):
+def test_another_number_of_ranks_takes_the_mean_residual(ranks, world, tmp_path):
     def save(rank):
         model = DDP(Net())
-        fusion = force(quiet().attach(model))
+        fusion = force_plan(quiet().attach(model))
         for step in range(3):
             backward(model, step, rank)
         torch.save(fusion.state_dict(), tmp_path / f"{rank}.pt")
-        return pending(fusion, "first.weight", model.module.first.weight)
+        return residual_of(fusion, "first.weight", model.module.first.weight)
 
     mean = sum(ranks(save, 4)) / 4
     states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
@@ -131,24 +131,24 @@ def test_another_number_of_ranks_applies_what_is_pending(ranks, world, tmp_path)
             fusion.load_state_dict(states[:3])
         fusion.load_state_dict(states)
         assert fusion.plan.ranks == world and fusion.plan.mode == "layerwise"
-        return summed(pending(fusion, "first.weight", model.module.first.weight)) / world
+        return sum_over_ranks(residual_of(fusion, "first.weight", model.module.first.weight)) / world
 
     for found in ranks(load, world):
         assert (found - mean).norm() <= 1e-6 * mean.norm()
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_rank_rounds_nothing(ranks, world):
+def test_one_rank_is_dense(ranks, world):
     def save(rank):
         model = DDP(Net())
-        fusion = in_halves(model)
+        fusion = attach_fp16(model)
         backward(model, 0, rank)
         return fusion.state_dict()
 
     states = ranks(save, world)
 
     def load(rank):
-        fusion = in_halves(DDP(Net()))
+        fusion = attach_fp16(DDP(Net()))
         fusion.load_state_dict(states)
         return fusion.plan.mode
 
@@ -156,31 +156,31 @@ def test_one_rank_rounds_nothing(ranks, world):
 
 
 @pytest.mark.parametrize("world", [4, 5])
-def test_a_plan_that_would_not_help_here_is_not_kept(ranks, world):
-    """A density of 0.3 is worth something on 2 ranks only. What is pending goes with the first step."""
+def test_a_plan_that_sends_too_much_here_is_not_kept(ranks, world):
+    """A density of 0.3 helps on 2 ranks only. The residuals are flushed in the first step."""
 
     def save(rank):
         model = DDP(Net())
-        fusion = force(quiet(density=0.3).attach(model), density=0.3)
+        fusion = force_plan(quiet(density=0.3).attach(model), density=0.3)
         backward(model, 0, rank)
         return fusion.state_dict()
 
     states = ranks(save, 2)
 
     def load(rank):
-        model, said = DDP(Net()), []
-        fusion = SparseFusion(density=0.3, mode="layerwise", report=said.append).attach(model)
+        model, reports = DDP(Net()), []
+        fusion = SparseFusion(density=0.3, mode="layerwise", report=reports.append).attach(model)
         fusion.load_state_dict(states)
         backward(model, 1, rank)
         assert fusion.plan.mode == "dense" and not fusion.state_dict()["residuals"]
-        return said
+        return reports
 
     assert "dense, as layerwise would not send clearly less" in ranks(load, world)[0][-1]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
-    """It was frozen when the plan was made."""
+    """The parameter was frozen when the plan was made."""
 
     def run(rank):
         saved, fresh = Net(), DDP(Net())
@@ -221,19 +221,22 @@ def test_a_plan_of_another_budget_is_not_kept(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_differ_are_told_apart(ranks, world):
-    """Other options: an error on every rank when the next step begins; states of other steps: when they are loaded."""
+def test_differences_between_ranks_are_errors(ranks, world):
+    """Other options are an error on every rank in the next step; states of other steps, when they are loaded."""
 
     def run(rank):
         known = Fabric(tuple(Curve.fit(name, world, POINTS) for name in ("all_reduce", "all_gather")), {})
-        helpful = {"density": 0.01 if rank else 0.9, "mode": "layerwise"}  # on one of them, and the other says so
+        helpful = {
+            "density": 0.01 if rank else 0.9,
+            "mode": "layerwise",
+        }  # only one rank would report that it stays dense
         for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}, helpful):
             model = DDP(Net())
             quiet(**options).attach(model)
             with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
                 backward(model, 0, rank)
         model = DDP(Net())
-        fusion = force(quiet(density=0.05, mode="layerwise").attach(model))
+        fusion = force_plan(quiet(density=0.05, mode="layerwise").attach(model))
         for step in range(2):
             backward(model, step, rank)
             if step == (rank == 1):
@@ -251,25 +254,25 @@ def test_ranks_that_differ_are_told_apart(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, world):
-    """Saved while plans take turns, after a warm-up that was half over: nothing is watched again."""
+def test_a_resumed_trial_continues(ranks, monkeypatch, tmp_path, world):
+    """Saved during the warm-up or the trial of several plans. Nothing is profiled again."""
     monkeypatch.setattr(trial, "ROUNDS", 2)
-    monkeypatch.setattr(trial, "CLOSE", 1e9)  # or a busy machine might leave nothing to be decided
-    monkeypatch.setattr(trial, "BEHIND", 1e9)
+    monkeypatch.setattr(trial, "CLOSE_RATIO", 1e9)  # so that all modes take part, on a busy machine as well
+    monkeypatch.setattr(trial, "DROP_MARGIN", 1e9)
 
     def run(rank):
-        said = []
-        for steps in (9, 20, 34):  # within the warm-up, within the first turns, after a round
+        reports = []
+        for steps in (9, 20, 34):  # during the warm-up, during the first round, after a round
             saved, fresh = DDP(Net()), DDP(Net())
-            fusion = SparseFusion(0.02, density_warmup=10, report=said.append).attach(saved)
+            fusion = SparseFusion(0.02, density_warmup=10, report=reports.append).attach(saved)
             for step in range(steps):
                 backward(saved, step, rank)
             state = fusion.state_dict()
             assert state["plan"] is None and state["candidates"]
             torch.save(state, tmp_path / f"{rank}.pt")
             state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-            resumed = SparseFusion(0.02, density_warmup=10, report=said.append).attach(fresh)
-            if steps == 20:  # as it was saved before trials were
+            resumed = SparseFusion(0.02, density_warmup=10, report=reports.append).attach(fresh)
+            if steps == 20:  # a state of a version that did not save trials
                 del state["candidates"]["trial"]
             resumed.load_state_dict(state)
             if steps == 34:
@@ -278,14 +281,14 @@ def test_an_undecided_run_does_not_begin_again(ranks, monkeypatch, tmp_path, wor
             for step in range(steps, 17 + 32 + trial.longest_trial_steps()):
                 backward(fresh, step, rank)
             assert resumed._selection.is_final and resumed.state_dict()["sparse_since"] == 5
-        return said
+        return reports
 
-    said = ranks(run, world)[0]
-    assert sum("Predicted:" in text for text in said) == 3 == sum("measured steps" in text for text in said)
+    reports = ranks(run, world)[0]
+    assert sum("Predicted:" in text for text in reports) == 3 == sum("measured steps" in text for text in reports)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_planning_anew_interrupts_a_warm_up(ranks, world):
+def test_replan_interrupts_a_warmup(ranks, world):
     def run(rank):
         model, plain = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1)
         fusion = quiet(density=0.02, mode="layerwise", density_warmup=50).attach(model)
@@ -299,20 +302,22 @@ def test_planning_anew_interrupts_a_warm_up(ranks, world):
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
         for step in range(10, 14):
             backward(model, step, rank)
-        assert fusion.plan.mode == "layerwise" and fusion.state_dict()["sparse_since"] == 5  # it goes on where it was
+        assert (
+            fusion.plan.mode == "layerwise" and fusion.state_dict()["sparse_since"] == 5
+        )  # the warm-up continues where it was
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), (3, 1)])
-def test_another_parts_state_is_refused(ranks, tp, dp):
-    """Of a divided model, whose parts may have the same sizes: by all ranks, whichever was given one."""
+def test_the_state_of_another_part_is_refused(ranks, tp, dp):
+    """Parts of a divided model may have the same sizes. All ranks raise the error, whichever of them has the state."""
 
     def run(rank):
         tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
         data = [dist.new_group(range(i, tp * dp, tp)) for i in range(tp)][rank % tp]
         model = DDP(Net(), process_group=data)
-        fusion = force(quiet(model_group=tensor).attach(model))
+        fusion = force_plan(quiet(model_group=tensor).attach(model))
         backward(model, 0, rank)
         state = fusion.state_dict()
         fusion.load_state_dict(state)
@@ -331,13 +336,13 @@ def test_another_parts_state_is_refused(ranks, tp, dp):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_state_of_parameters_that_lie_otherwise_is_refused(ranks, world):
-    """Residuals lie as gradients do in memory; in the same order they are taken."""
+def test_a_state_in_another_memory_format_is_refused(ranks, world):
+    """Residuals have the memory format of their gradients."""
 
     def run(rank):
         def attached(order):
             model = DDP(torch.nn.Conv2d(17, 33, 3).to(memory_format=order))
-            return model, force(quiet(density=0.05).attach(model), mode="bucket", whole=())
+            return model, force_plan(quiet(density=0.05).attach(model), mode="bucket", whole=())
 
         model, fusion = attached(torch.channels_last)
         model(torch.randn(2, 17, 9, 9)).square().mean().backward()
@@ -353,10 +358,10 @@ def test_a_state_of_parameters_that_lie_otherwise_is_refused(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_states_of_something_else_are_refused(ranks, world):
+def test_invalid_states_are_refused(ranks, world):
     def run(rank):
         model = DDP(Net())
-        fusion = force(quiet().attach(model))
+        fusion = force_plan(quiet().attach(model))
         backward(model, 0, rank)
         state = fusion.state_dict()
         wrong = {**state, "residuals": {"first.weight": torch.zeros(3)}}

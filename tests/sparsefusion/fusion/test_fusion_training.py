@@ -27,12 +27,12 @@ MORE = ("mamba2 groups", "falcon", "zamba")
 
 
 def trainer(tp, **changes):
-    """On the calling rank: a twentieth of the numbers is sent, of every tensor."""
+    """The trainer of the calling rank; by default it sends a twentieth of the elements of every tensor."""
     run = tiny.options(**{"gradient_mode": "layerwise", "gradient_density": 0.05, "global_batch_size": 12, **changes})
     return tiny.trainer_on(tp, run)
 
 
-def alike(model, group):
+def are_equal(model, group):
     """Whether the replicas have the same parameters, bit for bit."""
     for parameter in model.parameters():
         first = parameter.detach().clone()
@@ -46,18 +46,18 @@ def alike(model, group):
     "tp, dp", [(2, 2), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("name", by_default(("mamba",), ("mamba", "zamba2 untied", *MORE)))
-def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp, name):
+def test_every_family_learns_and_replicas_stay_equal(ranks, tp, dp, name):
     def run(rank):
         made = trainer(tp, **MODELS[name])
         losses = tiny.curve(made, 14)[0]
-        assert made.fusion.plan.mode == "layerwise" and alike(made.model, made.groups.data)
+        assert made.fusion.plan.mode == "layerwise" and are_equal(made.model, made.groups.data)
         dense, sparse, total = made.fusion.plan.sent_elements
         assert dense == 0 and sparse < 0.2 * total
         return losses
 
     dense = tiny.curve(tiny.trainer(tiny.options(**{"global_batch_size": 12, **MODELS[name]})), 14)[0]
     for losses in ranks(run, tp * dp):
-        assert torch.allclose(losses[:5], dense[:5], rtol=1e-8)  # while steps are watched
+        assert torch.allclose(losses[:5], dense[:5], rtol=1e-8)  # the profiled steps are dense
         assert losses[-3:].mean() < losses[:3].mean() - 0.3 * (dense[:3].mean() - dense[-3:].mean())
 
 
@@ -65,8 +65,8 @@ def test_every_family_learns_and_replicas_stay_alike(ranks, tp, dp, name):
 @pytest.mark.parametrize(
     "mode", ["auto", *(pytest.param(m, marks=pytest.mark.full) for m in ("bucket", "interleaved"))]
 )
-def test_parts_of_a_model_plan_alike_and_keep_their_copies_alike(ranks, monkeypatch, tp, dp, mode):
-    """Bit for bit: what several tensor-parallel ranks hold, some of it only some of them."""
+def test_parts_of_a_model_have_the_same_plan_and_equal_copies(ranks, monkeypatch, tp, dp, mode):
+    """Bit for bit: some parameters have copies on all tensor-parallel ranks, and others on some of them."""
     monkeypatch.setattr(trial, "ROUNDS", 1)
 
     def run(rank):
@@ -77,7 +77,7 @@ def test_parts_of_a_model_plan_alike_and_keep_their_copies_alike(ranks, monkeypa
             step += 1
             if step == 6:
                 dense = (made.fusion.state_dict()["candidates"] or {}).get("dense")
-        assert alike(made.model, made.groups.data)
+        assert are_equal(made.model, made.groups.data)
         plan = made.fusion.plan
         sparse = {name for buffer in plan.buffers for unit in buffer.units for name in unit.names if unit.k}
         return tiny.pieces(made), (step, plan.mode, sparse, dense)
@@ -111,8 +111,8 @@ def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     assert has_pending(tmp_path)
 
 
-def pending_of(ranks, directory, replicas):
-    """The mean of what these have not sent after 8 steps, written to a directory."""
+def write_residuals(ranks, directory, replicas):
+    """Train 8 steps on so many replicas, and write their residuals to a directory. Returns {name: mean residual}."""
 
     def save(rank):
         made = trainer(1)
@@ -125,8 +125,8 @@ def pending_of(ranks, directory, replicas):
 
 
 @pytest.mark.parametrize("dp", [3, pytest.param(2, marks=pytest.mark.full)])
-def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
-    pending = pending_of(ranks, tmp_path, 5 - dp)
+def test_another_number_of_replicas_takes_the_mean_residual(ranks, tmp_path, dp):
+    pending = write_residuals(ranks, tmp_path, 5 - dp)
 
     def load(rank):
         made = trainer(1)
@@ -139,7 +139,7 @@ def test_other_replicas_take_the_mean_of_what_is_pending(ranks, tmp_path, dp):
             assert torch.allclose(residual, pending[name], rtol=1e-12, atol=1e-15)
 
 
-def test_what_is_pending_waits_for_a_gradient():
+def test_pending_gradients_wait_for_a_gradient():
     used, unused = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     used.grad = torch.ones(2, 3)
     made = SimpleNamespace(
@@ -156,9 +156,9 @@ def test_what_is_pending_waits_for_a_gradient():
 
 
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_that_sends_all_applies_what_is_pending(ranks, tmp_path, dp):
-    """Once: also the gradients of one replica, which sends nothing."""
-    pending = pending_of(ranks, tmp_path, 3)
+def test_a_dense_run_applies_pending_gradients(ranks, tmp_path, dp):
+    """Once, and also on one replica, which sends nothing."""
+    pending = write_residuals(ranks, tmp_path, 3)
 
     def gradients(rank, resumed):
         made, found = trainer(1, gradient_mode="dense", clip_grad=0), []
@@ -210,7 +210,7 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 3), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
-def test_a_gradient_that_is_not_finite_ends_training_everywhere(ranks, tp, dp):
+def test_nonfinite_gradients_end_training_on_every_rank(ranks, tp, dp):
     """Also on the ranks of other parts of the model, whose gradients are finite."""
 
     def run(rank):

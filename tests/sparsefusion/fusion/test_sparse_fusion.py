@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, batch, force, pending, plan, quiet, same_on_all_ranks, summed
+from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SPARSIFIERS
 from sparsefusion.collectives.counted import begin_all_gather
 from sparsefusion.gradients.error_feedback import ErrorFeedback
@@ -24,8 +24,8 @@ SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
-def test_dense_is_ddps_own(ranks, world, view, batched):
-    """Bit for bit: new gradients, accumulated ones (which DDP scales otherwise), unused ones, bfloat16; and detached."""
+def test_dense_mode_has_ddps_bits(ranks, world, view, batched):
+    """With new, accumulated (which DDP scales differently) and unused gradients, and bfloat16; also after `detach()`."""
 
     def run(rank):
         for dtype, none in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
@@ -54,39 +54,41 @@ def test_dense_is_ddps_own(ranks, world, view, batched):
     ranks(run, world)
 
 
-def conserved(rank, world, steps=5, dtype=torch.float32, changes=None, **options):
-    """The largest relative error, over parameters, of applied + pending against the sum of all gradients."""
+def conservation_error(rank, world, steps=5, dtype=torch.float32, changes=None, **options):
+    """The largest relative error, over parameters, of applied means + residuals against the sum of all gradients."""
     ours, reference = DDP(Net(dtype), bucket_cap_mb=0.1), Net(dtype)
-    fusion = force(quiet().attach(ours), **options)
+    fusion = force_plan(quiet().attach(ours), **options)
     given, applied = {}, {}
     for step in range(steps):
         if changes and step in changes:
-            force(fusion, **options | changes[step])
+            force_plan(fusion, **options | changes[step])
         backward(reference, step, rank, dtype=dtype), backward(ours, step, rank, dtype=dtype)
         assert same_on_all_ranks([p.grad for p in ours.parameters()])
         for (name, p), (_, q) in zip(reference.named_parameters(), ours.module.named_parameters(), strict=True):
             given[name] = given.get(name, 0) + p.grad.double()
             applied[name] = applied.get(name, 0) + q.grad.double()
     worst = 0.0
-    if dtype == torch.bfloat16:  # means of what is sent whole are rounded, as the framework's are
+    if dtype == torch.bfloat16:  # means of dense gradients are rounded to bfloat16, as the framework's are
         given = {name: total for name, total in given.items() if total.numel() >= 1000}
     for name, total in given.items():
-        expected = summed(total)
-        error = world * applied[name] + summed(pending(fusion, name, total)) - expected
+        expected = sum_over_ranks(total)
+        error = world * applied[name] + sum_over_ranks(residual_of(fusion, name, total)) - expected
         worst = max(worst, (error.norm() / expected.norm()).item())
     return worst
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
+def test_means_and_residuals_add_up_to_all_gradients(ranks, world):
     def run(rank):
         for mode in SPARSE:
             for wire in WIRES:
-                assert conserved(rank, world, mode=mode, wire=wire) < 1e-6, (mode, wire)
+                assert conservation_error(rank, world, mode=mode, wire=wire) < 1e-6, (mode, wire)
         for sparsifier in SPARSIFIERS:
-            assert conserved(rank, world, sparsifier=sparsifier) < 1e-6, sparsifier
-        assert conserved(rank, world, dtype=torch.float64) < 1e-13
-        assert conserved(rank, world, dtype=torch.bfloat16) < 1e-6  # what is rounded off a mean is pending, too
+            assert conservation_error(rank, world, sparsifier=sparsifier) < 1e-6, sparsifier
+        assert conservation_error(rank, world, dtype=torch.float64) < 1e-13
+        assert (
+            conservation_error(rank, world, dtype=torch.bfloat16) < 1e-6
+        )  # what is rounded off a mean is in the residual
 
     ranks(run, world)
 
@@ -94,8 +96,8 @@ def test_nothing_is_lost_in_any_mode_and_format(ranks, world):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_nothing_is_lost_whatever_plan_follows(ranks, world, data):
-    """Property: plans, formats and densities change between steps; what becomes dense, any of it or all, is flushed."""
+def test_means_and_residuals_add_up_when_plans_change(ranks, world, data):
+    """Property: plans, formats and densities change between steps; residuals of gradients that become dense are flushed."""
     names = [name for name, _ in Net().named_parameters()]
     plans = st.fixed_dictionaries({
         "mode": st.sampled_from(SPARSE), "density": st.sampled_from([0.01, 0.1, 0.3]), "wire": st.sampled_from(WIRES),
@@ -105,16 +107,16 @@ def test_nothing_is_lost_whatever_plan_follows(ranks, world, data):
     changes = data.draw(st.dictionaries(st.integers(0, 7), plans, max_size=4))
 
     def run(rank):
-        return conserved(rank, world, steps=8, changes=changes)
+        return conservation_error(rank, world, steps=8, changes=changes)
 
     assert max(ranks(run, world)) < 1e-5
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_pending_gradients_leave_when_all_is_sent_again(ranks, world):
+def test_residuals_are_flushed_when_all_gradients_become_dense(ranks, world):
     def run(rank):
         ours, reference = DDP(Net(), bucket_cap_mb=0.1), Net()
-        fusion, total = force(quiet().attach(ours)), 0
+        fusion, total = force_plan(quiet().attach(ours)), 0
         for step in range(4):
             if step == 3:
                 fusion._session.plan = plan(sizes := fusion._session.sizes, world, whole=sizes)
@@ -123,17 +125,17 @@ def test_pending_gradients_leave_when_all_is_sent_again(ranks, world):
                 total + reference.second.weight.grad.double() * world - ours.module.second.weight.grad.double() * world
             )
         assert not fusion.state_dict()["residuals"]
-        return summed(total).norm() / summed(reference.second.weight.grad).norm()
+        return sum_over_ranks(total).norm() / sum_over_ranks(reference.second.weight.grad).norm()
 
     assert max(ranks(run, world)) < 1e-5
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_offloaded_and_interleaved_are_bitwise_the_same(ranks, world):
+def test_offload_and_interleaved_have_the_bits_of_selective(ranks, world):
     def run(rank):
         models = [DDP(Net(), bucket_cap_mb=0.1) for _ in range(3)]
         for model, mode in zip(models, ("selective", "offload", "interleaved"), strict=True):
-            force(quiet().attach(model), mode=mode)
+            force_plan(quiet().attach(model), mode=mode)
         for step in range(4):
             for model in models:
                 backward(model, step, rank)
@@ -144,8 +146,8 @@ def test_offloaded_and_interleaved_are_bitwise_the_same(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
-    """50 steps of parameters that stay bit-identical; parameter groups, AdamW, autocast, clipping of the mean."""
+def test_parameters_stay_equal_on_all_ranks(ranks, world):
+    """Bit for bit over 50 steps, with accumulation, parameter groups, AdamW, autocast, and clipping of the mean."""
 
     def run(rank):
         rest = zip(("fp32", "int8", "bf16", "fp16", "int8"), SPARSIFIERS, strict=False)
@@ -153,7 +155,7 @@ def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
             model = DDP(Net(), bucket_cap_mb=0.1)
             fusion = quiet(mode=mode).attach(model)
             if options:
-                force(fusion, mode=mode, wire=options[0], sparsifier=options[1])
+                force_plan(fusion, mode=mode, wire=options[0], sparsifier=options[1])
             groups = [{"params": [p], "lr": 1e-3 * (1 + i % 2)} for i, p in enumerate(model.parameters())]
             optimizer = torch.optim.AdamW(groups)
             for step in range(50):
@@ -170,21 +172,21 @@ def test_accumulation_clipping_and_optimizers_keep_ranks_alike(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_unused_parameters_keep_what_is_pending(ranks, world):
-    """DDP does not apply the mean of a parameter that no rank used, so nothing of it may leave, also when all is sent."""
+def test_unused_parameters_keep_their_residuals(ranks, world):
+    """DDP does not apply the mean of a parameter that no rank used, so its residual is not sent, even in a dense step."""
 
     def run(rank):
         for options in ({"mode": "layerwise"}, {"mode": "bucket"}, {"sparsifier": "randomk"}, {"flushed": True}):
             flushed = options.pop("flushed", False)
             model = DDP(Net(), bucket_cap_mb=0.1, find_unused_parameters=True)
-            fusion = force(quiet().attach(model), **options)
+            fusion = force_plan(quiet().attach(model), **options)
             backward(model, 0, rank)
-            before = pending(fusion, "spare.weight", model.module.spare.weight)
+            before = residual_of(fusion, "spare.weight", model.module.spare.weight)
             if flushed:
                 fusion._session.plan = replace(fusion.plan, mode="dense", buffers=())
             backward(model, 1, rank, spare=False)
             assert model.module.spare.weight.grad is None
-            assert before.any() and torch.equal(before, pending(fusion, "spare.weight", model.module.spare.weight))
+            assert before.any() and torch.equal(before, residual_of(fusion, "spare.weight", model.module.spare.weight))
             backward(model, 2, rank, spare=rank == 0)  # used by one rank: its mean is applied on all
             assert model.module.spare.weight.grad.any() and same_on_all_ranks([model.module.spare.weight.grad])
 
@@ -193,8 +195,8 @@ def test_unused_parameters_keep_what_is_pending(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("k", [100, 40_000])
-def test_unused_parameters_take_nobodys_place(ranks, world, k):
-    """Each rank leaves another one unused, whose residual is larger than all others; 40,000 is more than some have left."""
+def test_unused_parameters_do_not_compete_for_k(ranks, world, k):
+    """Each rank leaves another parameter unused, whose residual is the largest. Some ranks have fewer than 40,000 others."""
     sizes = {"a": 1000, "b": 20_000, "c": 30_000}
 
     def run(rank):
@@ -211,7 +213,7 @@ def test_unused_parameters_take_nobodys_place(ranks, world, k):
             sent = torch.zeros_like(given)
             indices = given.abs().topk(k).indices
             sent[indices] = given[indices]
-            assert torch.cat([*means.values()]).double().allclose(summed(sent) / world, atol=1e-6)
+            assert torch.cat([*means.values()]).double().allclose(sum_over_ranks(sent) / world, atol=1e-6)
             assert reducer.feedback.residuals[dormant].eq(1e6).all()
             left = torch.cat([reducer.feedback.residuals[name] for name in sizes if name != dormant])
             assert left.eq(0).sum() == min(k, len(left))
@@ -221,14 +223,14 @@ def test_unused_parameters_take_nobodys_place(ranks, world, k):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("mode", ["layerwise", "bucket", "fp16", "dense"])
-def test_ranks_that_are_done_before_others(ranks, world, mode):
-    """DDP's join(): means are over all ranks, and what those that are done have pending waits."""
+def test_join_with_uneven_data(ranks, world, mode):
+    """In DDP's join(), means are over all ranks, and ranks that have no more data keep their residuals."""
 
     def run(rank):
         ours = DDP(Net(), bucket_cap_mb=0.1)
         fusion = quiet(mode=mode).attach(ours)
         if mode in SPARSE:
-            force(fusion, mode=mode)
+            force_plan(fusion, mode=mode)
         given, applied = {}, {name: 0 for name, _ in ours.module.named_parameters()}
         with ours.join():
             for step in range(2 + rank):
@@ -239,7 +241,7 @@ def test_ranks_that_are_done_before_others(ranks, world, mode):
             backward(reference, step, rank)
             given = {name: given.get(name, 0) + p.grad.double() for name, p in reference.named_parameters()}
         for name, gradient in given.items():
-            total, left = summed(gradient), summed(pending(fusion, name, gradient))
+            total, left = sum_over_ranks(gradient), sum_over_ranks(residual_of(fusion, name, gradient))
             assert bool(left.any()) == (mode in SPARSE and gradient.numel() >= 1000), name
             if rank == world - 1:
                 assert (applied[name] + left - total).norm() <= (1e-3 if mode == "fp16" else 1e-5) * total.norm(), name
@@ -247,17 +249,17 @@ def test_ranks_that_are_done_before_others(ranks, world, mode):
     ranks(run, world)
 
 
-# What is not finite
+# Gradients that are not finite
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
+def test_nonfinite_gradients_are_an_error_on_every_rank(ranks, world, bad):
     def run(rank):
         wires = [{"mode": mode, "wire": wire} for mode in ("layerwise", "bucket") for wire in WIRES]
         for options in [{"mode": mode} for mode in SPARSE[2:]] + [{"sparsifier": name} for name in SPARSIFIERS] + wires:
             model = DDP(Net(), bucket_cap_mb=0.1)
-            fusion = force(quiet().attach(model), **options)
+            fusion = force_plan(quiet().attach(model), **options)
             backward(model, 0, rank)
             if rank == world - 1:
                 model.module.second.weight.register_hook(lambda g: g.index_fill(0, torch.tensor(7), bad))
@@ -270,12 +272,12 @@ def test_what_is_not_finite_is_an_error_everywhere(ranks, world, bad):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
-def test_ddp_goes_on_after_an_error(ranks, world, how):
-    """In the first step, which is all of static graphs' own, and in others; beside ranks without data in join(), too."""
+def test_ddp_can_continue_after_an_error(ranks, world, how):
+    """After an error in the first step, which static graphs treat specially, and in a later one."""
 
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.05, **{how: True})
-        fusion = force(quiet().attach(model))
+        fusion = force_plan(quiet().attach(model))
         for step in range(6):
             if step in (0, 3):
                 factor = math.nan if rank == 0 else 1
@@ -293,12 +295,12 @@ def test_ddp_goes_on_after_an_error(ranks, world, how):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_not_finite_is_an_error_where_the_data_are_over(ranks, world):
-    """In join(), where there is no backward of one's own."""
+def test_nonfinite_gradients_are_an_error_on_ranks_without_data(ranks, world):
+    """In join(), where these ranks run no backward pass of their own."""
 
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.05)
-        force(quiet().attach(model))
+        force_plan(quiet().attach(model))
         with pytest.raises(FloatingPointError, match="step 1: the gradient of second.weight"), model.join():
             for step in range(1 + bool(rank)):
                 if step:
@@ -309,10 +311,10 @@ def test_what_is_not_finite_is_an_error_where_the_data_are_over(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_pending_is_not_lost_unnoticed_in_a_dense_step(ranks, world):
+def test_a_nonfinite_dense_step_keeps_residuals(ranks, world):
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.1)
-        fusion = force(quiet(mode="layerwise").attach(model))
+        fusion = force_plan(quiet(mode="layerwise").attach(model))
         backward(model, 0, rank)
         fusion.replan()
         before = fusion.state_dict()["residuals"]
@@ -327,8 +329,8 @@ def test_what_is_pending_is_not_lost_unnoticed_in_a_dense_step(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_dense_step_with_nothing_pending_is_the_frameworks_own_affair(ranks, world):
-    """Also the first one of a resumed run, and after sparse steps in which a parameter was never used."""
+def test_dense_steps_without_residuals_are_not_checked(ranks, world):
+    """Nor is the first step of a resumed run, nor a dense step after sparse ones in which a parameter was never used."""
 
     def with_nan(model, step, rank):
         bad = model.module.first.weight.register_hook(lambda g: g * math.nan)
@@ -344,7 +346,7 @@ def test_a_dense_step_with_nothing_pending_is_the_frameworks_own_affair(ranks, w
         resumed.load_state_dict(fusion.state_dict())
         with_nan(second, 1, rank)
         fusion.detach()
-        fusion = force(quiet(mode="layerwise").attach(first))
+        fusion = force_plan(quiet(mode="layerwise").attach(first))
         backward(first, 1, rank, spare=False)
         assert "spare.weight" in fusion.state_dict()["residuals"]
         fusion.replan()
@@ -356,7 +358,7 @@ def test_a_dense_step_with_nothing_pending_is_the_frameworks_own_affair(ranks, w
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_skipped_steps_leave_no_trace(ranks, world):
+def test_skipped_steps_change_nothing(ranks, world):
     """With a GradScaler: a run with three overflows has the residuals and parameters of one without these batches.
 
     Before one of them, residuals have been flushed into a step that sends all.
@@ -367,14 +369,14 @@ def test_skipped_steps_leave_no_trace(ranks, world):
         found = []
         for model, overflows in zip(models, ((2, 4, 6), ()), strict=True):
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-            fusion = force(quiet(loss_scale=scaler.get_scale).attach(model))
+            fusion = force_plan(quiet(loss_scale=scaler.get_scale).attach(model))
             sparse, whole = fusion.plan, replace(fusion.plan, mode="dense", buffers=())
             optimizer, batches = torch.optim.SGD(model.parameters(), 0.1), iter(range(100))
             for step in range(10 if overflows else 7):
                 optimizer.zero_grad()
                 wrong = step in overflows
                 done = step - sum(each < step for each in overflows)
-                fusion._session.plan = whole if done in (3, 4) else sparse  # 3 is what overflows as step 4
+                fusion._session.plan = whole if done in (3, 4) else sparse  # batch 3 follows the overflow of step 4
                 loss = model(batch(99 if wrong else next(batches), rank), True).square().mean()
                 scaler.scale(loss * math.inf if wrong and rank == 0 else loss).backward()
                 scaler.step(optimizer)
@@ -388,13 +390,13 @@ def test_skipped_steps_leave_no_trace(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_training_may_skip_what_is_not_finite_by_itself(ranks, world):
-    """on_nonfinite: skip-known without a loss scale leaves no trace; raise is an error also with one."""
+def test_on_nonfinite(ranks, world):
+    """skip-known, without a loss scale: the residuals stay as they were. raise: an error, also with a loss scale."""
 
     def run(rank):
         for options in ({"on_nonfinite": "skip-known"}, {"on_nonfinite": "raise", "loss_scale": lambda: 1.0}):
             model = DDP(Net(), bucket_cap_mb=0.1)
-            fusion = force(quiet(**options).attach(model))
+            fusion = force_plan(quiet(**options).attach(model))
             backward(model, 0, rank)
             before = fusion.state_dict()["residuals"]
             if rank == 0:
@@ -418,15 +420,15 @@ def divided(world):
 
 
 @pytest.mark.parametrize("world", [4, 6])
-def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
-    """What is not finite in one part is an error in all, or with a loss scale a step without a trace in all."""
+def test_parts_of_a_divided_model_skip_steps_together(ranks, world):
+    """A gradient that is not finite in one part is an error in all parts; with a loss scale, all of them skip the step."""
 
     def run(rank):
         data, model_group = divided(world)
         for scale in (None, lambda: 1.0):
             model = DDP(Net(), process_group=data)
             fusion = quiet(loss_scale=scale, model_group=model_group)
-            force(fusion.attach(model))
+            force_plan(fusion.attach(model))
             backward(model, 0, rank)
             before = fusion.state_dict()["residuals"]
             if rank == 0:
@@ -443,8 +445,8 @@ def test_parts_of_a_divided_model_skip_a_step_together(ranks, world):
 
 
 @pytest.mark.parametrize("world", [4, 6])
-def test_parts_of_a_divided_model_refuse_together(ranks, world):
-    """One rank was given another density, or mode, or some do not know that the model is divided."""
+def test_parts_of_a_divided_model_compare_options(ranks, world):
+    """One rank was given another density or mode, or some ranks were not given the model group."""
 
     def run(rank):
         data, model_group = divided(world)
@@ -495,8 +497,8 @@ class Uneven(torch.nn.Module):
 
 @pytest.mark.parametrize("world", [4, 6])
 @pytest.mark.parametrize("mode", ["fp16", "layerwise"])
-def test_parts_whose_buckets_end_elsewhere_do_not_wait_for_each_other(ranks, world, mode):
-    """In the middle of a backward, where they have sums of their own; also when planning anew, and after loading."""
+def test_parts_with_different_buckets_do_not_deadlock(ranks, world, mode):
+    """Their backward passes have other all-reduces between buckets; also after `replan()` and `load_state_dict()`."""
 
     def run(rank):
         data, model_group = divided(world)
@@ -519,14 +521,14 @@ def test_parts_whose_buckets_end_elsewhere_do_not_wait_for_each_other(ranks, wor
 
 
 @pytest.mark.parametrize("world", [4, 6])
-def test_what_some_replicas_do_not_use_is_flushed_later(ranks, world):
-    """With a loss scale, and parts of the model: every rank asks the others in the same steps."""
+def test_residuals_that_some_replicas_do_not_use_are_flushed_later(ranks, world):
+    """With a loss scale and a divided model: every rank takes part in the checks of the same steps."""
 
     def run(rank):
         data, model_group = divided(world)
         model = DDP(Net(), process_group=data, find_unused_parameters=True)
         fusion = quiet(loss_scale=lambda: 1.0, model_group=model_group)
-        force(fusion.attach(model))
+        force_plan(fusion.attach(model))
         backward(model, 0, rank)
         fusion._session.plan = replace(fusion.plan, mode="dense", buffers=())
         for step in (1, 2):
@@ -540,8 +542,8 @@ def test_what_some_replicas_do_not_use_is_flushed_later(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_a_framework_overwrites_was_looked_at(ranks, world):
-    """Two atoms in the same memory, as ZeRO 1 has them; the first one overflows, so no residual may have gone."""
+def test_means_are_checked_before_a_framework_overwrites_them(ranks, world):
+    """Two atoms share one memory, as in ZeRO 1. The first one overflows, so all residuals must be restored."""
 
     def run(rank):
         session = Session(
@@ -571,7 +573,7 @@ def test_what_a_framework_overwrites_was_looked_at(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
+def test_a_unit_of_several_dtypes(ranks, world):
     def run(rank):
         dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.float16}
         reducer = Reducer(dist.group.WORLD)
@@ -579,21 +581,21 @@ def test_parameters_of_several_dtypes_lose_nothing_together(ranks, world):
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + rank)
             gradients = {name: torch.randn(1000, generator=generator).to(dtype) for name, dtype in dtypes.items()}
-            if (step, rank) == (2, 1):  # not used there, and the same dtype on the wire
+            if (step, rank) == (2, 1):  # this rank does not use it, and still sends the same dtype
                 gradients["c"].zero_()
             given = {name: given[name] + g.double() for name, g in gradients.items()}
             reducer.start([unit], gradients).wait()
             applied = {name: applied[name] + world * g.double() for name, g in gradients.items()}
         for name in dtypes:
-            error = applied[name] + summed(reducer.feedback.residuals[name]) - summed(given[name])
-            assert error.norm() <= 1e-6 * summed(given[name]).norm(), name
+            error = applied[name] + sum_over_ranks(reducer.feedback.residuals[name]) - sum_over_ranks(given[name])
+            assert error.norm() <= 1e-6 * sum_over_ranks(given[name]).norm(), name
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_places_of_several_large_units(ranks, world):
-    """Of 205,000 numbers in three units, the last one of a single number in all 65,536: the mean of what is largest."""
+def test_indices_of_several_large_units(ranks, world):
+    """205,000 elements in three units; one element of the last unit is selected. Oracle: the largest elements."""
     sizes = {"a": 69_000, "b": 70_001, "c": 65_999}
 
     def run(rank):
@@ -615,8 +617,8 @@ def test_places_of_several_large_units(ranks, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world):
-    """Their places alone: gradients of as many numbers would need 16 GB."""
+def test_units_that_are_together_too_large_for_32_bit_indices(ranks, world):
+    """Only indices and values are made: the gradients would need 16 GB."""
     most = 2**31 - 1
 
     def run(rank):
@@ -636,8 +638,8 @@ def test_units_that_are_too_large_together_for_an_index_of_32_bits(ranks, world)
     ranks(run, world)
 
 
-def test_what_is_pending_survives_a_narrow_format():
-    """Residuals far below float16's smallest number, flushed into gradients that a loss scale has made larger."""
+def test_small_residuals_survive_in_scaled_float16_gradients():
+    """Residuals far below float16's smallest number are flushed into gradients that a loss scale has made larger."""
     feedback, gradient = ErrorFeedback(), torch.ones(10, dtype=torch.float16)
     feedback.residuals["a"] = torch.full((10,), 1e-8)
     feedback.flush({"a": gradient}, scale=2.0**20)

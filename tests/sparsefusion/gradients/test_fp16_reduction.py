@@ -7,22 +7,22 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fused import Net, backward, batch, in_halves, quiet, same_on_all_ranks
+from fused import Net, attach_fp16, backward, batch, quiet, same_on_all_ranks
 from sparsefusion.gradients.fp16_reduction import Fp16Scale
 
 NUMEL = sum(p.numel() for p in Net().parameters())
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fp16_is_torchs_hook_or_nearer(ranks, world):
-    """The same bits in the first step on 2 ranks, where dividing rounds nothing; else no larger an error."""
+def test_fp16_is_at_least_as_exact_as_torchs_hook(ranks, world):
+    """The same bits in the first step on 2 ranks, where the division is exact; otherwise the error is no larger."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     def run(rank):
         plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
         plain.register_comm_hook(None, fp16_compress_hook)
         exact = DDP(Net(), bucket_cap_mb=0.1)
-        in_halves(ours)
+        attach_fp16(ours)
         for step in range(3):
             backward(plain, step, rank), backward(ours, step, rank), backward(exact, step, rank)
             theirs, found, means = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, ours, exact))
@@ -33,12 +33,12 @@ def test_fp16_is_torchs_hook_or_nearer(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fp16_keeps_what_is_small(ranks, world):
-    """Gradients far below its least number, 6e-8, from one step to another; of the first of them nothing is left."""
+def test_fp16_keeps_small_gradients(ranks, world):
+    """Gradients far below float16's smallest number, 6e-8, from the second step on; those of the first step underflow."""
 
     def run(rank):
         plain, ours = (DDP(Net(), bucket_cap_mb=0.1) for _ in range(2))
-        fusion = in_halves(ours)
+        fusion = attach_fp16(ours)
         for step, times in enumerate((1e-9, 1e-9, 1e-6, 1e3, 1e-9, 1e-9)):
             backward(plain, step, rank)
             ours.zero_grad()
@@ -53,10 +53,10 @@ def test_fp16_keeps_what_is_small(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
+def test_fp16_sends_buckets_that_overflow_again(ranks, world):
     def run(rank):
         plain, ours, alone = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), Net()
-        in_halves(ours)
+        attach_fp16(ours)
         for model in (plain.module, ours.module, alone) if rank == 0 else ():
             model.first.bias.register_hook(lambda g: g * 1e30)
         for step in range(3):
@@ -64,17 +64,15 @@ def test_fp16_sends_again_what_is_out_of_its_range(ranks, world):
                 backward(model, step, rank)
             assert same_on_all_ranks([p.grad for p in ours.parameters()])
             for p, q, one in zip(plain.parameters(), ours.parameters(), alone.parameters(), strict=True):
-                dist.all_reduce(
-                    one.grad.abs_()
-                )  # to whose last digit all are rounded, before and when they are added up
+                dist.all_reduce(one.grad.abs_())  # the sum of magnitudes, which bounds the rounding errors
                 assert ((q.grad - p.grad).abs() <= 2**-11 * one.grad + 1e-6).all()
 
     ranks(run, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_nothing_is_rounded_before_ranks_have_compared(ranks, world):
-    """Which they do when the first step ends."""
+def test_nothing_is_rounded_before_ranks_are_compared(ranks, world):
+    """The comparison is at the end of the first step."""
 
     def run(rank):
         plain, ours = DDP(Net()), DDP(Net())
@@ -88,11 +86,11 @@ def test_nothing_is_rounded_before_ranks_have_compared(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
+def test_nonfinite_means_are_an_error_in_fp16_but_not_in_dense(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):
             model = DDP(Net())
-            quiet(mode=mode).attach(model) if mode == "dense" else in_halves(model)
+            quiet(mode=mode).attach(model) if mode == "dense" else attach_fp16(model)
             if rank == 0:
                 model.module.first.bias.register_hook(lambda g: g * math.inf)
             if mode == "dense":
@@ -105,12 +103,12 @@ def test_fp16_reports_what_is_not_finite_and_dense_is_ddps_own(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_see_what_is_not_finite_of_float16(ranks, world):
-    """One rank's infinity, then a sum that float16 has no number for on 3 ranks; then the mean of all, as before."""
+def test_float16_gradients_that_are_not_finite(ranks, world):
+    """Inf on one rank; then a sum that overflows float16 on 3 ranks; then finite gradients. All ranks have the same bits."""
 
     def run(rank):
         model, alone = DDP(Net(torch.float16), bucket_cap_mb=0.1), Net(torch.float16)
-        in_halves(model, on_nonfinite="skip-known")
+        attach_fp16(model, on_nonfinite="skip-known")
         times = {}
         for each in (model.module, alone):
             each.first.bias.register_hook(lambda g: times["first"](g))
@@ -136,12 +134,12 @@ def test_all_ranks_see_what_is_not_finite_of_float16(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_steady_gradients_are_sent_once(ranks, world):
-    """Also 1000 times as large ones, and with a loss scale those above 65504; a skipped step changes no scale."""
+def test_buckets_are_sent_again_only_if_they_overflow(ranks, world):
+    """Not if gradients grow by 1000, or with a constant large loss scale. A skipped step does not change the scale."""
 
     def run(rank):
         plain, model, now = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), {}
-        fusion = in_halves(model, loss_scale=lambda: now["loss_scale"])
+        fusion = attach_fp16(model, loss_scale=lambda: now["loss_scale"])
         for each in (plain, model):
             each.module.first.bias.register_hook(lambda g: g * now["times"])
         scale = fusion._session.reducer.fp16_scale
@@ -168,8 +166,8 @@ def test_steady_gradients_are_sent_once(ranks, world):
     ranks(run, world)
 
 
-def test_the_scale_is_no_smaller_than_it_must_be():
-    """With a loss scale: what is in range goes as torch's hook has it; and no loss scale is a number without a logarithm."""
+def test_fp16_scale():
+    """With a loss scale it may be below 1, but no smaller than necessary. 0 and Inf are accepted."""
     scale = Fp16Scale()
     for most, loss_scale, expected in (
         (1.0, 2.0**20, 16.0),
@@ -205,14 +203,14 @@ class Parts(torch.nn.Module):
 
 
 @pytest.mark.parametrize("world", [4, 6])
-def test_copies_on_parts_of_a_model_stay_alike(ranks, world):
-    """Of gradients so small that the scale makes a difference, beside those of one part that become out of range."""
+def test_copies_on_the_parts_of_a_model_stay_equal(ranks, world):
+    """Gradients are so small that the scale matters, and those of one part overflow in one step."""
 
     def run(rank):
         halves = [dist.new_group([*range(each, world, 2)]) for each in range(2)]
         pairs = [dist.new_group([each, each + 1]) for each in range(0, world, 2)]
         model = DDP(Parts(), process_group=halves[rank % 2])
-        in_halves(model, model_group=pairs[rank // 2])
+        attach_fp16(model, model_group=pairs[rank // 2])
         for step, own in enumerate((1.0, 1.0, 1e10, 1.0, 1.0)):
             generator = torch.Generator().manual_seed(10 * step + rank // 2)
             x = 1e-4 * torch.randn(1000, generator=generator) * torch.randn(1000, generator=generator).exp()

@@ -35,13 +35,13 @@ TIMES = [1.0, 1 / 3, 256.0, 2.0**40]
 variant = variants(half_precision)
 
 
-def same_bits(x, y) -> bool:
-    """Of zeros, too."""
+def have_same_bits(x, y) -> bool:
+    """Also of zeros with different signs."""
     return x.dtype == y.dtype and torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
-def numbers(numel):
-    """Of all magnitudes, with what is special first."""
+def sample(numel):
+    """Random values of all magnitudes; special values come first."""
     generator = torch.Generator().manual_seed(numel)
     some = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(5).exp()
     some[: len(SPECIAL)] = torch.tensor(SPECIAL)[:numel]
@@ -51,14 +51,14 @@ def numbers(numel):
 @needs_library
 @pytest.mark.parametrize("numel", [0, 1, 17, 100_003])
 @pytest.mark.parametrize("times", TIMES)
-def test_c_has_the_bits_of_torch(variant, numel, times):
-    x = numbers(numel)
+def test_c_kernels_have_the_bits_of_torch(variant, numel, times):
+    x = sample(numel)
     half = half_precision.to_fp16(x, times)
-    assert same_bits(half, half_precision.to_fp16_ref(x, times)) and same_bits(half, (x * times).half())
+    assert have_same_bits(half, half_precision.to_fp16_ref(x, times)) and have_same_bits(half, (x * times).half())
     out, expected = torch.empty(numel), torch.empty(numel)
     half_precision.from_fp16(half, times, out)
     half_precision.from_fp16_ref(half, times, expected)
-    assert same_bits(out, expected) and same_bits(out, half.float() * times)
+    assert have_same_bits(out, expected) and have_same_bits(out, half.float() * times)
     most = half.double().abs().max().item() if numel else 0.0
     assert half_precision.largest_fp16(half).item() == most == largest(half).item()
 
@@ -66,8 +66,8 @@ def test_c_has_the_bits_of_torch(variant, numel, times):
 @needs_library
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 31, 100])
-def test_what_is_not_finite_stays_so(variant, bad, place):
-    x = numbers(101)
+def test_nonfinite_values_stay_nonfinite(variant, bad, place):
+    x = sample(101)
     x[place] = bad
     half = half_precision.to_fp16(x, 1e-30)
     assert torch.equal(half.isnan(), x.isnan()) and torch.equal(half.isinf(), x.isinf())
@@ -78,11 +78,11 @@ def test_what_is_not_finite_stays_so(variant, bad, place):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_types_are_rounded_once(dtype):
-    x = numbers(1000).to(dtype)
+def test_other_dtypes_are_rounded_once(dtype):
+    x = sample(1000).to(dtype)
     with numpy.errstate(over="ignore"):
         expected = (x.float() * (1 / 3)).numpy().astype(numpy.float16)
-    assert same_bits(half_precision.to_fp16(x, 1 / 3), torch.from_numpy(expected))
+    assert have_same_bits(half_precision.to_fp16(x, 1 / 3), torch.from_numpy(expected))
     out = torch.empty_like(x)
     half_precision.from_fp16(half_precision.to_fp16(x, 2.0**-9), 2.0**9, out)
     middle = (x.double().abs() > 1) & (x.double().abs() < 1000)
