@@ -6,9 +6,10 @@ and it takes at most 1/0.95 of the best mode's time wherever links are limited.
 
 Every contestant has two copies of the model; all modes of SparseFusion share the same two. The contestants take turns in
 the same processes. Before each measured step is one that does not count, which brings the model back into the caches. A
-turn in which the hypervisor took the cores away is repeated. The table shows medians of 10 turns, and of 30 for contestants close
-to the fastest. Where the plan that `auto` chose in a copy is also the plan of its mode there, both count the turns of either,
-so `auto` can differ from the best mode only by its choice or its plan. Dense runs twice: the difference is the spread.
+turn in which the hypervisor took the cores away is repeated. The table shows medians of 10 turns, and of 30 for contestants
+that are close to the fastest. Where the plan that `auto` chose in a copy is also the plan of its mode there, both count the
+turns of either, so `auto` can differ from the best mode only by its choice or its plan. Dense runs twice: the difference is
+the spread.
 """
 
 import sys
