@@ -51,7 +51,7 @@ def operations() -> dict[str, dict[str, Callable[[], Any]]]:
         },
         "convolution with SiLU": {
             "transformers": lambda: modeling_mamba.causal_conv1d_fn(theirs[0], weight.squeeze(1), bias, "silu"),
-            "torch": lambda: convolution._causal_conv(x, weight, bias, None),
+            "torch": lambda: convolution._causal_conv_torch(x, weight, bias, None),
             "C": lambda: convolution.causal_conv(x, weight, bias),
         },
         "Mamba-2's recurrence": {

@@ -1,34 +1,30 @@
-"""Decodes one token through several layers by the C kernels of step.c: x + mixer(norm(x)) of each layer.
+"""Decodes one token through several layers by the C code of native/step.c: x + mixer(norm(x)) for each layer.
 
-`NativeLayers` replace consecutive `Block`s while sequences are decoded. C knows the addresses of the layers' tensors
-and of their caches, and goes from layer to layer without Python, which would otherwise read its own data from memory at
-every token, while the weights evict it from the CPU's caches. C also does the all-reduces in shared memory; for others
-it returns to Python.
+A `NativeLayers` replaces consecutive `Block`s while sequences are decoded. It gives C the addresses of the layers' tensors
+and caches, and C goes from layer to layer without Python. (The weights evict Python's own data from the CPU's caches, so
+Python would read it from memory again for every layer.) C also does the all-reduces that go through shared memory; for
+other all-reduces it returns to Python.
 """
 
 import ctypes
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from megatron_ssm.layers.cache import BatchInfo, LayerCache
 from megatron_ssm.layers.mamba1 import Convolution, MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
 from megatron_ssm.native import kernels
-from megatron_ssm.native.kernels import (
-    LARGEST_STATE,
-    LONGEST_KERNEL,
-    TYPES,
-    address,
-    check,
-    exact,
-    short_enough,
-    usable,
-)
+from megatron_ssm.native.arguments import address, are_float32
+from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
 from megatron_ssm.ops.matrices import Int8Weight
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
-INLINED_MODULES = (  # whose work step.c does, so that their forward is not called
+INLINED_MODULES = (  # step.c computes what these do, so their forward is not called
     MambaMixer,
     Mamba2Mixer,
     RMSNorm,
@@ -41,36 +37,36 @@ INLINED_MODULES = (  # whose work step.c does, so that their forward is not call
 
 
 class _Matrix(ctypes.Structure):
-    """step.c's struct of a matrix, floating point or `Int8Weight`."""
+    """step.c's `Matrix`: a floating-point matrix, or an `Int8Weight`."""
 
-    _fields_ = [("values", POINTER), ("scales", POINTER), ("stored", SIZE)]
+    _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
 
     @classmethod
-    def of(cls, weight):
+    def of(cls, weight: Tensor | Int8Weight) -> "_Matrix":
         """The struct of a tensor or an Int8Weight."""
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8])
 
 
 class _Sum(ctypes.Structure):
-    """step.c's struct of an all-reduce."""
+    """step.c's `Sum`: an all-reduce."""
 
     _fields_ = [
         *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
-        *((name, INT) for name in ("count", "by")),
+        *((name, INT) for name in ("count", "done_by")),
     ]
 
 
-_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated".split()
-_WORKSPACE = "work parameters part dt squares exact".split()
+_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated_weight".split()
+_WORKSPACE = "work parameters part dt squares wide_part".split()
 _SIZES = "batch size channels N taps history_stride state_stride rank heads groups group_channels".split()
-NO_SUM, NO_MEMORY = -1, -2
-ONE_RANK, IN_C, IN_PYTHON = range(3)
+NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
+ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 
 
 class _Layer(ctypes.Structure):
-    """step.c's struct of a layer."""
+    """step.c's `Layer`."""
 
     _fields_ = [
         *((name, _Matrix) for name in ("in_proj", "out_proj")),
@@ -78,12 +74,12 @@ class _Layer(ctypes.Structure):
         *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("eps", "inner_eps")),
-        *((name, INT) for name in ("type", "wide", "mamba2")),
+        *((name, INT) for name in ("type", "sum_type", "mamba2")),
     ]
 
 
 class _Layers(ctypes.Structure):
-    """step.c's struct of consecutive layers."""
+    """step.c's `Layers`: consecutive layers."""
 
     _fields_ = [
         *((name, POINTER) for name in ("layers", "x", "given", "total")),
@@ -91,10 +87,10 @@ class _Layers(ctypes.Structure):
     ]
 
 
-def can_decode_natively(block) -> bool:
-    """Whether step.c can decode a block: its modules are the library's own, without hooks that would not be called.
+def can_decode_natively(block: Any) -> bool:
+    """Whether step.c can decode a block: all its modules are INLINED_MODULES, without hooks, which would not be called.
 
-    The fields of packed parameters must be adjacent in memory; otherwise they would be copied at every token.
+    The fields of packed parameters must be adjacent in memory; otherwise they would be copied for every token.
     """
     mixer, inside = block.mixer, (*block.norm.modules(), *block.mixer.modules())
     if not all(type(module) in INLINED_MODULES for module in inside) or any(map(is_altered, (block, *inside))):
@@ -106,8 +102,8 @@ def can_decode_natively(block) -> bool:
     return mixer.local_norm or mixer.fused_norm
 
 
-def settings_of(block, norm, mixer) -> tuple:
-    """What a `NativeLayer` has copied from a block beside its tensors, and anyone may change."""
+def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
+    """What a `NativeLayer` copies from a block besides its tensors, and what a caller may change afterwards."""
     own = vars(mixer)
     return (
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
@@ -116,23 +112,30 @@ def settings_of(block, norm, mixer) -> tuple:
 
 
 class LayerSum:
-    """An all-reduce of a step's `part`, and of `squares` beside it (None: there are none).
+    """An all-reduce over `ranks` of a step's `part`, and exactly of `squares` with it (None: there are none).
 
-    exactly: not in the model's format.
+    is_exact: in at least fp32, instead of the model's format. struct: step.c's `Sum`. in_place: the all-reduce that C does
+    in shared memory, or None.
     """
 
-    def __init__(self, ranks, part, squares=None, is_exact=False):
+    def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
         self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
-        tensors, alone = [part] if squares is None else [part, squares], ranks.group is None
-        self.in_place = None if alone else ranks.in_place(tensors, "fp32" if is_exact else None)
-        by = ONE_RANK if alone else IN_PYTHON if self.in_place is None else IN_C
-        self.of_c = _Sum(total=address(part), squares=address(squares), by=by)
+        tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
+        self.in_place = None if is_alone else ranks.in_place(tensors, "fp32" if is_exact else None)
+        done_by = ONE_RANK if is_alone else IN_PYTHON if self.in_place is None else IN_C
+        self.struct = _Sum(total=address(part), squares=address(squares), done_by=done_by)
         if c := self.in_place:
-            self.of_c.call, self.of_c.channel, self.of_c.parts, self.of_c.count = c.reduce, c.channel, c.parts, c.count
+            struct = self.struct
+            struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
 
-    def finish(self, code, of_c) -> None:
-        """Do the all-reduce that C has left to Python, and write the address of the sum into C's struct."""
+    def finish(self, code: int, struct: _Sum) -> None:
+        """Finish an all-reduce for which C returned `code`.
+
+        NO_SUM: do it in Python, and write the address of the sum into C's struct. Another code is one of the shared
+        memory: wait for the other ranks, or raise an error.
+        """
         if code != NO_SUM:
+            assert self.in_place is not None  # only it returns other codes
             return self.in_place.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
         if callable(ranks.format) and not self._is_exact:
@@ -146,18 +149,18 @@ class LayerSum:
         # The user's function may return another shape, device or layout.
         whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
         self._kept = whole, squares  # alive until the next call
-        of_c.total, of_c.squares = whole.data_ptr(), address(squares)
+        struct.total, struct.squares = whole.data_ptr(), address(squares)
 
 
 class NativeLayer:
-    """What C is told of a block that decodes one token of each of some sequences.
+    """A block as step.c decodes it, one token of each of some sequences per call. layer: step.c's `Layer`.
 
-    conv, state: the sequences' rows of the layer's cache, which advances in place. room: {(name, dtype, shape): tensor}
-    to work in, which steps that follow one another share.
+    conv, state: the sequences' rows of the layer's cache, which are updated in place. workspace: temporaries {(name, dtype,
+    shape): tensor}, which consecutive layers share.
     """
 
     @classmethod
-    def of(cls, block, conv, state, workspace):
+    def of(cls, block: Any, conv: Tensor, state: Tensor, workspace: dict) -> "NativeLayer | None":
         """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
         tensors = _mamba2_tensors(mixer) if type(mixer) is Mamba2Mixer else _mamba_tensors(mixer)
@@ -165,35 +168,38 @@ class NativeLayer:
         weight, bias = mixer.conv.tensors()
         typed = dict(norm=block.norm.weight, conv=weight, conv_bias=bias, in_bias=in_bias, out_bias=mixer.out_proj.bias,
                      history=conv, **tensors)  # fmt: skip
-        wide = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
+        float32 = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
-        return cls(block, typed, wide, matrices, workspace) if _is_supported(typed, wide, matrices, len(conv)) else None
+        supported = _is_supported(typed, float32, matrices, len(conv))
+        return cls(block, typed, float32, matrices, workspace) if supported else None
 
-    def __init__(self, block, typed, wide, matrices, workspace):
-        mixer, norm, conv, state = block.mixer, block.norm, typed["history"], wide["state"]
+    def __init__(
+        self, block: Any, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict
+    ):
+        mixer, norm, conv, state = block.mixer, block.norm, typed["history"], float32["state"]
         self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
         self.layer = _Layer(
             **{name: _Matrix.of(weight) for name, weight in matrices.items()},
-            **{name: address(tensor) for name, tensor in {**typed, **wide}.items()},
+            **{name: address(tensor) for name, tensor in {**typed, **float32}.items()},
             batch=len(conv), size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
             history_stride=conv.stride(0), state_stride=state.stride(0), eps=norm.eps, type=TYPES[norm.weight.dtype],
-            wide=TYPES[self.sum_dtype], **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
+            sum_type=TYPES[self.sum_dtype], **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
         )  # fmt: skip
         self._workspace, self._dtype = workspace, norm.weight.dtype
         self.sums = self._mamba2_sums(mixer) if mamba2 else self._mamba_sums(mixer)
         for name, each in self.sums.items():
-            setattr(self.layer, name, each.of_c)
+            setattr(self.layer, name, each.struct)
 
-    def _tensor(self, name, *shape, dtype=None):
-        """A tensor of the workspace, whose address is written into the C struct."""
+    def _tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the workspace (dtype None: the model's); its address is written into the C struct."""
         key = name, dtype or self._dtype, shape
         if key not in self._workspace:
             self._workspace[key] = torch.empty(shape, dtype=key[1], device="cpu")
         setattr(self.layer, name, self._workspace[key].data_ptr())
         return self._workspace[key]
 
-    def _mamba_sums(self, mixer) -> dict:
-        """{name in _Layer: LayerSum}; also reserves the workspace."""
+    def _mamba_sums(self, mixer: MambaMixer) -> dict[str, LayerSum]:
+        """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba_in and mamba_out need."""
         layer = self.layer
         batch, size = layer.batch, layer.size
         self._tensor("work", batch * (size + 5 * layer.channels))
@@ -203,8 +209,8 @@ class NativeLayer:
             inner=LayerSum(mixer.head_ranks, parameters, is_exact=True), outer=LayerSum(mixer.out_proj.ranks, part)
         )
 
-    def _mamba2_sums(self, mixer) -> dict:
-        """{name in _Layer: LayerSum}; also reserves the workspace."""
+    def _mamba2_sums(self, mixer: Mamba2Mixer) -> dict[str, LayerSum]:
+        """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba2_step needs."""
         layer = self.layer
         batch, size = layer.batch, layer.size
         mixed = layer.channels + 2 * layer.groups * layer.N
@@ -214,81 +220,86 @@ class NativeLayer:
         if mixer.fused_norm:
             squares = self._tensor("squares", batch, 1, 1, dtype=torch.float32)
             if self._dtype is not torch.float32:
-                part = self._tensor("exact", batch, 1, size, dtype=torch.float32)
+                part = self._tensor("wide_part", batch, 1, size, dtype=torch.float32)
         return dict(outer=LayerSum(mixer.out_proj.ranks, part, squares))
 
 
 class NativeLayers:
-    """Consecutive blocks as `NativeLayer`s of one sum_dtype; called like a block.
+    """Consecutive `NativeLayer`s of one sum_dtype, which are called like one block.
 
-    Only the first one may invoke a shared attention block, which runs in Python.
+    Only the first one may invoke a shared attention block, which runs in Python before them.
     """
 
-    def __init__(self, steps):
-        self._steps, self.use, self._dtype = steps, steps[0].use, steps[0].sum_dtype
-        self._layers = (_Layer * len(steps))(*(step.layer for step in steps))
-        self._c = _Layers(layers=ctypes.addressof(self._layers), count=len(steps))
-        self._address = ctypes.addressof(self._c)
-        sums_in_c = [each.in_place for step in steps for each in step.sums.values() if each.in_place is not None]
+    def __init__(self, layers: list[NativeLayer]):
+        self._native_layers, self.use, self._dtype = layers, layers[0].use, layers[0].sum_dtype
+        self._structs = (_Layer * len(layers))(*(layer.layer for layer in layers))
+        self._progress = _Layers(layers=ctypes.addressof(self._structs), count=len(layers))
+        self._address = ctypes.addressof(self._progress)
+        sums_in_c = [each.in_place for layer in layers for each in layer.sums.values() if each.in_place is not None]
         self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
         self._sent = Counter()
         for each in sums_in_c:
             self._sent.add("all_reduce", each.nbytes, each.sent)
 
-    def __len__(self):
-        return len(self._steps)
+    def __len__(self) -> int:
+        return len(self._native_layers)
 
-    def __call__(self, x, call, cache=None, shared=None, embeddings=None):
-        """x (batch, 1, hidden) -> the same shape, as `Block` does. Sums in C are counted at the end."""
+    def __call__(
+        self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
+        embeddings: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x (batch, 1, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
         x = given = x.to(self._dtype).contiguous()
         if self.use is not None:
-            given = (x + shared(x, embeddings, self.use, call, cache)).to(self._dtype).contiguous()
-        total, c, threads = torch.empty_like(x), self._c, torch.get_num_threads()
+            given = (x + shared(x, embeddings, self.use, info, cache)).to(self._dtype).contiguous()
+        total, c, threads = torch.empty_like(x), self._progress, torch.get_num_threads()
         for memory in self._memories:
             memory.check()
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
-        while code := kernels.LIBRARY.functions.decode(self._address, threads):
+        while code := kernels.functions().decode(self._address, threads):
             self._finish(code)
         if self._counter is not None:
             self._counter.include(self._sent)
         return total
 
-    def _finish(self, code) -> None:
-        """Finish the all-reduce that C has begun."""
-        check(code == NO_MEMORY)
-        name, layer = ("inner", "outer")[self._c.begun - 1], self._c.layer
-        self._steps[layer].sums[name].finish(code, getattr(self._layers[layer], name))
+    def _finish(self, code: int) -> None:
+        """Finish the all-reduce at which C returned."""
+        kernels.raise_if_failed(code == NO_MEMORY)
+        name, layer = ("inner", "outer")[self._progress.begun - 1], self._progress.layer
+        self._native_layers[layer].sums[name].finish(code, getattr(self._structs[layer], name))
 
 
-def _mamba_tensors(mixer) -> dict:
+def _mamba_tensors(mixer: MambaMixer) -> dict[str, Tensor]:
     """The tensors of _Layer that only Mamba-1 has."""
     return dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
 
 
-def _mamba_sizes(mixer) -> dict:
+def _mamba_sizes(mixer: MambaMixer) -> dict[str, float]:
     eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
     return dict(channels=mixer.channels, heads=mixer.heads, rank=mixer.splits[0], inner_eps=eps)
 
 
-def _mamba2_tensors(mixer) -> dict:
+def _mamba2_tensors(mixer: Mamba2Mixer) -> dict[str, Tensor]:
     """The tensors of _Layer that only Mamba-2 has."""
-    return dict(gated=mixer.norm_weight)
+    return dict(gated_weight=mixer.norm_weight)
 
 
-def _mamba2_sizes(mixer) -> dict:
+def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
     return dict(channels=mixer.rows["x"], heads=mixer.heads, groups=mixer.groups, group_channels=mixer.group_channels,
                 inner_eps=mixer.eps)  # fmt: skip
 
 
-def _is_supported(typed, wide, matrices, batch) -> bool:
+def _is_supported(
+    typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | Int8Weight], batch: int
+) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
     weights = [t for m in matrices.values() for t in ([m] if isinstance(m, torch.Tensor) else [m.values])]
     floating = [weight for weight in weights if weight.dtype is not torch.int8]
     scales = [m.scales for m in matrices.values() if isinstance(m, Int8Weight)]
     products = [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
     return (
-        usable(typed["norm"], *typed.values(), *floating) and exact(*wide.values(), *scales)
-        and typed["conv"].shape[-1] <= LONGEST_KERNEL and wide["state"].shape[-2] <= LARGEST_STATE
-        and all(short_enough(batch, weight) for weight in products)
-        and all(t is None or t.is_contiguous() for t in (*typed.values(), *wide.values(), *scales))
+        usable(typed["norm"], *typed.values(), *floating) and are_float32(*float32.values(), *scales)
+        and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE
+        and all(kernels.is_faster_than_torch(batch, weight) for weight in products)
+        and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values(), *scales))
     )  # fmt: skip

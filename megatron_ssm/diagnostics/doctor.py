@@ -261,7 +261,7 @@ def _products(library: Library, most_rows: dict[Any, int]) -> list[tuple]:
 
 def _matrix_product(kernels: Any) -> tuple[str, str, str]:
     """(inference, training, why) of products with more rows than the C kernels take."""
-    widened = [_name(dtype) for dtype in kernels.HALVES if kernels.widens(dtype)]
+    widened = [_name(dtype) for dtype in kernels.HALVES if kernels.is_faster_in_float32(dtype)]
     if not widened:
         return "torch", "torch", "with more rows, torch is faster"
     names = " and ".join(widened)

@@ -127,8 +127,7 @@ class Mamba2Mixer(nn.Module):
         """
         local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
         if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
-            normed = kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
-            return normed if fused else (normed, None)
+            return kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
         wide = at_least_fp32(self.norm_weight.dtype)
         y = y.to(wide) * F.silu(z.to(wide))
         local = y.view(*y.shape[:-1], self.groups, -1)

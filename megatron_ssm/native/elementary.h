@@ -1,4 +1,5 @@
-/* exp, softplus, silu of single numbers, without branches, for loops that GCC vectorizes. */
+/* exp, sigmoid, log1p and softplus of one float32 number: free of branches, so that GCC vectorizes the loops that use them.
+   A NaN gives a NaN. */
 #ifndef ELEMENTARY_H
 #define ELEMENTARY_H
 
@@ -6,7 +7,8 @@
 
 #define LOG2E 1.44269504088896341f
 
-/* 2^u, u clamped to [-126, 127]: 2^f by a polynomial on [-1/2, 1/2], relative error 1e-7. */
+/* 2^u, with u clamped to [-126, 127], so that the result is neither infinite nor subnormal. u = whole + f: 2^f is a
+   polynomial on [-1/2, 1/2] of relative error 1e-7; `whole` is added to its exponent bits. */
 INLINE float exp2_(float u) {
   u = u < -126.0f ? -126.0f : u > 127.0f ? 127.0f : u;
   float whole = __builtin_rintf(u), f = u - whole;
@@ -28,7 +30,7 @@ INLINE float sigmoid_(float x) {
   return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-/* log(1 + e) for 0 <= e <= 1, relative error 2e-7: e times a polynomial. */
+/* log(1 + e) for 0 <= e <= 1, with a relative error of 2e-7: e times a polynomial in e. */
 INLINE float log1p_(float e) {
   float p = -3.243980846e-03f;
   p = p * e + 1.985126256e-02f;
@@ -43,7 +45,7 @@ INLINE float log1p_(float e) {
   return p * e;
 }
 
-/* log(1 + e^x) */
+/* softplus(x) = log(1 + e^x) = max(x, 0) + log(1 + e^-|x|) */
 INLINE float softplus_(float x) { return (x > 0 ? x : 0.0f) + log1p_(exp_(x < 0 ? x : -x)); }
 
 #endif

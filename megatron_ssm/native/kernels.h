@@ -1,17 +1,20 @@
-/* The functions that kernels.py calls, for those that call one another. */
+/* The kernels that other kernels call; step.c calls all of them. `type` is the dtype of tensors whose pointers are void.
+   Strides and sizes count elements, never bytes. A kernel returns 0, or 1 if it could not allocate memory. */
 #ifndef KERNELS_H
 #define KERNELS_H
 
 #include "elementary.h"
 
+INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
+
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-           ptrdiff_t out, ptrdiff_t in, ptrdiff_t pitch, int stored, int type, int threads);
-int linear_of(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-              ptrdiff_t out, ptrdiff_t in, ptrdiff_t line, ptrdiff_t pitch, ptrdiff_t apart, int stored, int type,
-              int threads);
+           ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
+int strided_linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride,
+                   int weight_type, int type, int threads);
 int causal_conv(const void *x, const void *weight, const void *bias, const void *history, void *y, void *next,
                 ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t taps, ptrdiff_t batch_stride,
-                ptrdiff_t stride, ptrdiff_t history_stride, int type, int threads);
+                ptrdiff_t token_stride, ptrdiff_t history_stride, int type, int threads);
 int selective_scan(const void *x, const void *dt, const float *A_log, const void *B, const void *C, const float *D,
                    const void *z, const float *dt_bias, const float *state, void *y, float *next, float *saved,
                    const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t heads,
@@ -19,8 +22,8 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D,
         const float *state, void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
         ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int threads);
-int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int type, int out);
+int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
-               ptrdiff_t pitch, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type);
+               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type);
 
 #endif

@@ -1,25 +1,40 @@
-"""The C kernels of this package as functions of torch tensors; their twins in `scan`, `conv` and `layers` choose.
+"""The C kernels of this package as functions of torch tensors, and the conditions under which they can be used.
 
-All take and return tensors of the CPU, float32 or bfloat16 where it says "type", on this rank's channels alone. None is
-differentiable by itself: each gradient is a kernel of its own, in float32. A function that overwrites a state returns the
-tensor that it was given.
+`ops`, `decoding` and the norms of `parallel.layers` and `layers.mamba2` call them, and have an equivalent in torch for
+what the kernels do not support. All tensors are on the CPU and belong to this rank: nothing is communicated. "Typed"
+tensors share one dtype, float32 or bfloat16. The functions record no gradients: each backward pass is a kernel of its
+own, in float32. A function that overwrites a state returns that tensor. A shape that differs from the documented one is
+a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
 """
 
-import ctypes
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE, Library
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # native.h's
+from .arguments import (
+    address,
+    c_array,
+    check_groups,
+    check_shapes,
+    check_size,
+    next_state,
+    token_major,
+    token_strides,
+    without_gaps,
+)
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # their codes in native.h
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
 HALVES = (torch.bfloat16, torch.float16)
-LONGEST_KERNEL, LARGEST_STATE = 8, 256  # of a convolution; of a recurrence
-CHUNK, PART = 16, 16  # tokens and channels of ssd whose states are kept in backward (ssd.c)
-BLOCK = 64  # numbers of an int8 weight that share a scale (linear.c)
-ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36}  # beyond so many, torch's matrix product is faster
-ROWS_IF_WIDENED = 24  # of bfloat16, where torch's product is float32's
+LONGEST_KERNEL, LARGEST_STATE = 8, 256  # taps of a convolution; N of a recurrence
+CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd.c)
+BLOCK = 64  # elements of an int8 weight that share a scale (linear.c)
+ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36}  # of x: beyond, torch is faster; by the weight's dtype
+ROWS_IF_WIDENED = 24  # the same for bfloat16, where torch would multiply in float32
 
 SIGNATURES = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -31,16 +46,23 @@ SIGNATURES = {
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "multiplies": [INT],
+    "has_products_of": [INT],
     "decode": [POINTER, INT],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 
 
-def usable(first, *others) -> bool:
-    """Whether a kernel can take these tensors (None: absent): one type on the CPU, and the library is there.
+def functions() -> Any:
+    """The C functions of SIGNATURES; RuntimeError if the library cannot be used."""
+    if LIBRARY.functions is None:
+        raise RuntimeError(f"the C kernels of megatron_ssm cannot be used: {LIBRARY.why}")
+    return LIBRARY.functions
 
-    Not while torch.compile traces: it would keep addresses of tensors that it has freed.
+
+def usable(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether the library is there and these tensors (None: absent) are typed and on the CPU.
+
+    False while torch.compile traces, because it would keep the addresses of tensors that it frees.
     """
     dtype = first.dtype
     if LIBRARY.functions is None or dtype not in _ACTIVATIONS or not first.is_cpu or torch.compiler.is_compiling():
@@ -51,98 +73,96 @@ def usable(first, *others) -> bool:
     return True
 
 
-def exact(*tensors) -> bool:
-    """Whether tensors (None: absent) are float32 on the CPU: states, A_log, D, dt's bias."""
-    return all(t is None or (t.dtype is torch.float32 and t.is_cpu) for t in tensors)
+def raise_if_failed(failed: int) -> None:
+    """MemoryError if a kernel returned that it could not allocate memory."""
+    if failed:
+        raise MemoryError("a C kernel could not allocate memory")
 
 
-def address(tensor):
-    """Where a tensor begins (None: absent)."""
-    return None if tensor is None else tensor.data_ptr()
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`ops.convolution.causal_conv` of typed tensors.
 
-
-def _dense(*tensors):
-    """The tensors (None: absent) without gaps."""
-    return (t if t is None else t.contiguous() for t in tensors)
-
-
-def _token_major(tensor):
-    """The tensor with contiguous tokens: what follows the first two dimensions must not have gaps."""
-    if tensor is None or tensor.stride(-1) == 1 and (tensor.ndim < 4 or tensor[0, 0].is_contiguous()):
-        return tensor
-    return tensor.contiguous()
-
-
-def _strides(tensor) -> tuple[int, int]:
-    """Elements from one sequence to the next, and from one token to the next."""
-    return (0, 0) if tensor is None else tensor.stride()[:2]
-
-
-def _next_state(state, like, shape, overwrite):
-    """(the state as the kernel reads it, where it leaves the next one): float32 with contiguous rows of a batch."""
-    if state is not None and not (state.dtype is like.dtype and (state.is_contiguous() or state[0].is_contiguous())):
-        state, overwrite = state.to(like.dtype).contiguous(), False
-    return state, state if overwrite and state is not None else like.new_empty(shape)
-
-
-def causal_conv(x, weight, bias, history, overwrite=False):
-    """`conv.causal_conv` of one type: x (batch, seq, channels), history (batch, K-1, channels) or None."""
-    x, (weight, bias) = _token_major(x), _dense(weight, bias)
+    x: (batch, seq, channels); weight: (channels, 1, K), K <= LONGEST_KERNEL; bias: (channels,);
+    history: (batch, K-1, channels).
+    """
     batch, seq, channels = x.shape
     taps = weight.shape[-1]
-    history, after = _next_state(history, x, (batch, taps - 1, channels), overwrite)
+    before = (batch, taps - 1, channels)
+    check_size("the number of taps", taps, LONGEST_KERNEL)
+    check_shapes(weight=(weight, (channels, 1, taps)), bias=(bias, (channels,)), history=(history, before))
+    x, (weight, bias) = token_major(x), without_gaps(weight, bias)
+    history, after = next_state(history, x, before, overwrite)
     if taps > 1 and history is not None and history.stride(0) != after.stride(0):
         history = history.contiguous()
     y = x.new_empty(batch, seq, channels)
-    LIBRARY.functions.causal_conv(
+    functions().causal_conv(
         x.data_ptr(), weight.data_ptr(), address(bias), address(history), y.data_ptr(), after.data_ptr(),
-        batch, seq, channels, taps, *_strides(x), after.stride(0), TYPES[x.dtype], torch.get_num_threads(),
+        batch, seq, channels, taps, *token_strides(x), after.stride(0), TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return y, after
 
 
-def causal_conv_backward(x, weight, bias, history, dy, dnext, needs_history):
-    """(dx, dweight, dbias, dhistory) of a float32 `causal_conv`; dbias None without a bias, dhistory unless needed."""
-    x, (weight, bias, history, dy, dnext) = _token_major(x), _dense(weight, bias, history, dy, dnext)
+def causal_conv_backward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    dy: Tensor,
+    dnext: Tensor,
+    needs_history: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias, dhistory) of a float32 `causal_conv`, from the gradients of its two results.
+
+    dbias is None if there is no bias, and dhistory if it is not needed.
+    """
+    x, (weight, bias, history, dy, dnext) = token_major(x), without_gaps(weight, bias, history, dy, dnext)
     batch, seq, channels = x.shape
     taps = weight.shape[-1]
     dx, dweight = x.new_empty(batch, seq, channels), torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     dhistory = x.new_empty(batch, taps - 1, channels) if needs_history else None
-    LIBRARY.functions.causal_conv_backward(
+    functions().causal_conv_backward(
         x.data_ptr(), weight.data_ptr(), address(bias), address(history), dy.data_ptr(), dnext.data_ptr(),
-        dx.data_ptr(), address(dhistory), dweight.data_ptr(), address(dbias), batch, seq, channels, taps, *_strides(x),
+        dx.data_ptr(), address(dhistory), dweight.data_ptr(), address(dbias), batch, seq, channels, taps, *token_strides(x),
         (taps - 1) * channels, torch.get_num_threads(),
     )  # fmt: skip
     return dx, dweight, dbias, dhistory
 
 
-def _array(*numbers):
-    return (ctypes.c_ssize_t * len(numbers))(*numbers)
-
-
 def scan_chunk(state_size: int) -> int:
-    """Tokens of selective_scan between two states that are kept for backward."""
+    """The tokens between two states that `selective_scan` saves for its backward pass."""
     return max(1, LARGEST_STATE // state_size)
 
 
-def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, overwrite_x=False, save=False):
-    """`scan.selective_scan`: x, dt, B, C, z of one type; A_log (channels, N), D, dt_bias and state float32.
+def selective_scan(
+    x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor | None, overwrite: bool = False, overwrite_x: bool = False, save: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`ops.scan.selective_scan` of typed x, dt, B, C and z, and float32 A_log, D, dt_bias and state.
 
-    overwrite: the next state may take the state's place in memory; overwrite_x: y may take that of x.
-    Returns (y, next state, the states before each chunk of tokens if they are to be saved for backward).
+    x, dt, z: (batch, seq, channels); A_log: (channels, N), N <= LARGEST_STATE; B, C: (batch, seq, N);
+    D, dt_bias: (channels,); state: (batch, N, channels). overwrite: the next state may be written into state;
+    overwrite_x: y may be written into x. save: also return the states before each chunk of `scan_chunk(N)` tokens.
+    Returns (y, next state, saved states or None).
     """
-    x, dt, B, C, z = map(_token_major, (x, dt, B, C, z))
-    A_log, D, dt_bias = _dense(A_log, D, dt_bias)
     batch, seq, channels = x.shape
     size = A_log.shape[1]
-    state, after = _next_state(state, D, (batch, size, channels), overwrite)
+    check_size("N", size, LARGEST_STATE)
+    check_shapes(
+        dt=(dt, x.shape), A_log=(A_log, (channels, size)), B=(B, (batch, seq, size)), C=(C, (batch, seq, size)),
+        D=(D, (channels,)), z=(z, x.shape), dt_bias=(dt_bias, (channels,)), state=(state, (batch, size, channels)),
+    )  # fmt: skip
+    x, dt, B, C, z = map(token_major, (x, dt, B, C, z))
+    A_log, D, dt_bias = without_gaps(A_log, D, dt_bias)
+    state, after = next_state(state, D, (batch, size, channels), overwrite)
     y = x if overwrite_x and x.is_contiguous() else x.new_empty(batch, seq, channels)
     chunk = scan_chunk(size) if save else 0
     saved = D.new_empty(batch, -(-seq // chunk), size, channels) if save else None
-    strides = _array(*(s for t in (x, dt, B, C, z) for s in _strides(t)), 0 if state is None else state.stride(0),
+    strides = c_array(*(s for t in (x, dt, B, C, z) for s in token_strides(t)), 0 if state is None else state.stride(0),
                      after.stride(0))  # fmt: skip
-    LIBRARY.functions.selective_scan(
+    functions().selective_scan(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(z),
         address(dt_bias), address(state), y.data_ptr(), after.data_ptr(), address(saved), strides,
         batch, seq, channels, 1, size, chunk, TYPES[x.dtype], torch.get_num_threads(),
@@ -150,11 +170,14 @@ def selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite=False, ov
     return y, after, saved
 
 
-def selective_scan_backward(x, dt, A_log, B, C, D, z, dt_bias, saved, dy, adjoint):
-    """The gradients of a float32 `selective_scan`'s inputs, in their order; adjoint: that of the final state."""
-    x, dt, B, C, z = map(_token_major, (x, dt, B, C, z))
+def selective_scan_backward(
+    x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
+    saved: Tensor, dy: Tensor, adjoint: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of a float32 `selective_scan`'s inputs, in their order, from dy and the next state's (adjoint)."""
+    x, dt, B, C, z = map(token_major, (x, dt, B, C, z))
     batch, seq, channels = x.shape
-    A_log, D, dt_bias, dy = _dense(A_log, D, dt_bias, dy)
+    A_log, D, dt_bias, dy = without_gaps(A_log, D, dt_bias, dy)
     size, threads = A_log.shape[1], torch.get_num_threads()
     adjoint = adjoint.clone(memory_format=torch.contiguous_format)
     dx, ddt = x.new_empty(batch, seq, channels), x.new_empty(batch, seq, channels)
@@ -162,8 +185,8 @@ def selective_scan_backward(x, dt, A_log, B, C, D, z, dt_bias, saved, dy, adjoin
     dz = None if z is None else torch.empty_like(dx)
     ddt_bias = None if dt_bias is None else torch.empty_like(dD)
     dB, dC = (x.new_zeros(threads, batch, seq, size) for _ in "BC")
-    strides = _array(*(s for t in (x, dt, B, C, z) for s in _strides(t)), 0, 0)
-    LIBRARY.functions.selective_scan_backward(
+    strides = c_array(*(s for t in (x, dt, B, C, z) for s in token_strides(t)), 0, 0)
+    functions().selective_scan_backward(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(z),
         address(dt_bias), saved.data_ptr(), dy.data_ptr(), adjoint.data_ptr(), dx.data_ptr(), ddt.data_ptr(),
         dA_log.data_ptr(), dB.data_ptr(), dC.data_ptr(), dD.data_ptr(), address(dz), address(ddt_bias), strides,
@@ -173,19 +196,32 @@ def selective_scan_backward(x, dt, A_log, B, C, D, z, dt_bias, saved, dy, adjoin
     return dx, ddt, dA_log.sum(0), dB.sum(0), dC.sum(0), dD.sum(0), dz, ddt_bias, adjoint
 
 
-def ssd(x, dt, A_log, B, C, D, state, overwrite=False, save=False):
-    """`scan.ssd`: x, B, C of one type; dt (batch, seq, heads), A_log, D (heads,), state float32. As selective_scan."""
-    x, B, C = map(_token_major, (x, B, C))
-    dt, A_log, D = _dense(dt, A_log, D)
+def ssd(
+    x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
+    save: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
+
+    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log, D: (heads,); B, C: (batch, seq, groups, N), N <=
+    LARGEST_STATE; state: (batch, heads, N, head_dim). save: also return the states before each CHUNK tokens.
+    """
     batch, seq, heads, width = x.shape
     groups, size = B.shape[2:]
-    state, after = _next_state(state, D, (batch, heads, size, width), overwrite)
+    check_size("N", size, LARGEST_STATE)
+    check_groups("heads", heads, groups)
+    check_shapes(
+        dt=(dt, (batch, seq, heads)), A_log=(A_log, (heads,)), B=(B, (batch, seq, groups, size)), C=(C, B.shape),
+        D=(D, (heads,)), state=(state, (batch, heads, size, width)),
+    )  # fmt: skip
+    x, B, C = map(token_major, (x, B, C))
+    dt, A_log, D = without_gaps(dt, A_log, D)
+    state, after = next_state(state, D, (batch, heads, size, width), overwrite)
     y = x.new_empty(batch, seq, heads, width)
     saved = D.new_empty(batch, -(-seq // CHUNK), heads, size, width) if save else None
-    strides = _array(
-        *(s for t in (x, B, C) for s in _strides(t)), 0 if state is None else state.stride(0), after.stride(0)
+    strides = c_array(
+        *(s for t in (x, B, C) for s in token_strides(t)), 0 if state is None else state.stride(0), after.stride(0)
     )
-    LIBRARY.functions.ssd(
+    functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
         y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
         TYPES[x.dtype], torch.get_num_threads(),
@@ -193,10 +229,12 @@ def ssd(x, dt, A_log, B, C, D, state, overwrite=False, save=False):
     return y, after, saved
 
 
-def ssd_backward(x, dt, A_log, B, C, D, saved, dy, adjoint):
-    """The gradients of a float32 `ssd`'s inputs, in their order; adjoint: that of the final state."""
-    x, B, C = map(_token_major, (x, B, C))
-    dt, A_log, D, dy = _dense(dt, A_log, D, dy)
+def ssd_backward(
+    x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, saved: Tensor, dy: Tensor, adjoint: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of a float32 `ssd`'s inputs, in their order, from dy and the next state's (adjoint)."""
+    x, B, C = map(token_major, (x, B, C))
+    dt, A_log, D, dy = without_gaps(dt, A_log, D, dy)
     batch, seq, heads, width = x.shape
     groups, size = B.shape[2:]
     threads = torch.get_num_threads()
@@ -205,8 +243,8 @@ def ssd_backward(x, dt, A_log, B, C, D, saved, dy, adjoint):
     dA_log, dD = x.new_zeros(batch, heads), x.new_zeros(batch, heads)
     dB, dC = (x.new_zeros(threads, batch, seq, groups, size) for _ in "BC")
     scratch = x.new_empty(threads, CHUNK + 2, PART, size)
-    strides = _array(*(s for t in (x, B, C) for s in _strides(t)), 0, 0)
-    LIBRARY.functions.ssd_backward(
+    strides = c_array(*(s for t in (x, B, C) for s in token_strides(t)), 0, 0)
+    functions().ssd_backward(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), saved.data_ptr(),
         dy.data_ptr(), adjoint.data_ptr(), dx.data_ptr(), ddt.data_ptr(), dA_log.data_ptr(), dB.data_ptr(), dC.data_ptr(),
         dD.data_ptr(), scratch.data_ptr(), strides, batch, seq, heads, width, groups, size, threads,
@@ -214,64 +252,63 @@ def ssd_backward(x, dt, A_log, B, C, D, saved, dy, adjoint):
     return dx, ddt, dA_log.sum(0), dB.sum(0), dC.sum(0), dD.sum(0), adjoint
 
 
-def takes_norm(x, weight) -> bool:
-    """Whether `rms_norm` takes these: the weight may be narrower than a float32 x."""
+def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
+    """Whether `rms_norm` supports these: x is of the weight's dtype, or float32."""
     return usable(weight) and x.dtype in (weight.dtype, torch.float32) and x.is_cpu and x.shape[-1] == len(weight) > 0
 
 
-def rms_norm(x, weight, eps):
-    """x (..., size) normalized over its last dimension, times weight (size,), in the weight's type; x may be float32."""
-    size, (x, weight) = x.shape[-1], _dense(x, weight)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., size) normalized over its last dimension, times weight (size,); the result is of the weight's dtype."""
+    size, (x, weight) = x.shape[-1], without_gaps(x, weight)
+    check_shapes(weight=(weight, (size,)))
     y = torch.empty_like(x, dtype=weight.dtype)
-    LIBRARY.functions.rms_norm(
+    functions().rms_norm(
         x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, TYPES[x.dtype], TYPES[weight.dtype]
     )
     return y
 
 
-def gated_norm(y, z, weight, groups, eps=None):
-    """y silu(z), normalized over each of `groups` equal parts of the last dimension, times weight; all of one type.
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor | None]:
+    """y silu(z), normalized over each of `groups` equal parts of the last dimension, times weight; all typed.
 
-    eps None: not normalized; instead the sums of squares, (..., groups) float32, are returned beside it.
+    y, z: (..., width); weight: (width,). eps None: the values are not normalized.
+    Returns the result, and if eps is None the sums of squares (..., groups) in float32, otherwise None.
     """
-    width, (y, weight) = y.shape[-1], _dense(y, weight)
-    if z.stride(-1) != 1 or z.stride(0) != z.shape[1] * z.stride(1):
-        z = z.contiguous()
+    width = y.shape[-1]
+    check_groups("channels", width, groups)
+    check_shapes(z=(z, y.shape), weight=(weight, (width,)))
+    y, weight = without_gaps(y, weight)
+    rows = z.reshape(-1, width)  # a view, if the tokens are equally far apart
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty_like(y)
     squares = None if eps is not None else y.new_empty(*y.shape[:-1], groups, dtype=torch.float32)
-    check(LIBRARY.functions.gated_norm(
-        y.data_ptr(), z.data_ptr(), weight.data_ptr(), out.data_ptr(), address(squares), y.numel() // width, z.stride(1),
+    raise_if_failed(functions().gated_norm(
+        y.data_ptr(), rows.data_ptr(), weight.data_ptr(), out.data_ptr(), address(squares), len(rows), rows.stride(0),
         groups, width // groups, eps or 0.0, eps is not None, TYPES[y.dtype],
     ))  # fmt: skip
-    return out if squares is None else (out, squares)
-
-
-def check(failed) -> None:
-    """MemoryError if a kernel says so."""
-    if failed:
-        raise MemoryError("a C kernel found no memory")
+    return out, squares
 
 
 @cache
-def _multiplies(dtype) -> bool:
-    return bool(LIBRARY.functions.multiplies(TYPES[dtype]))
+def _has_products_of(dtype: torch.dtype) -> bool:
+    return bool(functions().has_products_of(TYPES[dtype]))
 
 
-def widens(dtype) -> bool:
-    """Whether matrix products of a type are faster in float32: this processor has no instructions for the type.
+def is_faster_in_float32(dtype: torch.dtype) -> bool:
+    """Whether matrix products are faster in float32 than in dtype, because the processor lacks instructions for the dtype.
 
-    torch takes two to ten times as long for them then. Without the library that is not known, and left to torch.
+    torch then takes two to ten times as long for them. Without the library this is not known: False, torch's own choice.
     """
-    return dtype in HALVES and LIBRARY.functions is not None and not _multiplies(dtype)
+    return dtype in HALVES and LIBRARY.functions is not None and not _has_products_of(dtype)
 
 
-def most_rows(dtype) -> int:
-    """Of x, for which `linear` of a matrix of this type is faster than torch."""
-    return ROWS_IF_WIDENED if dtype is torch.bfloat16 and widens(dtype) else ROWS.get(dtype, 0)
+def most_rows(dtype: torch.dtype) -> int:
+    """The rows of x up to which `linear` with a weight of this dtype is faster than torch."""
+    return ROWS_IF_WIDENED if dtype is torch.bfloat16 and is_faster_in_float32(dtype) else ROWS.get(dtype, 0)
 
 
-def short_enough(rows: int, weight) -> bool:
-    """Whether so few rows times a matrix (a tensor, or int8 values) are faster here than in torch."""
+def is_faster_than_torch(rows: int, weight: Tensor) -> bool:
+    """Whether `linear` of so many rows of x and a weight (a matrix, or the int8 values of one) is faster than torch."""
     dtype = weight.dtype
     return (
         rows <= most_rows(dtype)
@@ -281,18 +318,28 @@ def short_enough(rows: int, weight) -> bool:
     )
 
 
-def takes(x, weight, bias=None) -> bool:
-    """Whether `linear` takes this product: few rows of x, outside autocast."""
+def should_multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `linear` supports this product and is faster than torch: few rows of x, outside autocast."""
     typed = usable(x, bias) if weight.dtype is torch.int8 else usable(x, weight, bias)
-    return typed and x.shape[-1] == weight.shape[1] > 0 and short_enough(x.numel() // x.shape[-1], weight)
+    return typed and x.shape[-1] == weight.shape[1] > 0 and is_faster_than_torch(x.numel() // x.shape[-1], weight)
 
 
-def linear(x, weight, scales=None, bias=None):
-    """x (..., in) W^T + b for few rows of x; weight (out, in): x's type, or int8 with scales (out, in / BLOCK)."""
+def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) W^T + bias (out,) -> (..., out), for few rows of x; x and bias are typed.
+
+    weight: (out, in), without gaps: of x's dtype, with an even `in` if that is bfloat16; or int8, with an `in` that is a
+    multiple of BLOCK, and scales (out, in / BLOCK) in float32.
+    """
     out, columns = weight.shape
-    x, scales, bias = _dense(x, scales, bias)
+    is_int8 = weight.dtype is torch.int8
+    multiple = BLOCK if is_int8 else 2 if weight.dtype is torch.bfloat16 else 1
+    if columns < 1 or columns % multiple or not weight.is_contiguous() or is_int8 != (scales is not None):
+        raise ValueError(f"the C kernel needs a weight without gaps whose rows have a multiple of {multiple} elements, "
+                         f"with scales if it is int8; not {weight.dtype} {tuple(weight.shape)}")  # fmt: skip
+    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // multiple)), bias=(bias, (out,)))
+    x, scales, bias = without_gaps(x, scales, bias)
     y = x.new_empty(*x.shape[:-1], out)
-    check(LIBRARY.functions.linear(
+    raise_if_failed(functions().linear(
         weight.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
         columns, columns, TYPES[weight.dtype], TYPES[x.dtype], torch.get_num_threads(),
     ))  # fmt: skip

@@ -1,4 +1,5 @@
-/* y = x W^T + b for a few rows of x, W (out, in) read once: at the memory's speed. See `kernels.linear`. */
+/* y = x W^T + b for few rows of x. W, (out, in), is read from memory once, and this determines the time: float32, bfloat16,
+   or int8 with scales. See `linear` in kernels.py. */
 #include <stdlib.h>
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -6,144 +7,165 @@
 
 #include "kernels.h"
 
-/* Rows of x at a time; sums of a row, side by side, and of a short row; int8 numbers that share a scale, and words of
-   those; rows of W that stay in the cache while rows of x change; bytes to ask for in advance. */
-enum { BATCH = 4, LANES = 64, FEW = 16, BLOCK = 64, BLOCK_WORDS = 16, ROWS = 16, AHEAD = 6144 };
+enum {
+  BATCH = 4,                   /* rows of x that are multiplied at once */
+  LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
+  BLOCK = 64,                  /* int8 weights that share a scale (BLOCK in kernels.py) */
+  BLOCK_WORDS = BLOCK / 4,     /* the 32-bit words that hold a block */
+  ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
+  AHEAD = 6144                 /* bytes by which W is prefetched */
+};
 
+/* W is read in words of 32 bits, of 1, 2 or 4 columns. x is unpacked accordingly ("planes"): first the columns that come
+   first in their word, then those that come second, and so on. So consecutive words meet consecutive elements of x. */
 typedef struct {
-  const void *weight;    /* (out, in) of type `stored` */
-  const float *scales;   /* (out, in / BLOCK) of INT8 */
-  const void *bias;      /* (out) of `type`, or NULL */
-  const float *x;        /* (batch, in) in rows of `pitch`: the columns that are first in a word of W, then the second, ... */
-  void *y;               /* (batch, out) of `type`, in rows of `apart` */
-  ptrdiff_t batch, out, in, line, pitch, apart; /* line: from a row of W to the next, `in` if it is dense */
+  const void *weight;   /* (out, in) of the weight's type */
+  const float *scales;  /* (out, in / BLOCK), for INT8 only */
+  const void *bias;     /* (out) of `type`, or NULL */
+  const float *x;       /* (batch, in), in planes */
+  void *y;              /* (batch, out) of `type` */
+  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows */
   int type;
 } Linear;
 
-/* Columns of W in a word of 32 bits. */
-INLINE ptrdiff_t columns(int stored) { return stored == INT8 ? 4 : stored == BFLOAT16 ? 2 : 1; }
-
-/* 2^24 times the int8 in a word's byte: no shift to the right, and no sign to extend. x is 2^24 times smaller. */
-INLINE float byte_of(uint32_t word, int place) { return (float)(int32_t)(word << (24 - 8 * place) & 0xff000000u); }
-
-/* The product of a word of W, of which `count` are a row's, and x; of INT8 without its scale. */
-INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int stored) {
-  if (stored == FLOAT32) return float_of_bits(word) * x[0];
-  if (stored == BFLOAT16) return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
-  return byte_of(word, 0) * x[0] + byte_of(word, 1) * x[count] + byte_of(word, 2) * x[2 * count] +
-         byte_of(word, 3) * x[3 * count];
+/* Columns of W in a 32-bit word. */
+INLINE ptrdiff_t columns_per_word(int weight_type) {
+  return weight_type == INT8 ? 4 : weight_type == BFLOAT16 ? 2 : 1;
 }
 
-/* A row of W, and `batch` rows of x from `first` on: batch and lanes are constants. Rows of small numbers are short, and the
-   processor falls behind at their ends unless asked for what comes next: they stand one after the other in memory. */
-INLINE void row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int stored, ptrdiff_t lanes) {
-  ptrdiff_t count = a->in / columns(stored), i = 0;
-  const uint32_t *w = (const uint32_t *)a->weight + row * (a->line / columns(stored));
-  const float *x = a->x + first * a->pitch, *scales = stored == INT8 ? a->scales + row * (a->in / BLOCK) : NULL;
+/* 2^24 times the int8 in a byte of a word: as the highest byte it needs neither a shift to the right nor a sign extension.
+   In return x is multiplied by 2^-24. */
+INLINE float scaled_byte(uint32_t word, int place) {
+  return (float)(int32_t)(word << (24 - 8 * place) & 0xff000000u);
+}
+
+/* The product of a word of W and x, whose planes have `count` elements; that of INT8 lacks its scale. */
+INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_type) {
+  if (weight_type == FLOAT32) return float_of_bits(word) * x[0];
+  if (weight_type == BFLOAT16) return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
+  return scaled_byte(word, 0) * x[0] + scaled_byte(word, 1) * x[count] + scaled_byte(word, 2) * x[2 * count] +
+         scaled_byte(word, 3) * x[3 * count];
+}
+
+/* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. Rows of
+   16-bit and 8-bit weights are short, and the hardware's prefetching stops at their ends; so the next rows, which follow in
+   memory, are prefetched here. (A prefetch beyond the end of W has no effect.) */
+INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
+  ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
+  const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_per_word(weight_type));
+  const float *x = a->x + first * a->x_stride, *scales = weight_type == INT8 ? a->scales + row * (a->in / BLOCK) : NULL;
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
-    for (ptrdiff_t line = 0; stored != FLOAT32 && line < lanes * 4; line += 64)
+    for (ptrdiff_t line = 0; weight_type != FLOAT32 && line < lanes * 4; line += 64)
       __builtin_prefetch((const char *)(w + i) + line + AHEAD);
     for (int b = 0; b < batch; b++)
 #pragma omp simd
       for (ptrdiff_t k = 0; k < lanes; k++)
-        sums[b][k] += (stored == INT8 ? scales[i / BLOCK_WORDS] : 1) * product(w[i + k], x + b * a->pitch + i + k, count, stored);
+        sums[b][k] += (weight_type == INT8 ? scales[i / BLOCK_WORDS] : 1) *
+                      product(w[i + k], x + b * a->x_stride + i + k, count, weight_type);
   }
   for (int b = 0; b < batch; b++) {
     float total = 0, bias = a->bias ? get(a->bias, row, a->type) : 0;
 #pragma omp simd reduction(+ : total)
     for (ptrdiff_t k = 0; k < lanes; k++) total += sums[b][k];
-    for (ptrdiff_t k = i; k < count; k++) total += product(w[k], x + b * a->pitch + k, count, stored);
-    put(a->y, (first + b) * a->apart + row, total + bias, a->type);
+    for (ptrdiff_t k = i; k < count; k++) /* INT8 leaves no words here */
+      total += product(w[k], x + b * a->x_stride + k, count, weight_type);
+    put(a->y, (first + b) * a->y_stride + row, total + bias, a->type);
   }
 }
 
-/* Rows of W from `start` to `stop`, by one function for each number of rows of x: what it needs fits into the registers. */
-typedef void Part(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
-#define PART(NAME, BATCH, STORED, LANES)                                                              \
+/* Multiplies the rows `start` to `stop` of W. There is one function for each number of rows of x, whose sums stay in
+   registers. */
+typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
+#define MULTIPLY_ROWS(NAME, BATCH, WEIGHT_TYPE, LANES)                                                    \
   CLONES static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
-    const Linear a = *given;                                                                          \
-    for (ptrdiff_t r = start; r < stop; r++) row(&a, r, first, BATCH, STORED, LANES);                 \
+    const Linear a = *given;                                                                              \
+    for (ptrdiff_t r = start; r < stop; r++) multiply_row(&a, r, first, BATCH, WEIGHT_TYPE, LANES);       \
   }
-#define PARTS(NAME, STORED, LANES) \
-  PART(NAME, 1, STORED, LANES) PART(NAME, 2, STORED, LANES) PART(NAME, 3, STORED, LANES) PART(NAME, 4, STORED, LANES) \
-  static Part *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4};
-PARTS(long_float32_, FLOAT32, LANES)
-PARTS(short_float32_, FLOAT32, FEW)
-PARTS(long_bfloat16_, BFLOAT16, LANES)
-PARTS(short_bfloat16_, BFLOAT16, FEW / 2)
-PARTS(int8_, INT8, BLOCK_WORDS)
+#define FOR_EACH_BATCH(NAME, WEIGHT_TYPE, LANES)                                              \
+  MULTIPLY_ROWS(NAME, 1, WEIGHT_TYPE, LANES) MULTIPLY_ROWS(NAME, 2, WEIGHT_TYPE, LANES)       \
+  MULTIPLY_ROWS(NAME, 3, WEIGHT_TYPE, LANES) MULTIPLY_ROWS(NAME, 4, WEIGHT_TYPE, LANES)       \
+  static MultiplyRows *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4};
+FOR_EACH_BATCH(long_float32_, FLOAT32, LANES)
+FOR_EACH_BATCH(short_float32_, FLOAT32, FEW_LANES)
+FOR_EACH_BATCH(long_bfloat16_, BFLOAT16, LANES)
+FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
+FOR_EACH_BATCH(int8_, INT8, BLOCK_WORDS)
 
-static Part *const *parts_of(int stored, ptrdiff_t in) {
-  if (stored == INT8) return int8_;
-  if (stored == BFLOAT16) return in < 4 * LANES ? short_bfloat16_ : long_bfloat16_;
+/* The functions for 1 to BATCH rows of x. */
+static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
+  if (weight_type == INT8) return int8_;
+  if (weight_type == BFLOAT16) return in < 4 * LANES ? short_bfloat16_ : long_bfloat16_;
   return in < 2 * LANES ? short_float32_ : long_float32_;
 }
 
-/* A few rows of W at a time, for they stay in the cache while rows of x change; all of them if there are few of x. */
-static void rows(const Linear *a, Part *const *parts, ptrdiff_t start, ptrdiff_t stop) {
+/* Multiplies the rows `start` to `stop` of W by all rows of x: if these are more than BATCH, ROWS rows of W at a time, which
+   stay in the cache. */
+static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
   ptrdiff_t step = a->batch > BATCH ? ROWS : stop - start;
   for (; start < stop; start += step)
     for (ptrdiff_t first = 0; first < a->batch; first += BATCH) {
       ptrdiff_t left = a->batch - first, end = start + step;
-      parts[left < BATCH ? left - 1 : BATCH - 1](a, first, start, end < stop ? end : stop);
+      functions[left < BATCH ? left - 1 : BATCH - 1](a, first, start, end < stop ? end : stop);
     }
 }
 
-INLINE void apart(const void *x, float *to, ptrdiff_t in, int type, int parts) {
-  for (int k = 0; k < parts; k++, to += in / parts)
+/* A row of x as float32 in planes, multiplied by 2^-24 for int8 weights. */
+INLINE void unpack_row(const void *x, float *to, ptrdiff_t in, int type, int planes) {
+  for (int k = 0; k < planes; k++, to += in / planes)
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < in / parts; i++) to[i] = get(x, parts * i + k, type) * (parts == 4 ? 0x1p-24f : 1);
+    for (ptrdiff_t i = 0; i < in / planes; i++) to[i] = get(x, planes * i + k, type) * (planes == 4 ? 0x1p-24f : 1);
 }
 
-/* Rows of x as float32, columns apart as in `Linear`. */
-CLONES static void unpack(const void *x, float *to, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t pitch, int type, int stored) {
-  for (ptrdiff_t b = 0; b < batch; b++, to += in, x = at(x, pitch, type))
-    if (stored == FLOAT32) apart(x, to, in, BFLOAT16, 1);
-    else if (stored == BFLOAT16 && type == FLOAT32) apart(x, to, in, FLOAT32, 2);
-    else if (stored == BFLOAT16) apart(x, to, in, BFLOAT16, 2);
-    else if (type == FLOAT32) apart(x, to, in, FLOAT32, 4);
-    else apart(x, to, in, BFLOAT16, 4);
+CLONES static void unpack(const void *x, float *to, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type,
+                          int weight_type) {
+  for (ptrdiff_t b = 0; b < batch; b++, to += in, x = at(x, x_stride, type))
+    if (weight_type == FLOAT32) unpack_row(x, to, in, BFLOAT16, 1);
+    else if (weight_type == BFLOAT16 && type == FLOAT32) unpack_row(x, to, in, FLOAT32, 2);
+    else if (weight_type == BFLOAT16) unpack_row(x, to, in, BFLOAT16, 2);
+    else if (type == FLOAT32) unpack_row(x, to, in, FLOAT32, 4);
+    else unpack_row(x, to, in, BFLOAT16, 4);
 }
 
-/* x: rows of `pitch`, W and y of `line` and `apart`. stored: the weight's type (in and line even if BFLOAT16; in a multiple of
-   BLOCK, and line, if INT8); type: of x, bias and y. 1: no memory. */
-int linear_of(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-              ptrdiff_t out, ptrdiff_t in, ptrdiff_t line, ptrdiff_t pitch, ptrdiff_t apart, int stored, int type,
-              int threads) {
+/* `linear` with gaps between the rows of W and y. `type` is that of x, bias and y. `in` and weight_stride are even for
+   BFLOAT16 weights; for INT8 weights `in` is a multiple of BLOCK, and weight_stride is `in`. */
+int strided_linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride,
+                   int weight_type, int type, int threads) {
   float *unpacked = NULL;
-  if (!out) return 0;
-  if (stored != FLOAT32 || type != FLOAT32) {
+  if (!out || !batch) return 0;
+  if (weight_type != FLOAT32 || type != FLOAT32) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
-    unpack(x, unpacked, batch, in, pitch, type, stored);
+    unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
-  Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, line, unpacked ? in : pitch, apart, type};
-  Part *const *parts = parts_of(stored, in);
+  Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, weight_stride, unpacked ? in : x_stride,
+              y_stride, type};
+  MultiplyRows *const *functions = functions_for(weight_type, in);
   ptrdiff_t share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t stop = start + share < out ? start + share : out;
-    rows(&a, parts, start, stop);
+    multiply_rows(&a, functions, start, stop);
   }
   free(unpacked);
   return 0;
 }
 
-/* Of dense W and y. */
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-           ptrdiff_t out, ptrdiff_t in, ptrdiff_t pitch, int stored, int type, int threads) {
-  return linear_of(weight, scales, bias, x, y, batch, out, in, in, pitch, out, stored, type, threads);
+           ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return strided_linear(weight, scales, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
 }
 
-/* Whether the processor has instructions that multiply numbers of a 16-bit type: AVX512_BF16, AVX512_FP16. Of other
-   processors than x86's, torch knows best. */
-int multiplies(int type) {
+/* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On
+   processors other than x86's the answer is always yes, which leaves the choice to torch. */
+int has_products_of(int type) {
 #if defined(__x86_64__) && defined(__GNUC__)
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, type == BFLOAT16, &a, &b, &c, &d)) return 0;
   return type == BFLOAT16 ? a >> 5 & 1 : d >> 23 & 1;
 #else
+  (void)type;
   return 1;
 #endif
 }

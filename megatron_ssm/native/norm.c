@@ -1,25 +1,25 @@
-/* RMS norms: of rows, and Mamba-2's gated one. See `RMSNorm` in layers.py and `Mamba2Mixer` in mamba2.py. */
+/* RMSNorm, and Mamba-2's gated RMSNorm. See `RMSNorm` in parallel/layers.py and `Mamba2Mixer` in layers/mamba2.py. */
 #include <math.h>
 #include <stdlib.h>
 
 #include "kernels.h"
 
-/* y = y * weight, after y = ... has been rounded: in this order torch and transformers compute norms, and where a norm is
-   over few channels, logits show it. */
+/* y *= weight, on the y that was rounded to its dtype before. torch and transformers compute norms in this order, and the
+   order shows in the logits if a norm is over few channels. */
 INLINE void scale_rounded(void *y, const void *weight, ptrdiff_t size, int type) {
 #pragma omp simd
   for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(y, i, type) * get(weight, i, type), type);
 }
 
-/* x / sqrt(mean(x^2) + eps) * weight (NULL: 1) */
-INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size, float eps, int type, int out) {
+/* y = x / sqrt(mean(x^2) + eps) * weight; weight NULL: without it. y may be x if their dtypes are the same. */
+INLINE void norm_row(const void *x, const void *weight, void *y, ptrdiff_t size, float eps, int x_type, int type) {
   float squares = 0;
 #pragma omp simd reduction(+ : squares)
-  for (ptrdiff_t i = 0; i < size; i++) squares += get(x, i, type) * get(x, i, type);
+  for (ptrdiff_t i = 0; i < size; i++) squares += get(x, i, x_type) * get(x, i, x_type);
   float scale = 1 / sqrtf(squares / size + eps);
 #pragma omp simd
-  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, type) * scale, out);
-  if (weight) scale_rounded(y, weight, size, out);
+  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, x_type) * scale, type);
+  if (weight) scale_rounded(y, weight, size, type);
 }
 
 CLONES static void rows_float32(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps) {
@@ -35,16 +35,16 @@ CLONES static void rows_bfloat16(const void *x, const void *weight, void *y, ptr
     norm_row(at(x, r * size, BFLOAT16), weight, at(y, r * size, BFLOAT16), size, eps, BFLOAT16, BFLOAT16);
 }
 
-/* x (rows, size) of `type`, weight and y of type `out`: the same, or FLOAT32 and BFLOAT16. */
-int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int type, int out) {
-  if (type == BFLOAT16) rows_bfloat16(x, weight, y, rows, size, eps);
-  else if (out == BFLOAT16) rows_mixed(x, weight, y, rows, size, eps);
+/* x and y: (rows, size). weight, (size), and y are of `type`; x is of the same type, or FLOAT32 where `type` is BFLOAT16. */
+int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type) {
+  if (x_type == BFLOAT16) rows_bfloat16(x, weight, y, rows, size, eps);
+  else if (type == BFLOAT16) rows_mixed(x, weight, y, rows, size, eps);
   else rows_float32(x, weight, y, rows, size, eps);
   return 0;
 }
 
-/* y silu(z) over each of a row's groups of `size`: normalized and times weight where `normalize`; else times weight only,
-   and the sums of squares (rows, groups) beside it. */
+/* out = y silu(z) * weight of one row, normalized over each group of `size` channels before the product with the weight if
+   `normalize`; otherwise the sum of squares of each group is stored in `squares`. `gated` has room for one group. */
 INLINE void gated_row(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t groups,
                       ptrdiff_t size, float eps, int normalize, int type, float *gated) {
   for (ptrdiff_t group = 0; group < groups; group++) {
@@ -72,17 +72,18 @@ CLONES static void gated_bfloat16(const void *y, const void *z, const void *weig
   gated_row(y, z, weight, out, squares, groups, size, eps, normalize, BFLOAT16, gated);
 }
 
-/* y, out: (rows, groups * size); z: the same in rows of `pitch`; all of `type`. 1: no memory. */
+/* y, out: (rows, groups * size); z: the same shape, with z_stride between rows; weight: (groups * size); all of `type`.
+   squares: (rows, groups), or NULL if `normalize`. */
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
-               ptrdiff_t pitch, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type) {
+               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type) {
   float *gated = malloc(size * sizeof(float));
   if (!gated) return 1;
   for (ptrdiff_t r = 0; r < rows; r++) {
-    const void *gate = at(z, r * pitch, type), *from = at(y, r * groups * size, type);
-    void *to = at(out, r * groups * size, type);
-    float *sums = squares ? squares + r * groups : NULL;
-    if (type == FLOAT32) gated_float32(from, gate, weight, to, sums, groups, size, eps, normalize, gated);
-    else gated_bfloat16(from, gate, weight, to, sums, groups, size, eps, normalize, gated);
+    const void *z_row = at(z, r * z_stride, type), *y_row = at(y, r * groups * size, type);
+    void *out_row = at(out, r * groups * size, type);
+    float *squares_row = squares ? squares + r * groups : NULL;
+    if (type == FLOAT32) gated_float32(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
+    else gated_bfloat16(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
   }
   free(gated);
   return 0;

@@ -1,26 +1,37 @@
-/* Mamba-1's selective scan with its softplus, D and gate, and the gradient. See `selective_scan` in scan.py.
+/* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in ops/scan.py.
 
-   One task: a block of channels of one sequence, token after token, its states (N, WIDTH) in the first-level cache. */
+   A task is a block of channels of one sequence. It goes from token to token, and its states (N, WIDTH) stay in the
+   first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB and dC. */
 #include "kernels.h"
 
-enum { WIDTH = 64, STATES = 256 }; /* channels of a block; the largest N, and chunk * N */
+enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
 
 typedef struct {
-  const void *x, *dt, *B, *C, *z;            /* (batch, seq, channels or N), each with its two strides; z may be NULL */
-  const float *A_log, *D, *dt_bias, *state;  /* (channels, N); (channels); the same, or NULL: no softplus; or NULL */
-  void *y;                                   /* (batch, seq, channels) */
-  float *next, *saved;                       /* (batch, N, channels), may be state; (batch, chunks, N, channels) or NULL */
-  const ptrdiff_t *strides; /* of x, dt, B, C, z: batch, token; then of state and next: batch; of B and C: head, if many */
-  ptrdiff_t batch, seq, channels, heads, N, chunk; /* heads: equal parts of the channels, each with its own B and C */
+  const void *x, *dt;        /* (batch, seq, channels), each with its own strides */
+  const void *B, *C;         /* (batch, seq, N), or (batch, seq, heads, N), with strides */
+  const void *z;             /* like x; NULL: no gate */
+  const float *A_log, *D;    /* (channels, N); (channels) */
+  const float *dt_bias;      /* (channels); NULL: dt is used as it is, without bias and softplus */
+  const float *state;        /* (batch, N, channels), with a batch stride; NULL: zeros */
+  void *y;                   /* (batch, seq, channels); may be x, if x has no gaps */
+  float *next;               /* the final state, like state; may be state itself */
+  float *saved;              /* the states before each chunk of tokens, (batch, chunks, N, channels), or NULL */
+  const ptrdiff_t *strides;  /* see the indices below; their unit is one element */
+  ptrdiff_t batch, seq, channels;
+  ptrdiff_t heads;           /* Zamba's: equal parts of the channels, each with a B and C of its own */
+  ptrdiff_t N, chunk;        /* chunk: tokens between two states in `saved` */
 } Scan;
 
+/* Indices into strides. x, dt, B, C, z: from sequence to sequence, followed by from token to token. STATE, NEXT: from
+   sequence to sequence. HEAD: of B and C, from head to head; absent if there is one head. */
 enum { X = 0, DT = 2, B_ = 4, C_ = 6, Z = 8, STATE = 10, NEXT = 11, HEAD = 12 };
 
+/* The address of token t of sequence b in one of the tensors x, dt, B, C and z; `which` is its index into strides. */
 INLINE const void *row(const Scan *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, int type) {
   return at(p, b * a->strides[which] + t * a->strides[which + 1], type);
 }
 
-/* Token t's step sizes. */
+/* dt of token t for a block of channels: softplus(dt + dt_bias), or dt itself if there is no dt_bias. */
 INLINE void step_sizes(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first, ptrdiff_t width, float *dt, int type) {
   const void *raw = at(row(a, a->dt, DT, b, t, type), first, type);
   if (a->dt_bias) {
@@ -33,8 +44,8 @@ INLINE void step_sizes(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first,
   }
 }
 
-/* A = -exp(A_log) of the block, one row per state. */
-INLINE void load_rates(const Scan *a, ptrdiff_t first, ptrdiff_t width, float A[STATES][WIDTH]) {
+/* A = -exp(A_log) of the block, transposed to (N, width). */
+INLINE void load_A(const Scan *a, ptrdiff_t first, ptrdiff_t width, float A[STATES][WIDTH]) {
   const float *A_log = a->A_log + first * a->N;
   for (ptrdiff_t c = 0; c < width; c++)
     for (ptrdiff_t n = 0; n < a->N; n++) A[n][c] = A_log[c * a->N + n];
@@ -43,6 +54,7 @@ INLINE void load_rates(const Scan *a, ptrdiff_t first, ptrdiff_t width, float A[
     for (ptrdiff_t c = 0; c < width; c++) A[n][c] = -exp_(A[n][c]);
 }
 
+/* The initial states of the block. */
 INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, float h[STATES][WIDTH]) {
   for (ptrdiff_t n = 0; n < a->N; n++)
     for (ptrdiff_t c = 0; c < width; c++)
@@ -50,10 +62,11 @@ INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t wi
 }
 
 INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
-  float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], rate[WIDTH], fed[WIDTH], y[WIDTH];
-  load_rates(a, first, width, A);
+  float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
+  load_A(a, first, width, A);
   load_state(a, b, first, width, h);
-  ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0, own = a->heads > 1 ? head * a->strides[HEAD] : 0;
+  ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0;
+  ptrdiff_t of_head = a->heads > 1 ? head * a->strides[HEAD] : 0; /* where the head's B and C begin */
   for (ptrdiff_t t = 0; t < a->seq; t++) {
     if (a->saved && t % a->chunk == 0)
       for (ptrdiff_t n = 0; n < a->N; n++)
@@ -64,14 +77,15 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
 #pragma omp simd
     for (ptrdiff_t c = 0; c < width; c++) {
       float in = get(x, c, type);
-      rate[c] = dt[c] * LOG2E, fed[c] = dt[c] * in, y[c] = D[c] * in;
+      dt_log2e[c] = dt[c] * LOG2E, dt_x[c] = dt[c] * in, y[c] = D[c] * in;
     }
-    const void *Bt = at(row(a, a->B, B_, b, t, type), own, type), *Ct = at(row(a, a->C, C_, b, t, type), own, type);
+    const void *Bt = at(row(a, a->B, B_, b, t, type), of_head, type);
+    const void *Ct = at(row(a, a->C, C_, b, t, type), of_head, type);
     for (ptrdiff_t n = 0; n < a->N; n++) {
       float Bn = get(Bt, n, type), Cn = get(Ct, n, type), *state = h[n];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float new = exp2_(rate[c] * A[n][c]) * state[c] + fed[c] * Bn;
+        float new = exp2_(dt_log2e[c] * A[n][c]) * state[c] + dt_x[c] * Bn;
         state[c] = new, y[c] += Cn * new;
       }
     }
@@ -93,16 +107,17 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
 }
 
 INLINE void forward_task(const Scan *a, ptrdiff_t task, int type) {
-  ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, each = a->heads * blocks;
-  ptrdiff_t b = task / each, head = task % each / blocks, start = task % blocks * WIDTH, first = head * size + start;
-  if (size - start >= WIDTH) forward_block(a, b, head, first, WIDTH, type); /* a constant width is faster */
+  ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, per_sequence = a->heads * blocks;
+  ptrdiff_t b = task / per_sequence, head = task % per_sequence / blocks, start = task % blocks * WIDTH;
+  ptrdiff_t first = head * size + start;
+  /* A width that is a compile-time constant is faster. */
+  if (size - start >= WIDTH) forward_block(a, b, head, first, WIDTH, type);
   else forward_block(a, b, head, first, size - start, type);
 }
 
 CLONES static void forward_float32(const Scan *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
 CLONES static void forward_bfloat16(const Scan *a, ptrdiff_t task) { forward_task(a, task, BFLOAT16); }
 
-/* `saved` receives the states before each chunk of tokens, for the gradient. */
 int selective_scan(const void *x, const void *dt, const float *A_log, const void *B, const void *C, const float *D,
                    const void *z, const float *dt_bias, const float *state, void *y, float *next, float *saved,
                    const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t heads,
@@ -116,24 +131,27 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
   return 0;
 }
 
-/* The gradients. With g_t = dLoss/dh_t:  g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}, from the final state's gradient on.
-   dB, dC have a part per thread; dA_log, dD, ddt_bias one per sequence. */
+/* The gradients of float32 inputs with one head. With g_t = dLoss/dh_t:  g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}, which
+   begins with the gradient of the final state. Each chunk's states are computed again from the state before it. Each thread
+   adds up a dB and a dC of its own; dA_log, dD and ddt_bias are per sequence; the caller adds them all up. */
 typedef struct {
   Scan a;
-  const float *dout;                          /* (batch, seq, channels), of y */
-  float *adjoint;                             /* (batch, N, channels): of the final state; becomes the first state's */
-  float *dx, *ddt, *dz;                       /* (batch, seq, channels) */
-  float *dA_log, *dD, *ddt_bias;              /* (batch, channels, N), (batch, channels) twice */
-  float *dB, *dC;                             /* (threads, batch, seq, N), zero before */
+  const float *dout;             /* (batch, seq, channels): the gradient of y */
+  float *adjoint;                /* (batch, N, channels). In: the gradient of the final state; out: of the initial one */
+  float *dx, *ddt, *dz;          /* (batch, seq, channels) */
+  float *dA_log, *dD, *ddt_bias; /* (batch, channels, N); (batch, channels); (batch, channels), or NULL */
+  float *dB, *dC;                /* (threads, batch, seq, N), zeros at first */
 } ScanGradient;
 
+/* dB, dC: (batch, seq, N), those of the thread. */
 INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, float *dB, float *dC) {
   const Scan *a = &g->a;
   ptrdiff_t N = a->N, chunks = (a->seq + a->chunk - 1) / a->chunk;
-  float h[STATES + 1][WIDTH], decay[STATES][WIDTH], steps[STATES][WIDTH], output[STATES][WIDTH], adjoint[STATES][WIDTH];
-  float dA[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0}, fed[WIDTH], rate[WIDTH], dy[WIDTH], din[WIDTH], dstep[WIDTH];
-  float A[STATES][WIDTH];
-  load_rates(a, first, width, A);
+  float h[STATES][WIDTH], decays[STATES][WIDTH], dts[STATES][WIDTH], outputs[STATES][WIDTH]; /* of the chunk's tokens */
+  float A[STATES][WIDTH], dA[STATES][WIDTH], adjoint[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0};
+  float dt_x[WIDTH], dt_log2e[WIDTH], dy[WIDTH]; /* dy: before the gate */
+  float d_dt_x[WIDTH], d_dt[WIDTH];              /* the gradients of dt x and of dt */
+  load_A(a, first, width, A);
   memset(dA, 0, N * sizeof dA[0]);
   for (ptrdiff_t n = 0; n < N; n++)
     memcpy(adjoint[n], g->adjoint + (b * N + n) * a->channels + first, width * sizeof(float));
@@ -141,29 +159,29 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
   for (ptrdiff_t chunk = chunks - 1; chunk >= 0; chunk--) {
     ptrdiff_t start = chunk * a->chunk, length = a->seq - start < a->chunk ? a->seq - start : a->chunk;
     const float *entering = a->saved + (b * chunks + chunk) * N * a->channels + first; /* rows of `channels` */
-    for (ptrdiff_t i = 0; i < length; i++) { /* the states again */
+    for (ptrdiff_t i = 0; i < length; i++) { /* compute the chunk's states again */
       const float *x = (const float *)row(a, a->x, X, b, start + i, FLOAT32) + first;
       const float *Bt = row(a, a->B, B_, b, start + i, FLOAT32), *Ct = row(a, a->C, C_, b, start + i, FLOAT32);
-      float *dt = steps[i], *y = output[i];
+      float *dt = dts[i], *y = outputs[i];
       step_sizes(a, b, start + i, first, width, dt, FLOAT32);
 #pragma omp simd
-      for (ptrdiff_t c = 0; c < width; c++) rate[c] = dt[c] * LOG2E, fed[c] = dt[c] * x[c], y[c] = D[c] * x[c];
+      for (ptrdiff_t c = 0; c < width; c++) dt_log2e[c] = dt[c] * LOG2E, dt_x[c] = dt[c] * x[c], y[c] = D[c] * x[c];
       for (ptrdiff_t n = 0; n < N; n++) {
         const float *before = i ? h[(i - 1) * N + n] : entering + n * a->channels;
-        float *after = h[i * N + n], *keep = decay[i * N + n];
+        float *after = h[i * N + n], *decay = decays[i * N + n];
 #pragma omp simd
         for (ptrdiff_t c = 0; c < width; c++) {
-          keep[c] = exp2_(rate[c] * A[n][c]);
-          after[c] = keep[c] * before[c] + fed[c] * Bt[n], y[c] += Ct[n] * after[c];
+          decay[c] = exp2_(dt_log2e[c] * A[n][c]);
+          after[c] = decay[c] * before[c] + dt_x[c] * Bt[n], y[c] += Ct[n] * after[c];
         }
       }
     }
     for (ptrdiff_t i = length - 1; i >= 0; i--) {
       ptrdiff_t t = start + i, place = (b * a->seq + t) * a->channels + first;
-      const float *x = (const float *)row(a, a->x, X, b, t, FLOAT32) + first, *dt = steps[i], *dout = g->dout + place;
+      const float *x = (const float *)row(a, a->x, X, b, t, FLOAT32) + first, *dt = dts[i], *dout = g->dout + place;
       const float *Bt = row(a, a->B, B_, b, t, FLOAT32), *Ct = row(a, a->C, C_, b, t, FLOAT32);
       if (a->z) {
-        const float *z = (const float *)row(a, a->z, Z, b, t, FLOAT32) + first, *y = output[i];
+        const float *z = (const float *)row(a, a->z, Z, b, t, FLOAT32) + first, *y = outputs[i];
         float *dz = g->dz + place;
 #pragma omp simd
         for (ptrdiff_t c = 0; c < width; c++) {
@@ -174,28 +192,28 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
         memcpy(dy, dout, width * sizeof(float));
       }
 #pragma omp simd
-      for (ptrdiff_t c = 0; c < width; c++) fed[c] = dt[c] * x[c], dD[c] += dy[c] * x[c], din[c] = 0, dstep[c] = 0;
+      for (ptrdiff_t c = 0; c < width; c++) dt_x[c] = dt[c] * x[c], dD[c] += dy[c] * x[c], d_dt_x[c] = 0, d_dt[c] = 0;
       for (ptrdiff_t n = 0; n < N; n++) {
         const float *before = i ? h[(i - 1) * N + n] : entering + n * a->channels;
-        const float *after = h[i * N + n], *keep = decay[i * N + n];
+        const float *after = h[i * N + n], *decay = decays[i * N + n];
         float *g_n = adjoint[n], *dA_n = dA[n], sum_B = 0, sum_C = 0;
 #pragma omp simd reduction(+ : sum_B, sum_C)
         for (ptrdiff_t c = 0; c < width; c++) {
-          float here = g_n[c] + Ct[n] * dy[c], exponent = here * before[c] * keep[c]; /* of h_t, of dt A */
-          sum_C += after[c] * dy[c], sum_B += here * fed[c], din[c] += here * Bt[n];
-          dA_n[c] += exponent * dt[c], dstep[c] += exponent * A[n][c], g_n[c] = here * keep[c];
+          float dh = g_n[c] + Ct[n] * dy[c], d_dt_A = dh * before[c] * decay[c]; /* the gradients of h_t and of dt A */
+          sum_C += after[c] * dy[c], sum_B += dh * dt_x[c], d_dt_x[c] += dh * Bt[n];
+          dA_n[c] += d_dt_A * dt[c], d_dt[c] += d_dt_A * A[n][c], g_n[c] = dh * decay[c];
         }
         dB[(b * a->seq + t) * N + n] += sum_B, dC[(b * a->seq + t) * N + n] += sum_C;
       }
       float *dx = g->dx + place, *ddt = g->ddt + place;
 #pragma omp simd
-      for (ptrdiff_t c = 0; c < width; c++) dx[c] = D[c] * dy[c] + din[c] * dt[c], dstep[c] += din[c] * x[c];
+      for (ptrdiff_t c = 0; c < width; c++) dx[c] = D[c] * dy[c] + d_dt_x[c] * dt[c], d_dt[c] += d_dt_x[c] * x[c];
       if (a->dt_bias) {
         const float *raw = (const float *)row(a, a->dt, DT, b, t, FLOAT32) + first, *bias = a->dt_bias + first;
 #pragma omp simd
-        for (ptrdiff_t c = 0; c < width; c++) dstep[c] *= sigmoid_(raw[c] + bias[c]), dbias[c] += dstep[c];
-      }
-      memcpy(ddt, dstep, width * sizeof(float));
+        for (ptrdiff_t c = 0; c < width; c++) d_dt[c] *= sigmoid_(raw[c] + bias[c]), dbias[c] += d_dt[c];
+      } /* sigmoid: the derivative of softplus */
+      memcpy(ddt, d_dt, width * sizeof(float));
     }
   }
   for (ptrdiff_t n = 0; n < N; n++) {

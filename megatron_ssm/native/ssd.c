@@ -1,47 +1,58 @@
-/* Mamba-2's recurrence and its gradient. See `ssd` in scan.py.
+/* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
 
-   One task: a head of one sequence, up to WIDTH of its channels at a time, token after token. */
+   A task is one head of one sequence. It goes from token to token, with up to WIDTH channels of the head at a time in the
+   forward pass and PART in the backward pass. No two tasks write the same memory, except that the tasks of a thread share
+   that thread's dB, dC and scratch. */
 #include "kernels.h"
 
-/* Channels at a time; in backward, and of them side by side; the largest N; tokens whose states are kept. */
-enum { WIDTH = 64, PART = 16, FOUR = 4, STATES = 256, CHUNK = 16 };
+enum {
+  WIDTH = 64,           /* channels at a time in the forward pass */
+  PART = 16, FOUR = 4,  /* channels at a time in the backward pass (PART in kernels.py), and side by side in a loop */
+  STATES = 256,         /* the largest N */
+  CHUNK = 16            /* tokens between two saved states (CHUNK in kernels.py) */
+};
 
 typedef struct {
-  const void *x, *B, *C;              /* (batch, seq, heads, P), (batch, seq, groups, N) twice: contiguous within a token */
-  const float *dt, *A_log, *D, *state;    /* (batch, seq, heads); (heads) twice; (batch, heads, N, P) or NULL */
+  const void *x, *B, *C;              /* (batch, seq, heads, P); (batch, seq, groups, N) twice; no gaps within a token */
+  const float *dt, *A_log, *D;        /* (batch, seq, heads); (heads); (heads) */
+  const float *state;                 /* (batch, heads, N, P), with a batch stride; NULL: zeros */
   void *y;                            /* (batch, seq, heads, P) */
-  float *next, *saved;                /* (batch, heads, N, P), may be state; (batch, chunks, heads, N, P) or NULL */
-  const ptrdiff_t *strides;           /* of x, B, C: batch, token; of state and next: batch */
+  float *next;                        /* the final state, like state; may be state itself */
+  float *saved;                       /* the states before each chunk of tokens, (batch, chunks, heads, N, P), or NULL */
+  const ptrdiff_t *strides;           /* see the indices below; their unit is one element */
   ptrdiff_t batch, seq, heads, P, groups, N;
 } Ssd;
 
+/* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
+   sequence. */
 enum { X = 0, B_ = 2, C_ = 4, STATE = 6, NEXT = 7 };
 
+/* The address of element `place` of token t of sequence b in x, B or C; `which` is the tensor's index into strides. */
 INLINE const void *row(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t place, int type) {
   return at(p, b * a->strides[which] + t * a->strides[which + 1] + place, type);
 }
 
-/* h = decay * h + fed B^T, y += C^T h, for one token: four rows of h at a time. */
-INLINE void advance(float *h, ptrdiff_t pitch, float decay, const float *fed, const float *B, const float *C, float *y,
-                    ptrdiff_t N, ptrdiff_t width) {
+/* One token: h = decay * h + B dt_x^T and y += C^T h. The rows of h, (N, width), are `stride` apart; four at a time. */
+INLINE void forward_token(float *h, ptrdiff_t stride, float decay, const float *dt_x, const float *B, const float *C,
+                          float *y, ptrdiff_t N, ptrdiff_t width) {
   ptrdiff_t n = 0;
-  for (; n + 4 <= N; n += 4, h += 4 * pitch)
+  for (; n + 4 <= N; n += 4, h += 4 * stride)
 #pragma omp simd
     for (ptrdiff_t c = 0; c < width; c++) {
-      float h0 = decay * h[c] + fed[c] * B[n], h1 = decay * h[pitch + c] + fed[c] * B[n + 1];
-      float h2 = decay * h[2 * pitch + c] + fed[c] * B[n + 2], h3 = decay * h[3 * pitch + c] + fed[c] * B[n + 3];
-      h[c] = h0, h[pitch + c] = h1, h[2 * pitch + c] = h2, h[3 * pitch + c] = h3;
+      float h0 = decay * h[c] + dt_x[c] * B[n], h1 = decay * h[stride + c] + dt_x[c] * B[n + 1];
+      float h2 = decay * h[2 * stride + c] + dt_x[c] * B[n + 2], h3 = decay * h[3 * stride + c] + dt_x[c] * B[n + 3];
+      h[c] = h0, h[stride + c] = h1, h[2 * stride + c] = h2, h[3 * stride + c] = h3;
       y[c] += (C[n] * h0 + C[n + 1] * h1) + (C[n + 2] * h2 + C[n + 3] * h3);
     }
-  for (; n < N; n++, h += pitch)
+  for (; n < N; n++, h += stride)
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) h[c] = decay * h[c] + fed[c] * B[n], y[c] += C[n] * h[c];
+    for (ptrdiff_t c = 0; c < width; c++) h[c] = decay * h[c] + dt_x[c] * B[n], y[c] += C[n] * h[c];
 }
 
 INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
   ptrdiff_t N = a->N, P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK;
-  float fed[WIDTH], y[WIDTH], B[STATES], C[STATES], A = -exp_(a->A_log[head]), D = a->D[head];
-  float *h = a->next + b * a->strides[NEXT] + head * N * P + first; /* the states, where they will be left */
+  float dt_x[WIDTH], y[WIDTH], B[STATES], C[STATES], A = -exp_(a->A_log[head]), D = a->D[head];
+  float *h = a->next + b * a->strides[NEXT] + head * N * P + first; /* updated where the final states belong */
   const float *state = a->state ? a->state + b * a->strides[STATE] + head * N * P + first : NULL;
   if (state != h)
     for (ptrdiff_t n = 0; n < N; n++)
@@ -55,16 +66,17 @@ INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t f
     const void *x = row(a, a->x, X, b, t, head * P + first, type);
     const void *Bt = row(a, a->B, B_, b, t, group * N, type), *Ct = row(a, a->C, C_, b, t, group * N, type);
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) fed[c] = dt * get(x, c, type), y[c] = D * get(x, c, type);
+    for (ptrdiff_t c = 0; c < width; c++) dt_x[c] = dt * get(x, c, type), y[c] = D * get(x, c, type);
 #pragma omp simd
     for (ptrdiff_t n = 0; n < N; n++) B[n] = get(Bt, n, type), C[n] = get(Ct, n, type);
-    advance(h, P, decay, fed, B, C, y, N, width);
+    forward_token(h, P, decay, dt_x, B, C, y, N, width);
     void *out = at(a->y, ((b * a->seq + t) * a->heads + head) * P + first, type);
 #pragma omp simd
     for (ptrdiff_t c = 0; c < width; c++) put(out, c, y[c], type);
   }
 }
 
+/* A width that is a compile-time constant is faster. */
 INLINE void forward_task(const Ssd *a, ptrdiff_t task, int type) {
   ptrdiff_t first = 0, b = task / a->heads, head = task % a->heads;
   for (; first + WIDTH <= a->P; first += WIDTH) forward_block(a, b, head, first, WIDTH, type);
@@ -75,7 +87,6 @@ INLINE void forward_task(const Ssd *a, ptrdiff_t task, int type) {
 CLONES static void forward_float32(const Ssd *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
 CLONES static void forward_bfloat16(const Ssd *a, ptrdiff_t task) { forward_task(a, task, BFLOAT16); }
 
-/* `saved` receives the states before each chunk of tokens, for the gradient. */
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
         void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
         ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int threads) {
@@ -87,63 +98,67 @@ int ssd(const void *x, const float *dt, const float *A_log, const void *B, const
   return 0;
 }
 
-/* The gradients; as in selective_scan.c. Here the states of a head lie as (P, N), so that the sums over P that dB and dC
-   are need no sums across a vector; PART channels at a time, FOUR of them side by side. */
+/* The gradients of float32 inputs, by the same recurrence as in selective_scan.c. Here a head's states are transposed to
+   (P, N): the sums over P that dB and dC need are then sums of vectors, not sums across a vector. */
 typedef struct {
   Ssd a;
-  const float *dout;     /* (batch, seq, heads, P) */
-  float *adjoint;        /* (batch, heads, N, P): of the final state; becomes the first state's */
-  float *dx, *ddt;       /* as x, contiguous; (batch, seq, heads), zero before */
-  float *dA_log, *dD;    /* (batch, heads), zero before */
+  const float *dout;   /* (batch, seq, heads, P): the gradient of y */
+  float *adjoint;      /* (batch, heads, N, P). In: the gradient of the final state; out: of the initial one */
+  float *dx, *ddt;     /* (batch, seq, heads, P); (batch, seq, heads), zeros at first */
+  float *dA_log, *dD;  /* (batch, heads) twice, zeros at first: the caller adds up the sequences */
 } SsdGradient;
 
-/* (N, P) rows of `pitch` -> (width, N), and back. */
-INLINE void transpose(const float *from, ptrdiff_t pitch, float *to, ptrdiff_t N, ptrdiff_t width) {
+/* From (N, width), whose rows are `stride` apart, to (width, N) without gaps; and back. */
+INLINE void transpose(const float *from, ptrdiff_t stride, float *to, ptrdiff_t N, ptrdiff_t width) {
   for (ptrdiff_t n = 0; n < N; n++)
-    for (ptrdiff_t c = 0; c < width; c++) to[c * N + n] = from[n * pitch + c];
+    for (ptrdiff_t c = 0; c < width; c++) to[c * N + n] = from[n * stride + c];
 }
-INLINE void transpose_back(const float *from, float *to, ptrdiff_t pitch, ptrdiff_t N, ptrdiff_t width) {
+INLINE void transpose_back(const float *from, float *to, ptrdiff_t stride, ptrdiff_t N, ptrdiff_t width) {
   for (ptrdiff_t n = 0; n < N; n++)
-    for (ptrdiff_t c = 0; c < width; c++) to[n * pitch + c] = from[c * N + n];
+    for (ptrdiff_t c = 0; c < width; c++) to[n * stride + c] = from[c * N + n];
 }
 
-/* One token of `count` channels, a constant: g = (g + C dy) before it, times decay after it. dB += sum g dt x,
-   dC += sum h dy, din = sum g B; returns the sum of g times the state before. */
-INLINE float retreat(float *g, const float *before, const float *after, const float *B, const float *C, float *dB,
-                     float *dC, const float *dy, const float *fed, float *din, float decay, ptrdiff_t N, int count) {
-  float exponent = 0, s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+/* One token of `count` channels, 1 or FOUR, a compile-time constant. g is the gradient of the state after the token, except
+   for what flows through this token's y, and is turned into the same of the token before. With dh = g + C dy:
+   dB += sum over channels of dh dt_x; dC += sum over channels of (state after) dy; d_dt_x = sum over N of dh B.
+   Returns the sum of dh * (state before), which is the gradient of `decay`. */
+INLINE float backward_token(float *g, const float *before, const float *after, const float *B, const float *C, float *dB,
+                            float *dC, const float *dy, const float *dt_x, float *d_dt_x, float decay, ptrdiff_t N,
+                            int count) {
+  float ddecay = 0, s0 = 0, s1 = 0, s2 = 0, s3 = 0;
   ptrdiff_t one = count > 1 ? N : 0, two = count > 1 ? 2 * N : 0, three = count > 1 ? 3 * N : 0;
-#pragma omp simd reduction(+ : exponent, s0, s1, s2, s3)
+#pragma omp simd reduction(+ : ddecay, s0, s1, s2, s3)
   for (ptrdiff_t n = 0; n < N; n++) {
-    float g0 = g[n] + C[n] * dy[0], b = g0 * fed[0], c = after[n] * dy[0];
-    s0 += g0 * B[n], exponent += g0 * before[n];
+    float g0 = g[n] + C[n] * dy[0], b = g0 * dt_x[0], c = after[n] * dy[0];
+    s0 += g0 * B[n], ddecay += g0 * before[n];
     if (count > 1) {
       float g1 = g[one + n] + C[n] * dy[1], g2 = g[two + n] + C[n] * dy[2], g3 = g[three + n] + C[n] * dy[3];
-      b += g1 * fed[1] + g2 * fed[2] + g3 * fed[3];
+      b += g1 * dt_x[1] + g2 * dt_x[2] + g3 * dt_x[3];
       c += after[one + n] * dy[1] + after[two + n] * dy[2] + after[three + n] * dy[3];
       s1 += g1 * B[n], s2 += g2 * B[n], s3 += g3 * B[n];
-      exponent += g1 * before[one + n] + g2 * before[two + n] + g3 * before[three + n];
+      ddecay += g1 * before[one + n] + g2 * before[two + n] + g3 * before[three + n];
       g[one + n] = g1 * decay, g[two + n] = g2 * decay, g[three + n] = g3 * decay;
     }
     g[n] = g0 * decay, dB[n] += b, dC[n] += c;
   }
-  din[0] = s0;
-  if (count > 1) din[1] = s1, din[2] = s2, din[3] = s3;
-  return exponent;
+  d_dt_x[0] = s0;
+  if (count > 1) d_dt_x[1] = s1, d_dt_x[2] = s2, d_dt_x[3] = s3;
+  return ddecay;
 }
 
-/* `scratch`: (CHUNK + 2, PART, N), the adjoint and the states before and after each token of a chunk. */
+/* dB, dC: (batch, seq, groups, N), those of the thread. scratch: (CHUNK + 2, PART, N), for the adjoint, the state before a
+   chunk and the state after each of its tokens. */
 INLINE void backward_block(const SsdGradient *g, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
                            float *dB, float *dC, float *scratch, ptrdiff_t N) {
   const Ssd *a = &g->a;
   ptrdiff_t P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK, size = width * N;
-  float fed[PART], din[PART], A = -exp_(a->A_log[head]), D = a->D[head], dA = 0, dD = 0;
+  float dt_x[PART], d_dt_x[PART], A = -exp_(a->A_log[head]), D = a->D[head], dA = 0, dD = 0;
   float *adjoint = scratch, *h = scratch + size, *final = g->adjoint + (b * a->heads + head) * N * P + first;
   transpose(final, P, adjoint, N, width);
   for (ptrdiff_t chunk = chunks - 1; chunk >= 0; chunk--) {
     ptrdiff_t start = chunk * CHUNK, length = a->seq - start < CHUNK ? a->seq - start : CHUNK;
     transpose(a->saved + ((b * chunks + chunk) * a->heads + head) * N * P + first, P, h, N, width);
-    for (ptrdiff_t i = 0; i < length; i++) { /* h + i * size: the states before token start + i */
+    for (ptrdiff_t i = 0; i < length; i++) { /* h + i * size: the state before token start + i */
       float dt = a->dt[(b * a->seq + start + i) * a->heads + head], decay = exp_(dt * A);
       const float *x = row(a, a->x, X, b, start + i, head * P + first, FLOAT32);
       const float *B = row(a, a->B, B_, b, start + i, group * N, FLOAT32), *before = h + i * size;
@@ -154,20 +169,21 @@ INLINE void backward_block(const SsdGradient *g, ptrdiff_t b, ptrdiff_t head, pt
     }
     for (ptrdiff_t i = length - 1; i >= 0; i--) {
       ptrdiff_t t = start + i, place = (b * a->seq + t) * a->heads + head, c = 0;
-      float dt = a->dt[place], decay = exp_(dt * A), exponent = 0, dstep = 0, *dx = g->dx + place * P + first;
+      float dt = a->dt[place], decay = exp_(dt * A), ddecay = 0, d_dt = 0, *dx = g->dx + place * P + first;
       const float *x = row(a, a->x, X, b, t, head * P + first, FLOAT32), *dy = g->dout + place * P + first;
       const float *B = row(a, a->B, B_, b, t, group * N, FLOAT32), *C = row(a, a->C, C_, b, t, group * N, FLOAT32);
       const float *before = h + i * size, *after = before + size;
-      ptrdiff_t shared = ((b * a->seq + t) * a->groups + group) * N;
-      for (ptrdiff_t k = 0; k < width; k++) fed[k] = dt * x[k];
+      ptrdiff_t shared = ((b * a->seq + t) * a->groups + group) * N; /* the group's place in dB and dC */
+      for (ptrdiff_t k = 0; k < width; k++) dt_x[k] = dt * x[k];
       for (; c + FOUR <= width; c += FOUR)
-        exponent += retreat(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
-                            fed + c, din + c, decay, N, FOUR);
+        ddecay += backward_token(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
+                                 dt_x + c, d_dt_x + c, decay, N, FOUR);
       for (; c < width; c++)
-        exponent += retreat(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
-                            fed + c, din + c, decay, N, 1);
-      for (ptrdiff_t k = 0; k < width; k++) dx[k] = D * dy[k] + din[k] * dt, dstep += din[k] * x[k], dD += dy[k] * x[k];
-      exponent *= decay, dA += exponent * dt, g->ddt[place] += dstep + exponent * A;
+        ddecay += backward_token(adjoint + c * N, before + c * N, after + c * N, B, C, dB + shared, dC + shared, dy + c,
+                                 dt_x + c, d_dt_x + c, decay, N, 1);
+      for (ptrdiff_t k = 0; k < width; k++) dx[k] = D * dy[k] + d_dt_x[k] * dt, d_dt += d_dt_x[k] * x[k], dD += dy[k] * x[k];
+      float d_dt_A = ddecay * decay;
+      dA += d_dt_A * dt, g->ddt[place] += d_dt + d_dt_A * A;
     }
   }
   transpose_back(adjoint, final, P, N, width);
@@ -178,13 +194,15 @@ CLONES static void backward_task(const SsdGradient *g, ptrdiff_t task, float *dB
   ptrdiff_t P = g->a.P, N = g->a.N, b = task / g->a.heads, head = task % g->a.heads;
   for (ptrdiff_t first = 0; first < P; first += PART) {
     ptrdiff_t width = P - first < PART ? P - first : PART;
-    if (width == PART && N == 64) backward_block(g, b, head, first, PART, dB, dC, scratch, 64); /* constants are faster */
+    /* An N that is a compile-time constant is faster. */
+    if (width == PART && N == 64) backward_block(g, b, head, first, PART, dB, dC, scratch, 64);
     else if (width == PART && N == 128) backward_block(g, b, head, first, PART, dB, dC, scratch, 128);
     else backward_block(g, b, head, first, width, dB, dC, scratch, N);
   }
 }
 
-/* dB, dC: (threads, batch, seq, groups, N), zero before; scratch: (threads, CHUNK + 2, PART, N). */
+/* dB, dC: (threads, batch, seq, groups, N), zeros at first, which the caller adds up over the threads; scratch: (threads,
+   CHUNK + 2, PART, N). */
 int ssd_backward(const float *x, const float *dt, const float *A_log, const float *B, const float *C, const float *D,
                  float *saved, const float *dout, float *adjoint, float *dx, float *ddt, float *dA_log, float *dB,
                  float *dC, float *dD, float *scratch, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,

@@ -1,7 +1,10 @@
 """The short causal convolution of an SSM block: depthwise, followed by SiLU."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ssm.native import kernels
@@ -9,38 +12,44 @@ from megatron_ssm.native import kernels
 from . import cuda_convolution
 
 
-def causal_conv_ref(x, weight, bias=None, history=None):
+def causal_conv_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, history: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The plain form of `causal_conv`, by torch's conv1d."""
     batch, _, channels = x.shape
-    kernel = weight.shape[-1]
-    history = x.new_zeros(batch, kernel - 1, channels) if history is None else history
+    taps = weight.shape[-1]
+    history = x.new_zeros(batch, taps - 1, channels) if history is None else history
     window = torch.cat([history, x], dim=1)
     y = F.conv1d(window.transpose(1, 2), weight, bias, groups=channels).transpose(1, 2)
-    return F.silu(y), window[:, window.shape[1] - (kernel - 1) :]
+    return F.silu(y), window[:, window.shape[1] - (taps - 1) :]
 
 
-def causal_conv(x, weight, bias=None, history=None, overwrite=False):
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, history: Tensor | None = None, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
     """y_t = silu(sum_k weight[:, k] * x_{t - K + 1 + k} + bias), channel by channel; nothing is communicated.
 
     x: (batch, seq, channels); weight: (channels, 1, K), Hugging Face's shape; bias: (channels,) or None.
-    history: (batch, K-1, channels), the inputs before x (None: zeros, the start of a sequence). overwrite: the history for
-    the next call may take its place in memory (without gradients). In C or, on CUDA, by causal-conv1d where they can, else
-    in torch.
-    Returns y like x and the history for the next call, (batch, K-1, channels).
+    history: (batch, K-1, channels), the inputs before x; None at the start of a sequence, where they are zeros.
+    overwrite: without gradients, the history for the next call may be written into `history`.
+    Returns y like x, and the history for the next call, (batch, K-1, channels).
+    The C kernel computes it on the CPU, and causal-conv1d on CUDA, where they support the inputs; otherwise torch.
     """
-    x = x.to(torch.promote_types(x.dtype, weight.dtype))  # in autocast x is narrower
+    x = x.to(torch.promote_types(x.dtype, weight.dtype))  # under autocast x is narrower
     history = history if history is None else history.to(x.dtype)
     native = kernels.usable(x, weight, bias) and weight.shape[-1] <= kernels.LONGEST_KERNEL
     if not native and cuda_convolution.supports_conv(x, weight, bias, history):
         return cuda_convolution.causal_conv(x, weight, bias, history, overwrite)
     if not torch.is_grad_enabled():
-        return (kernels.causal_conv if native else _causal_conv)(x, weight, bias, history, overwrite)
+        return (kernels.causal_conv if native else _causal_conv_torch)(x, weight, bias, history, overwrite)
     native = native and x.dtype == torch.float32
-    return _NativeConv.apply(x, weight, bias, history) if native else _causal_conv(x, weight, bias, history)
+    return (_NativeConv.apply if native else _causal_conv_torch)(x, weight, bias, history)
 
 
-def _causal_conv(x, weight, bias, history, overwrite=False):
-    """`causal_conv` in torch: tap by tap."""
+def _causal_conv_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv` in torch, tap by tap; it never overwrites the history."""
     batch, seq, channels = x.shape
     kernel = weight.shape[-1]
     history = x.new_zeros(batch, kernel - 1, channels) if history is None else history
@@ -53,14 +62,17 @@ def _causal_conv(x, weight, bias, history, overwrite=False):
 
 
 class _NativeConv(torch.autograd.Function):
-    """The C kernels, in float32."""
+    """`causal_conv` by the C kernels, in float32."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, history):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight, bias, history)
         return kernels.causal_conv(x, weight, bias, history)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dnext):
-        return kernels.causal_conv_backward(*ctx.saved_tensors, dy, dnext, ctx.needs_input_grad[3])
+    def backward(ctx: Any, dy: Tensor, dnext: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, history = ctx.saved_tensors
+        return kernels.causal_conv_backward(x, weight, bias, history, dy, dnext, ctx.needs_input_grad[3])

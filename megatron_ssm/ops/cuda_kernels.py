@@ -8,29 +8,33 @@
 | `scan.ssd` | `mamba_chunk_scan_combined` | `selective_state_update` |
 | `convolution.causal_conv` | `causal_conv1d_fn` | `causal_conv1d_update` |
 
-A package is imported when it is first needed for a CUDA tensor. If it is missing or broken, torch does the work, and
+A package is imported when it is first needed for a CUDA tensor. If it is missing or broken, torch computes instead, and
 `load_kernel` keeps the reason for `doctor` and for the first line of a job. The functions `supports_*` tell which calls
 a kernel can compute, according to the sources of mamba-ssm 2.3.2 and causal-conv1d 1.6.1. torch computes all others:
 float64, sizes that do not fit, and gradients that a kernel does not have. No kernel runs while torch.compile traces,
-which is untested.
+because that combination is untested.
 
-The kernels count elements in 32 bits (causal_conv1d.h: `index_t`; in Triton `pid_b * stride`; selective_scan.h too,
-before mamba-ssm 2.3.2), and silently compute wrong results beyond that. So they get as many rows of a batch at a time
-as have offsets that fit. If a single row does not fit, or one token of all rows, torch computes the call.
+The kernels compute offsets in 32 bits (causal_conv1d.h: `index_t`; in Triton `pid_b * stride`; selective_scan.h too,
+before mamba-ssm 2.3.2), and silently give wrong results if an offset is larger. Therefore they get only as many rows of a
+batch at a time as have offsets that fit. If a single row does not fit, torch computes the call; so it does if a step of
+one token does not fit with all its rows.
 """
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .optional_imports import OptionalImport, import_optional
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_OFFSET = 2**31 - 1  # elements, from the first one of a tensor
+LARGEST_OFFSET = 2**31 - 1  # of an element from the first one of its tensor, in elements
 
 
-def _selective_scan_fn():
+def _selective_scan_fn() -> Callable:
     from mamba_ssm.ops import selective_scan_interface
 
     if selective_scan_interface.selective_scan_cuda is None:  # its own import of the compiled part failed
@@ -38,31 +42,31 @@ def _selective_scan_fn():
     return selective_scan_interface.selective_scan_fn
 
 
-def _selective_state_update():
+def _selective_state_update() -> Callable:
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
     return selective_state_update
 
 
-def _mamba_chunk_scan_combined():
+def _mamba_chunk_scan_combined() -> Callable:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined
 
 
-def _causal_conv1d_fn():
+def _causal_conv1d_fn() -> Callable:
     from causal_conv1d import causal_conv1d_fn
 
     return causal_conv1d_fn
 
 
-def _causal_conv1d_update():
+def _causal_conv1d_update() -> Callable:
     from causal_conv1d import causal_conv1d_update
 
     return causal_conv1d_update
 
 
-KERNELS = {  # name: (distribution, its import)
+KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # name: (distribution, its import)
     "selective_scan_fn": ("mamba-ssm", _selective_scan_fn),
     "selective_state_update": ("mamba-ssm", _selective_state_update),
     "mamba_chunk_scan_combined": ("mamba-ssm", _mamba_chunk_scan_combined),
@@ -77,25 +81,27 @@ def load_kernel(name: str) -> OptionalImport:
     return import_optional(*KERNELS[name])
 
 
-def on_cuda(tensor) -> bool:
+def on_cuda(tensor: Tensor) -> bool:
     """Whether a tensor is on CUDA."""
     return tensor.is_cuda
 
 
-def is_usable(name, *tensors) -> bool:
+def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel was imported, and these tensors (None: absent) are on CUDA, not empty, and of its dtypes."""
-    if not on_cuda(tensors[0]) or torch.compiler.is_compiling():
+    if not on_cuda(first) or torch.compiler.is_compiling():
         return False
-    given = [t for t in tensors if t is not None]
+    given = [t for t in (first, *others) if t is not None]
     return all(on_cuda(t) and t.dtype in TYPES and t.numel() for t in given) and load_kernel(name).item is not None
 
 
-def common_dtype(*tensors) -> torch.dtype:
+def common_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype to which all tensors (None: absent) can be converted without loss."""
     return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
 
 
-def overwritable(state, shape, dtype, like, overwrite):
+def overwritable(
+    state: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor, overwrite: bool
+) -> Tensor:
     """A state that a kernel may overwrite: the state itself if that is allowed, otherwise a copy, or zeros."""
     if state is None:
         return like.new_zeros(shape, dtype=dtype)
@@ -107,18 +113,18 @@ def overwritable(state, shape, dtype, like, overwrite):
 # Rows of a batch
 
 
-def last_offset(tensor) -> int:
+def last_offset(tensor: Tensor) -> int:
     """The offset of the last element of a tensor from its first one, in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def rows_within(held, *tensors) -> int:
-    """How many rows of a batch have no offset beyond LARGEST_OFFSET (0: a single row has).
+def rows_within(allocated: int, *tensors: Tensor | None) -> int:
+    """How many rows of a batch have no offset beyond LARGEST_OFFSET; 0 if already a single row has.
 
-    It counts these tensors (None: absent), contiguous copies of them, and what a kernel allocates: `held` elements per
-    row.
+    It considers these tensors (None: absent), contiguous copies of them, and a tensor of `allocated` elements per row that
+    the kernel allocates.
     """
-    most = (LARGEST_OFFSET + 1) // held
+    most = (LARGEST_OFFSET + 1) // allocated
     for tensor in (t for t in tensors if t is not None):
         row, step = tensor.numel() // len(tensor), tensor.stride(0)
         last = max(last_offset(tensor) - (len(tensor) - 1) * step, row - 1)
@@ -126,9 +132,10 @@ def rows_within(held, *tensors) -> int:
     return max(most, 0)
 
 
-def by_rows(function, rows, *tensors):
-    """Call a function of tensors (batch, ...) that returns such tensors, with at most `rows` rows at a time."""
-    if rows >= len(tensors[0]):
+def by_rows(function: Callable[..., Any], rows: int, first: Tensor, *others: Tensor | None) -> Any:
+    """Call a function of tensors (batch, ...) that returns a tuple of such tensors, with at most `rows` rows at a time."""
+    tensors = (first, *others)
+    if rows >= len(first):
         return function(*tensors)
     parts = [itertools.repeat(None) if tensor is None else tensor.split(rows) for tensor in tensors]
     results = [function(*part) for part in zip(*parts, strict=False)]

@@ -1,28 +1,34 @@
-"""AdamW: torch's, or on CUDA the FusedAdam of Transformer Engine or of NVIDIA's apex, one launch for many parameters.
+"""AdamW: torch's, or on CUDA the FusedAdam of Transformer Engine or NVIDIA's apex, which updates many parameters per launch.
 
-All of them keep `exp_avg` and `exp_avg_sq` with each parameter. FusedAdam keeps both in float32 and the number of steps in
-each group (transformer_engine/pytorch/optimizers/fused_adam.py, apex/optimizers/fused_adam.py); torch keeps both in the
-parameter's type and the number of steps with each parameter. FusedAdam is not given parameters without elements (a rank's
-part of a small vocabulary): Transformer Engine's raises, and apex's may leave out others.
+| | `exp_avg` and `exp_avg_sq` of each parameter | number of steps |
+|---|---|---|
+| torch | in the parameter's dtype | kept with each parameter |
+| FusedAdam | in float32 | kept with each group |
+
+See transformer_engine/pytorch/optimizers/fused_adam.py and apex/optimizers/fused_adam.py.
+FusedAdam gets no parameters without elements, such as a rank's part of a small vocabulary: Transformer Engine's raises an
+error, and apex's may then skip other parameters.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .optional_imports import OptionalImport, import_optional, nvidia_apex, version_of
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)  # that FusedAdam takes
+TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters that FusedAdam supports
 
 
-def _load_transformer_engine():
+def _load_transformer_engine() -> type:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     return FusedAdam
 
 
-def _load_apex():
-    if nvidia_apex() is False:  # importing another project could have any effect
+def _load_apex() -> type:
+    if nvidia_apex() is False:  # importing an unknown project could have any effect
         raise ImportError("it is another project than NVIDIA's")
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
@@ -34,26 +40,34 @@ def _load_apex():
 
 @functools.cache
 def fused_adams() -> tuple[OptionalImport, ...]:
-    """FusedAdam of Transformer Engine and of apex, in the order in which they are tried, up to the first that works."""
+    """The FusedAdam of Transformer Engine and that of apex, in this order, up to the first that can be used.
+
+    So the last one is the only one that may have an item.
+    """
     best = import_optional("transformer-engine", _load_transformer_engine)
     return (best,) if best.item else (best, import_optional("apex", _load_apex))
 
 
-def on_cuda(parameter) -> bool:
+def on_cuda(parameter: torch.Tensor) -> bool:
     """Whether a parameter is on CUDA, as FusedAdam requires."""
     return parameter.is_cuda
 
 
-def adamw(groups, **settings) -> torch.optim.Optimizer:
-    """The fastest optimizer that supports all parameters of these groups. settings: lr, betas, eps."""
+def adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """The fastest AdamW that supports all parameters of these groups, which are torch's: {"params": ..., option: value}.
+
+    settings: lr, betas, eps. All ranks should have the same packages installed, because the optimizers round differently.
+    """
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(on_cuda(parameter) and parameter.dtype in TYPES for parameter in parameters) and fused_adams()[-1].item:
         return _fused(fused_adams()[-1].item, groups, settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def _fused(FusedAdam, groups, settings):
-    """FusedAdam of the parameters that have elements. The others get empty moments, for checkpoints."""
+def _fused(
+    FusedAdam: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """FusedAdam of the parameters that have elements. The others get empty moments, which checkpoints expect."""
     filled = [{**group, "params": [p for p in group["params"] if p.numel()]} for group in groups]
     optimizer = FusedAdam(filled, adam_w_mode=True, **settings)
     for parameter in (p for group in groups for p in group["params"] if not p.numel()):
@@ -62,18 +76,18 @@ def _fused(FusedAdam, groups, settings):
     return optimizer
 
 
-def counts_by_group(optimizer) -> bool:
-    """Whether an optimizer counts steps per group, and keeps its moments in float32 (FusedAdam does)."""
+def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer counts steps per group and keeps its moments in float32, as FusedAdam does."""
     return not isinstance(optimizer, torch.optim.AdamW)
 
 
-def zero_gradients(optimizer) -> None:
-    """Set gradients to zero in place, because DDP's are views of its buckets. apex's zero_grad would always drop them."""
+def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set gradients to zero in place, because DDP's are views of its buckets. apex's zero_grad would set them to None."""
     torch.optim.Optimizer.zero_grad(optimizer, set_to_none=False)
 
 
-def adamw_on_cuda(dtype=torch.float32) -> tuple[str, str]:
-    """(whose AdamW trains parameters of this dtype on CUDA, why no other one does)."""
+def adamw_on_cuda(dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """(the package and version whose AdamW `adamw` uses for this dtype on CUDA, the reasons against the others)."""
     if dtype not in TYPES:
         return "torch", f"FusedAdam has no {str(dtype).removeprefix('torch.')}"
     *_, last = fused_adams()

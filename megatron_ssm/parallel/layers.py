@@ -203,7 +203,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., size) -> the same shape in the weight's dtype."""
-        if not torch.is_grad_enabled() and kernels.takes_norm(x, self.weight):
+        if not torch.is_grad_enabled() and kernels.supports_rms_norm(x, self.weight):
             return kernels.rms_norm(x, self.weight, self.eps)
         return self.weight * rms_norm(x, self.eps).to(self.weight.dtype)
 

@@ -106,7 +106,7 @@ def test_each_operation_has_one_row_on_this_machine():
 @pytest.mark.parametrize("widened", ((), kernels.HALVES[:1], kernels.HALVES), ids=len)
 def test_the_type_of_matrix_products(widened, monkeypatch):
     """Of a processor that multiplies 16-bit numbers, only float16, or neither."""
-    monkeypatch.setattr(kernels, "widens", lambda dtype: dtype in widened)
+    monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: dtype in widened)
     (row,) = (row for row in doctor.operations_on("cpu") if row["operation"] == "matrix product")
     names = " and ".join(("bfloat16", "float16")[: len(widened)])
     assert row["inference"] == (f"torch ({names} in float32)" if widened else "torch") and row["training"] == "torch"

@@ -261,6 +261,65 @@ def test_parameters_and_states_with_gaps(variant, kind, grad):
     assert torch.equal(inputs[PREVIOUS[kind]], given)
 
 
+# Shapes: the kernels compute addresses from them, and do not broadcast
+
+
+WRONG_SHAPES = [  # kind, the input that is cut to one element in a dimension, that dimension
+    *(
+        ("conv", name, dim)
+        for name, dim in (("weight", 0), ("bias", 0), ("history", 0), ("history", 1), ("history", 2))
+    ),
+    *(("selective", name, dim) for name in ("dt", "B", "C", "z", "state") for dim in (0, 1, 2)),
+    *(("selective", name, 0) for name in ("A_log", "D", "dt_bias")),
+    *(("ssd", name, dim) for name in ("dt", "C", "state") for dim in (0, 1, 2)),
+    *(("ssd", name, dim) for name, dim in (("A_log", 0), ("B", 0), ("B", 1), ("D", 0), ("state", 3))),
+]
+
+
+@grads
+@pytest.mark.parametrize("kind, name, dim", WRONG_SHAPES)
+def test_a_wrong_shape_is_an_error(variant, kind, name, dim, grad):
+    """Otherwise memory beyond the end of the tensor would be read, where torch's equivalent broadcasts or raises."""
+    inputs = drawn(kind, channels=5, seq=4)
+    inputs[name] = inputs[name].narrow(dim, 0, 1)
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{name} has shape .* but the C kernel needs"):
+        KINDS[kind][0](**inputs)
+
+
+@torch.no_grad()
+def test_groups_that_do_not_divide_are_an_error(variant):
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 groups"):
+        KINDS["ssd"][0](**drawn("ssd", heads=4, groups=3))
+    with pytest.raises(ValueError, match="8 channels do not divide over 3 groups"):
+        kernels.gated_norm(torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.ones(8), 3, 1e-5)
+
+
+@torch.no_grad()
+def test_products_of_wrong_shapes_are_errors(variant):
+    weight, x = torch.ones(5, 128), torch.ones(2, 128)
+    int8 = Int8Weight.of(weight)
+    for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
+        with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
+            kernels.linear(x, *arguments)
+    narrow = x.bfloat16()
+    for given, arguments in (
+        (narrow[:, :3], (weight[:, :3].bfloat16(),)),
+        (x, (int8.values,)),
+        (x, (torch.ones(5, 130)[:, 1:129],)),
+    ):
+        with pytest.raises(ValueError, match="needs a weight without gaps whose rows have a multiple of"):
+            kernels.linear(given, *arguments)
+
+
+@kinds
+@torch.no_grad()
+def test_a_batch_without_rows(variant, kind):
+    """As torch's equivalent gives it."""
+    results = [function(**drawn(kind, batch=0)) for function in KINDS[kind]]
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
 # The products and the norm
 
 
@@ -293,7 +352,7 @@ def test_linear(variant, kind, columns):
             x = torch.randn(batch, 1, columns + 1, generator=generator).to(dtype)[..., 1:]
             bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
             fits = batch <= kernels.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
-            assert kernels.takes(x, stored, bias) == fits
+            assert kernels.should_multiply(x, stored, bias) == fits
             y, exact = linear(x, given, bias), x.double() @ exact_weight.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype
             assert near(y, exact, TOLERANCE[dtype] * (1 if fits else 2)), (batch, out)  # torch rounds more than once
@@ -311,6 +370,27 @@ def test_rms_norm(variant, wide, dtype):
         x = x.transpose(1, 2)[..., 1:]
         y, exact = norm(x), F.rms_norm(x.double(), (size,), norm.weight.double(), eps)
         assert y.dtype == dtype and near(y, exact, TOLERANCE[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("seq", (1, 3))
+@torch.no_grad()
+def test_gated_norm(variant, seq, dtype):
+    """The gate is dense, a part of wider rows, or a part of a tensor (longer seq, batch, channels)."""
+    generator = torch.Generator().manual_seed(0)
+    y, z = torch.randn(2, 3, seq, 48, generator=generator).to(dtype)
+    weight = torch.randn(48, generator=generator).to(dtype)
+    sequence_first = torch.full((5, 3, 48), float("nan"), dtype=dtype)
+    sequence_first[:seq] = z.transpose(0, 1)
+    gates = (z, beside_nan(z), sequence_first.transpose(0, 1)[:, :seq])
+    for groups, gate in product((1, 3), gates):
+        gated = (y.double() * F.silu(z.double())).unflatten(-1, (groups, -1))
+        exact = (gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)).flatten(-2) * weight.double()
+        out, none = kernels.gated_norm(y, gate, weight, groups, 1e-5)
+        assert none is None and out.dtype == dtype and near(out, exact, 2 * TOLERANCE[dtype])
+        out, squares = kernels.gated_norm(y, gate, weight, groups, None)
+        assert near(out, gated.flatten(-2) * weight.double(), 2 * TOLERANCE[dtype])
+        assert squares.dtype == torch.float32 and near(squares, gated.square().sum(-1), TOLERANCE[torch.float32])
 
 
 # Threads, in a process of their own: forks of one that has had several would hang

@@ -161,7 +161,7 @@ def test_int8_matrices(rows):
     weight[1] = 0
     weight[2, 64:128] = 0
     matrix, x = Int8Weight.of(weight), torch.randn(rows, 192, generator=generator)
-    assert kernels.takes(x, matrix.values) == (rows <= kernels.ROWS[torch.int8] and bool(kernels.LIBRARY))
+    assert kernels.should_multiply(x, matrix.values) == (rows <= kernels.ROWS[torch.int8] and bool(kernels.LIBRARY))
     torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded(weight).T, rtol=0, atol=1e-4)
     index = torch.tensor([[2, 0], [1, 1]])
     torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
@@ -175,7 +175,7 @@ def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
     """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces, x in uneven ones."""
     monkeypatch.setattr(matrices, "TOKENS", tokens)
     multiplied, product_of = [], F.linear
-    monkeypatch.setattr(kernels, "widens", lambda dtype: widens and dtype in kernels.HALVES)
+    monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: widens and dtype in kernels.HALVES)
     monkeypatch.setattr(matrices, "NUMBERS", 3 * 128 + 1)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: multiplied.append((w.dtype, len(w))) or product_of(x, w, b))
     generator = torch.Generator().manual_seed(0)
@@ -197,7 +197,7 @@ def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
 @torch.no_grad()
 def test_products_that_are_not_widened(monkeypatch):
     """Of few rows, for autocast, and of none."""
-    monkeypatch.setattr(kernels, "widens", lambda dtype: dtype in kernels.HALVES)
+    monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: dtype in kernels.HALVES)
     weight = torch.randn(70, 128)
     few, many = torch.randn(8, 128).half(), torch.randn(50, 128)
     assert torch.equal(linear(few, weight.half()), F.linear(few, weight.half()))
@@ -216,9 +216,9 @@ def test_which_processors_multiply_16_bits():
     if not kernels.LIBRARY or platform.machine() != "x86_64" or not cpuinfo.is_file():
         pytest.skip("no C library, or not Linux on x86")
     flags = set(cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split())
-    assert kernels.widens(torch.bfloat16) == ("avx512_bf16" not in flags)
-    assert kernels.widens(torch.float16) == ("avx512_fp16" not in flags)
-    assert not kernels.widens(torch.float32)
+    assert kernels.is_faster_in_float32(torch.bfloat16) == ("avx512_bf16" not in flags)
+    assert kernels.is_faster_in_float32(torch.float16) == ("avx512_fp16" not in flags)
+    assert not kernels.is_faster_in_float32(torch.float32)
 
 
 @torch.no_grad()
