@@ -2,10 +2,10 @@
 
 A graph repeats its kernels on the same addresses. So it is captured for some rows of a cache, and used until the model
 or the cache changes, which `decode_plan.ModelFingerprint` detects at every token. What differs from token to token is
-in buffers that are filled first: token ids and, with attention, positions. Attention reads a power of two of keys (at
-least KEYS, at most the capacity of the cache), and makes its mask from the positions on the GPU; there is one graph for
-each number of keys. The first WARM_UPS tokens of each are computed without a graph, by the function that is captured
-afterwards.
+in buffers that are filled first: token ids and, with attention, positions. The number of keys that attention reads is
+rounded up to a power of two (at least KEYS, at most the capacity of the cache), and the mask is made from the positions
+on the GPU; there is one graph for each number of keys. For each, the first WARM_UPS tokens are computed without a graph,
+by the function that is captured afterwards.
 
 A token is decoded without a graph if
 
@@ -30,12 +30,15 @@ import logging
 import threading
 import weakref
 from collections import Counter as Tally
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from megatron_ssm.layers.cache import BatchInfo
+from megatron_ssm.layers.cache import BatchInfo, Cache
 from megatron_ssm.layers.shared_attention import Positions, SharedBlock, attend
 from sparsefusion.collectives import counted as collectives
 
@@ -43,9 +46,9 @@ from .decode_plan import PLANS, ModelFingerprint
 from .native_step import is_altered
 
 DEVICE = "cuda"
-KEYS = 256  # the fewest that a graph reads
-WARM_UPS = 2
-LIBRARY_MODULES = ("megatron_ssm.", "torch.nn.modules.container")
+KEYS = 256  # the smallest number of keys that a graph reads
+WARM_UPS = 2  # tokens before a capture
+LIBRARY_MODULES = ("megatron_ssm.", "torch.nn.modules.container")  # whose classes do no work on the host
 
 _ABANDONED: list = []  # empty graphs, to which the allocator of pinned memory keeps references
 _CAPTURING = threading.Lock()  # a process can do one capture at a time
@@ -53,12 +56,14 @@ _CAPTURING = threading.Lock()  # a process can do one capture at a time
 log = logging.getLogger("megatron_ssm")
 
 
-def capture(step, device, streams: dict, pool=None):
+def capture(
+    step: Callable[[], Tensor], device: torch.device, streams: dict[torch.device, Any], pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """(graph, result) of a function without arguments; every `replay()` of the graph overwrites the tensors of the result.
 
-    Nothing is computed yet. streams: {device: the stream on which to capture}; missing ones are added, so that
-    libraries keep their data per stream only once. pool: the memory pool of another living graph, to be shared. Threads
-    capture one after the other. Meanwhile other threads may launch work on the GPU, but must not wait for all of it
+    Nothing is computed yet. streams: {device: the stream on which to capture}; missing ones are added. Reusing them limits
+    the data that libraries keep per stream. pool: the memory pool of another living graph, to be shared. Threads capture
+    one after the other. Meanwhile other threads may launch work on the GPU, but must not wait for all of it
     (`torch.cuda.synchronize`): that would fail, and the capture too.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
@@ -76,10 +81,10 @@ def capture(step, device, streams: dict, pool=None):
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own
 
 
-def _abandon(graph, pool) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """Clean up after a failed capture. torch's allocators do it themselves only if CUDA could end the capture.
 
-    Without this, `empty_cache`, and so the next capture, is an internal error (CUDAGraph.cpp: capture_end). The
+    Without this, `empty_cache`, and so the next capture, fails with an internal error (CUDAGraph.cpp: capture_end). The
     captured kernels, which reference NCCL's communicators, are released here if CUDA could end the capture, and by CUDA
     otherwise.
     """
@@ -89,23 +94,24 @@ def _abandon(graph, pool) -> None:
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # it was ended
+        return  # CUDA could end the capture, and torch has cleaned up
     torch._C._cuda_releasePool(device, pool)
 
 
 class DecodingGraphs:
-    """The graphs of one model in each thread, for the rows of caches that it decoded last. A copy has none.
+    """The graphs of one model in each thread, for the rows of caches that it decoded last. A copy starts without graphs.
 
     block: the type of the model's blocks. The graphs of a thread share one memory pool.
     """
 
-    def __init__(self, block):
-        self._block, self._of_thread, self._all = block, _ThreadGraphs(), weakref.WeakSet()  # all threads' rows
+    def __init__(self, block: type[nn.Module]):
+        self._block, self._of_thread = block, _ThreadGraphs()
+        self._all: weakref.WeakSet[_RowGraphs] = weakref.WeakSet()  # those of all threads
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return DecodingGraphs, (self._block,)
 
-    def logits(self, model, ids, mask, cache):
+    def logits(self, model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor | None:
         """`model.compute` of a decoding step by graphs: ids (batch, 1) -> new logits (batch, 1, width).
 
         None: nothing was done, and the step must be computed without a graph. ValueError: the cache is full.
@@ -118,7 +124,7 @@ class DecodingGraphs:
         if rows is None or not rows.can_capture:
             return None
         logits = rows.logits(model, ids, cache, _keys_read(longest, capacity), self._capture)
-        if not model.graphs:  # one could not be captured
+        if not model.graphs:  # this step could not be captured
             self._of_thread.kept.clear()
         return logits
 
@@ -128,8 +134,8 @@ class DecodingGraphs:
             rows.clear()
         self._of_thread.kept.clear()
 
-    def _rows(self, model, cache) -> "_RowGraphs":
-        """The graphs for the rows of a cache; drops those that are outdated, and those that were not used for longest."""
+    def _rows(self, model: Any, cache: Cache) -> "_RowGraphs":
+        """The graphs for the rows of a cache. Those that are outdated are replaced, and the least recently used dropped."""
         kept = self._of_thread.kept
         rows = next((rows for rows in kept if rows.fingerprint.is_for_rows(cache.rows, cache)), None)
         kept[:] = [other for other in kept if other is not rows][: PLANS - 1]
@@ -139,22 +145,23 @@ class DecodingGraphs:
         kept.insert(0, rows)
         return rows
 
-    def _capture(self, step, device):
-        """`capture` with the memory pool of a living graph; torch refuses the pools of others."""
-        alive = (graph for rows in self._of_thread.kept if rows.device == device for graph, *_ in rows.steps.values())
-        first = next(alive, None)
+    def _capture(self, step: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """`capture` with the memory pool of a graph of this thread that still exists; torch accepts no other pool."""
+        living = (graph for rows in self._of_thread.kept if rows.device == device for graph, *_ in rows.steps.values())
+        first = next(living, None)
         return capture(step, device, self._of_thread.streams, first.pool() if first else None)
 
 
 class _ThreadGraphs(threading.local):
-    """The graphs of a thread, the last used first, and the streams on which it captures."""
+    """The graphs of a thread, most recently used first, and the streams on which it captures."""
 
-    def __init__(self):
-        self.kept, self.streams = [], {}
+    def __init__(self) -> None:
+        self.kept: list[_RowGraphs] = []
+        self.streams: dict[torch.device, Any] = {}
 
 
-def _is_decoding_step(model, ids, mask, cache) -> bool:
-    """Whether a graph could compute this step."""
+def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> bool:
+    """Whether a graph could compute this step: see the list at the top."""
     return (
         ids.device.type == DEVICE and model.graphs and mask is None and isinstance(cache.rows, slice)
         and ids.device == model.device == cache.layers[0].state.device
@@ -169,25 +176,29 @@ def _keys_read(longest: int, capacity: int | None) -> int:
 
 
 class _RowGraphs:
-    """DecodingGraphs for some rows of a cache: buffers and, by the number of keys, a graph, its logits and what it sends."""
+    """DecodingGraphs for some rows of a cache: its buffers and, for each number of keys, (graph, logits, what it sends)."""
 
-    def __init__(self, model, block, cache):
+    def __init__(self, model: Any, block: type[nn.Module], cache: Cache):
+        assert isinstance(cache.rows, slice)  # `_is_decoding_step`
         self.fingerprint = ModelFingerprint(model, block, cache.rows, cache, _tensors)
         self.device, self._settings, self.can_capture = model.device, _settings(model), _is_capturable(model)
-        with torch.inference_mode(False):  # or they could not be filled outside of it
+        with torch.inference_mode(False):  # buffers made in inference mode could not be filled outside of it
             self._ids, self._positions = torch.zeros(2, cache.batch, 1, dtype=torch.int64, device=self.device)
-        self.steps, self._seen = {}, Tally()
+        self.steps: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, collectives.Counter]] = {}
+        self._seen: Tally[int] = Tally()
 
-    def is_current(self, model, cache) -> bool:
+    def is_current(self, model: Any, cache: Cache) -> bool:
         """Whether the graphs still compute what the model would."""
         return self.fingerprint.is_current(cache) and _settings(model) == self._settings
 
-    def logits(self, model, ids, cache, keys: int, capture):
-        """A copy (batch, 1, width) of the logits that the graph computes; captures it after the warm-up."""
+    def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:
+        """A copy of the logits (batch, 1, width) that the graph computes. After the warm-up, the graph is captured."""
         self._ids.copy_(ids)
         if model.shared:
             positions = cache.lengths[cache.rows].unsqueeze(1)
-            positions = positions.pin_memory() if self._positions.is_cuda else positions  # the host does not wait
+            positions = (
+                positions.pin_memory() if self._positions.is_cuda else positions
+            )  # so that the host does not wait for the copy
             self._positions.copy_(positions, non_blocking=True)
         if keys not in self.steps:
             self._seen[keys] += 1
@@ -199,16 +210,17 @@ class _RowGraphs:
             model.counter.include(sent)
         return logits.clone()
 
-    def _capture_step(self, model, cache, keys, capture) -> bool:
-        """Capture the step for so many keys. If that fails on any rank, return False and use no more graphs."""
-        before, graph, reason = copy.deepcopy(model.counter), None, None
+    def _capture_step(self, model: Any, cache: Cache, keys: int, capture: Callable) -> bool:
+        """Capture the step for so many keys. If that fails on any rank, return False on all, and use no more graphs."""
+        before, graph, reason = copy.deepcopy(model.counter), None, ""
         try:
             graph, logits = capture(lambda: step(model, self._ids, self._positions, keys, cache), self.device)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         finally:
             sent = _take_back(model.counter, before)
-        if _count_failures(model, graph is None):
+        failed = _count_failures(model, graph is None)
+        if failed or graph is None:
             if graph is not None:
                 graph.reset()
             model.graphs = False
@@ -224,14 +236,14 @@ class _RowGraphs:
         self.steps.clear()
 
 
-def _count_failures(model, failed: bool) -> int:
-    """On how many ranks a capture failed. Sends one element, which is not counted, because no token needs it."""
+def _count_failures(model: Any, failed: bool) -> int:
+    """On how many ranks a capture failed: an all-reduce of one element, uncounted, because it is not part of a token."""
     if model.ranks.group is None:
         return int(failed)
     return int(collectives.all_reduce(torch.tensor([int(failed)], device=model.device), model.ranks.group))
 
 
-def step(model, ids, positions, keys: int, cache):
+def step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) -> Tensor:
     """The captured function: ids, positions (batch, 1), reading the first `keys` keys -> logits (batch, 1, width).
 
     The logits are this rank's. It updates the cache, except for its lengths. Nothing in it may read an element of a
@@ -241,10 +253,10 @@ def step(model, ids, positions, keys: int, cache):
     return model.compute(ids, BatchInfo(None, True, cache.rows, where), cache)
 
 
-def _take_back(counter, before) -> collectives.Counter:
-    """What a counter (or None) has counted since `before`; resets it to `before`."""
+def _take_back(counter: collectives.Counter | None, before: collectives.Counter | None) -> collectives.Counter:
+    """What a counter has counted since it was copied to `before`; resets it to `before`. Nothing if there is no counter."""
     sent = collectives.Counter()
-    if counter is not None:
+    if counter is not None and before is not None:
         calls, nbytes = counter.calls - before.calls, counter.nbytes - before.nbytes
         sent = collectives.Counter(calls, nbytes, counter.sent - before.sent)
         counter.reset()
@@ -252,18 +264,18 @@ def _take_back(counter, before) -> collectives.Counter:
     return sent
 
 
-def _tensors(cache) -> list:
+def _tensors(cache: Cache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in layer.tensors()]
 
 
-def _settings(model) -> list:
-    """What a step depends on beside tensors, as far as `ModelFingerprint` does not compare it."""
+def _settings(model: Any) -> list:
+    """What a step depends on besides tensors, and `ModelFingerprint` does not compare."""
     settings = [(block.core, block.activation, block.rope_theta, block.head_dim) for block in model.shared]
     norms = [norm.eps for block in model.shared for norm in (block.norm, block.mlp_norm)]
     return [settings, norms, model.norm_f.eps, model.ranks, model.training]
 
 
-def _is_capturable(model) -> bool:
+def _is_capturable(model: Any) -> bool:
     """Whether a step runs only the library's own modules, and ranks sum on the GPU."""
     inside = [module for module in model.modules() if module is not model]
     if any(is_altered(module) or not type(module).__module__.startswith(LIBRARY_MODULES) for module in inside):

@@ -1,40 +1,44 @@
 """Which callables decode one token of a model: `NativeLayers` where the C kernels support the layers, otherwise the blocks.
 
-They are made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
-every call, everything that they have copied from the model is compared with the model.
+A plan is made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
+every call, everything that was copied from the model is compared with the model.
 """
 
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, contains, is_
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 
-PLANS = 4  # for the sets of rows that were used last
+PLANS = 4  # per model and thread: those for the sets of rows that were used last
 
 
 class DecodePlans(threading.local):
-    """The decode plans of one model in each thread, for the rows of caches that it decoded last. A copy has none.
+    """The decode plans of one model in each thread, for the rows of caches that it decoded last. A copy has no plans.
 
     block: the type of the blocks that native layers can replace.
     """
 
-    def __init__(self, block):
-        self._block, self._plans = block, []
+    def __init__(self, block: type[nn.Module]):
+        self._block = block
+        self._plans: list[_Plan] = []
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return DecodePlans, (self._block,)
 
-    def layers(self, model, info, cache) -> list:
+    def layers(self, model: Any, info: BatchInfo, cache: Cache | None) -> list[tuple[int, Any]]:
         """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself."""
-        if not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
+        if cache is None or not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
             return list(enumerate(model.layers))
         plan = next((plan for plan in self._plans if plan.fingerprint.is_for_rows(info.rows, cache)), None)
         if plan is None or not plan.fingerprint.is_current(cache):
@@ -43,7 +47,7 @@ class DecodePlans(threading.local):
         return plan.layers
 
 
-def _is_decoding_step(info) -> bool:
+def _is_decoding_step(info: BatchInfo) -> bool:
     """Whether this call decodes consecutive rows of a cache, without gradients, and without global hooks."""
     return (
         info.decoding and info.mask is None and isinstance(info.rows, slice)
@@ -56,25 +60,32 @@ def _is_decoding_step(info) -> bool:
 class _Plan:
     """The callables for some rows of a cache, and the fingerprint of the model for which they were made."""
 
-    def __init__(self, model, block, rows, cache):
+    def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, cache: Cache):
         self.fingerprint = ModelFingerprint(model, block, rows, cache, _cache_tensors)
-        workspace = {}
-        steps = [
+        workspace: dict = {}
+        layers = [
             _native_layer(each, block, layer, rows, workspace)
             for each, layer in zip(model.layers, cache.layers, strict=True)
         ]
-        self.layers = _join(steps)
+        self.layers = _join(layers)
 
 
 class ModelFingerprint:
     """What was copied from a model and from some rows of a cache, to detect changes of either.
 
     block: the type of the blocks whose settings are compared. tensors_of: returns the tensors of a cache whose
-    addresses are compared. It references everything in the model, but not the model, which would otherwise keep itself
-    alive.
+    addresses are compared. The fingerprint references all modules and tensors of the model, but not the model itself,
+    because the model has the fingerprint, and the cycle would keep it alive.
     """
 
-    def __init__(self, model, block, rows, cache, tensors_of):
+    def __init__(
+        self,
+        model: Any,
+        block: type[nn.Module],
+        rows: slice | Tensor,
+        cache: Cache,
+        tensors_of: Callable[[Cache], list[Tensor]],
+    ):
         self._library, self._rows, self._first = kernels.LIBRARY, rows, weakref.ref(cache.layers[0])
         self._tensors_of = tensors_of
         self._modules = [module for module in model.modules() if module is not model]
@@ -88,19 +99,19 @@ class ModelFingerprint:
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = list(map(vars, self._modules))
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
-        self._blocks = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
+        self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._memory_layout, self._old_cache_layout, self._old_settings = (
             _memory_layout(self._tensors),
             self._cache_layout(cache),
             self._settings(),
         )
 
-    def is_for_rows(self, rows, cache) -> bool:
-        """Whether it was taken of these rows of this cache."""
+    def is_for_rows(self, rows: slice | Tensor, cache: Cache) -> bool:
+        """Whether the fingerprint is that of these rows of this cache."""
         return self._rows == rows and self._first() is cache.layers[0]
 
-    def is_current(self, cache) -> bool:
-        """Whether model and cache have not changed."""
+    def is_current(self, cache: Cache) -> bool:
+        """Whether nothing that was copied from the model and the cache has changed."""
         return (
             self._library is kernels.LIBRARY
             and all(map(is_, map(dict.get, self._owners, self._names), self._members))
@@ -116,25 +127,25 @@ class ModelFingerprint:
         )
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
-    def _cache_layout(self, cache) -> list:
+    def _cache_layout(self, cache: Cache) -> list:
         return _memory_layout(self._tensors_of(cache))
 
     def _settings(self) -> list:
         return [settings_of(*each) for each in self._blocks]
 
 
-def _memory_layout(tensors) -> list:
-    """Addresses, sizes, strides and dtypes. Column by column with `map`: that takes half as long as tensor by tensor."""
+def _memory_layout(tensors: Sequence[Tensor]) -> list:
+    """Addresses, sizes, strides and dtypes. One `map` per property takes half as long as a loop over the tensors."""
     return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))]
 
 
-def _cache_tensors(cache) -> list:
+def _cache_tensors(cache: Cache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.conv, layer.state)]
 
 
-def _join(layers) -> list:
-    """[(index of the first, callable)]: consecutive native layers are joined, blocks stay alone."""
-    runs: list[tuple[int, list]] = []
+def _join(layers: Iterable[nn.Module | NativeLayer]) -> list[tuple[int, Any]]:
+    """[(index of the first layer, callable)]: consecutive native layers are joined, blocks stay alone."""
+    runs: list[tuple[int, list[Any]]] = []
     for index, each in enumerate(layers):
         last = runs[-1][1][-1] if runs else None
         if type(each) is type(last) is NativeLayer and each.use is None and each.sum_dtype is last.sum_dtype:
@@ -144,11 +155,11 @@ def _join(layers) -> list:
     return [(index, NativeLayers(run) if type(run[0]) is NativeLayer else run[0]) for index, run in runs]
 
 
-def _native_layer(block, kind, layer, rows, workspace):
-    """The `NativeLayer` of a block, or the block if there is none."""
-    step = (
-        NativeLayer.of(block, *layer.read(rows), workspace)
-        if type(block) is kind and can_decode_natively(block)
-        else None
-    )
-    return block if step is None else step
+def _native_layer(
+    block: nn.Module, kind: type[nn.Module], cache: LayerCache, rows: slice | Tensor, workspace: dict
+) -> nn.Module | NativeLayer:
+    """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it."""
+    if type(block) is not kind or not can_decode_natively(block):
+        return block
+    native = NativeLayer.of(block, *cache.read(rows), workspace)
+    return block if native is None else native
