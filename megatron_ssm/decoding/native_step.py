@@ -138,6 +138,7 @@ class LayerSum:
             assert self.in_place is not None  # only it returns other codes
             return self.in_place.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
+        assert ranks.group is not None  # one rank has no all-reduce
         if callable(ranks.format) and not self._is_exact:
             part = part.clone()  # the user's function may keep it
         if self._is_exact:

@@ -177,10 +177,10 @@ class Model(nn.Module):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask = self.check_inputs(input_ids, attention_mask, cache)
-        is_decoding = (
-            cache is not None and not prompt and input_ids.shape[1] == 1 and bool((cache.lengths[cache.rows] > 0).all())
-        )
-        local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
+        is_decoding, local = False, None
+        if cache is not None and not prompt and input_ids.shape[1] == 1:
+            is_decoding = bool((cache.lengths[cache.rows] > 0).all())
+            local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
         if local is None:
             info = self._batch_info(input_ids, mask, cache, is_decoding)
             local = self.compute(input_ids, info, cache, logits_to_keep)

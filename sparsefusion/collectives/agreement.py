@@ -34,7 +34,7 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     gathered = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
     different = (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()
     if different:
-        texts = _gather_text(gather, device, f"{bool(wrong):d}{text if wrong is None else wrong}")
+        texts = _gather_text(gather, device, f"0{text}" if wrong is None else f"1{_described(wrong)}")
         raise ValueError(_difference(texts, different, whose))
     if wrong is not None:
         raise wrong
@@ -61,6 +61,11 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, device: t
     if box[1]:
         raise RuntimeError(f"rank 0 of {group.size()}: {box[1]}")
     return box[0]
+
+
+def _described(error: Exception) -> str:
+    """Its message, and the type of an error whose message may say nothing without it (a KeyError's is a key)."""
+    return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def _encode(text: str) -> bytes:

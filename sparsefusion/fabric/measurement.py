@@ -7,7 +7,7 @@ of the repetitions. Rank 0 fits the curves and sends them to the others, so that
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ Stopwatch = Callable[[], float]  # performs an operation once, and returns its s
 
 def measure(
     group: dist.ProcessGroup,
-    calls: dict[str, Callable[[int], Call]],
+    calls: Mapping[str, Callable[[int], Call]],
     sizes: Iterable[int],
     device: torch.device | str = "cpu",
     mode: str = "eager",

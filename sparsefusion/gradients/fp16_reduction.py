@@ -71,6 +71,7 @@ class Fp16Reduction:
     def _write_on_arrival(self, flat: torch.Tensor, message: Exchange) -> torch.futures.Future:
         """A future of (largest mean, what was received or None). The callback sends nothing: order would be undefined."""
         (received,), (work,), factor = message.received, message.work, self._factor(flat)
+        assert work is not None  # of an asynchronous call
 
         def write(done):
             done.value()  # raises the error of the all-reduce, if there was one
