@@ -343,7 +343,7 @@ def test_exact_beside(ranks, world):
     shapes = {(7,): torch.float32, (2, 3, 1): torch.float64, (5, 1): torch.bfloat16, (): torch.float32}
 
     def run(rank):
-        for n, (shape, dtype), (format, algorithm) in product((3, 1000), shapes.items(), PAIRS):
+        for n, (shape, dtype), (format, algorithm) in product((1, 3, 1000), shapes.items(), PAIRS):
             counter, what = Counter(), (n, shape, format, algorithm)
             columns = [(1e6 * heavy(50, 10 + r)[: int(np.prod(shape))]).view(shape).to(dtype) for r in range(world)]
             x = heavy(n, rank)
