@@ -75,7 +75,7 @@ def selective_sparsification() -> Path:
     plans = (
         ("Dense: every number is sent", dense),
         ("Sparse, one by one: every gradient costs a selection and a message", one_by_one),
-        ("Selective: two fused buffers; small gradients are sent whole", selective),
+        ("Selective: two fused buffers; small gradients are sent dense", selective),
     )
     for number, (title, draw) in enumerate(plans):
         top = 20 + 128 * number
