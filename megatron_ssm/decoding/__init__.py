@@ -1,4 +1,4 @@
-"""The fast path for one token: a plan of a model's layers, their step in C, and the step as a CUDA graph.
+"""The fast path for one token: several layers in one call of C, or the whole step as a CUDA graph.
 
 In: the layers of a model and a cache. Out: the hidden states of the next position.
 Every path gives what the layers' own forward gives.

@@ -1,4 +1,7 @@
-"""Raises ValueError for invalid options, and for targets whose settings are not supported; each error names the setting."""
+"""Raises ValueError for invalid options, and for targets whose settings are not supported; each error names the setting.
+
+The settings of DeepSpeed that are not supported (ZeRO 2 and 3 and others) are in `deepspeed_settings.py`.
+"""
 
 from collections.abc import Mapping
 from numbers import Integral, Real

@@ -1,4 +1,4 @@
-"""`SparseFusion`, the front of the package: profile dense steps, plan, try plans that are about equal, keep checkpoints.
+"""`SparseFusion`, the front of the package: profile dense steps, plan, time the best plans, save its state.
 
 In: a framework's object and the mode, the density and the sparsifier that the user asks for.
 Out: gradients reduced with fewer bytes, and a report of what was sent.
