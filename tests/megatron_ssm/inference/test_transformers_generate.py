@@ -448,7 +448,7 @@ def test_beams_that_do_not_fit_into_the_memory_of_one_rank(ranks, world):
 
     expected = transformers(directory, words(2), num_beams=2, max_new_tokens=4)
     for error, tokens in ranks(run, world, timeout=30):
-        assert error == ("ValueError", f"no memory (rank {world - 1})")
+        assert error == ("ValueError", f"MemoryError: no memory (rank {world - 1})")
         assert tokens == expected
 
 
