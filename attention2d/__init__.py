@@ -1,6 +1,7 @@
 """attention2d: exact attention over sequences that are sharded over ranks.
 
 Docstrings call "Attention2D: Communication Efficient Distributed Self-Attention Mechanism" the paper, and cite its sections.
+Its sub-packages are listed in docs/architecture.md, and each says which ones it may import.
 Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
 """
 

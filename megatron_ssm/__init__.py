@@ -1,5 +1,6 @@
 """megatron-ssm: state-space language models, split over the ranks of a Megatron tensor-parallel group.
 
+Its sub-packages are listed in docs/architecture.md, and each says which ones it may import.
 Names are imported on first use, so that `import megatron_ssm` and command-line help load no torch.
 """
 

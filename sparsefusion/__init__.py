@@ -1,7 +1,8 @@
 """sparsefusion: fewer bytes between ranks, and a cost model of the network.
 
 It exports a quantized all-reduce (`all_reduce`), fused sparse gradients (`SparseFusion`), and predictions of the time that
-messages take (`Fabric`). A name is imported on first use, so that command-line help loads no torch.
+messages take (`Fabric`). Its sub-packages are listed in docs/architecture.md, and each says which ones it may import.
+A name is imported on first use, so that command-line help loads no torch.
 """
 
 from sparsefusion.foundation.lazy import lazy_exports

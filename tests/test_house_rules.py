@@ -118,7 +118,7 @@ def test_rooms_import_earlier_rooms_only_as_their_docstrings_say(package):
         imported = set().union(*(rooms_imported(path) for path in folder.glob("*.py")))
         assert imported <= set(ROOMS[package][:index]), f"{package}/{room} imports {imported}"
         last = ast.get_docstring(tree(folder / "__init__.py")).splitlines()[-1]
-        expected = ", ".join(name for name in ROOMS[package] if name in imported) or "no other room"
+        expected = ", ".join(name for name in ROOMS[package] if name in imported) or "no other sub-package"
         assert last == f"May import: {expected}.", f"{package}/{room}/__init__.py"
 
 

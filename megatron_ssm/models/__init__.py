@@ -1,5 +1,6 @@
 """The language model: embedding, residual blocks, head and loss; and the initial values of its parameters.
 
 In: a `Config` and the tensor-parallel ranks. Out: logits, losses, and generated tokens.
+How a family differs from another is in `configs`; there is no module per family here.
 May import: configs, parallel, layers, decoding, inference.
 """

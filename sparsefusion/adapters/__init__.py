@@ -1,6 +1,6 @@
 """Connections to the frameworks that own the gradients: torch DDP, Megatron DDP, DeepSpeed; and what each refuses.
 
-In: a framework's object. Out: calls of a reduction session when its gradients are ready,
+In: a framework's object. Out: a `gradients.Session`, which is told when each gradient is ready,
 or a ValueError that names the setting that is not supported.
 May import: fabric, planning, gradients.
 """

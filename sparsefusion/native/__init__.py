@@ -1,6 +1,6 @@
-"""The C kernels of this package, and the loader that finds, checks and opens the C library of any package with ctypes.
+"""The C kernels of this package, and `library.py`, which opens the C library of this or another package by ctypes.
 
 In: the name of a package, and the argument types of its C functions.
-Out: the library, or the reason why it cannot be used; then the same operations run in torch.
-May import: no other room.
+Out: the library; or the reason why it cannot be used, and then callers do the same work with torch.
+May import: no other sub-package.
 """
