@@ -1,7 +1,7 @@
 """Tensor parallelism: process groups, the ranks of a model, the communication operators, and the parallel layers.
 
 In: tensors of which each rank holds a part. Out: sums and gathers, with their gradients.
-`layers.py` here calls a token's all-reduces, by the operators of `operators.py`, through `ranks.py`; where C decodes
-several layers at once, `decoding/native_step.py` does.
+A token's all-reduces are called in `layers.py`, defined in `operators.py` and executed by `ranks.py`. Where C decodes
+several layers at once, `decoding/native_step.py` calls them.
 May import: native, ops.
 """
