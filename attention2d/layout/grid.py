@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
+from sparsefusion.collectives.agreement import check_member
+
 
 def group_size(group: ProcessGroup | None) -> int:
-    """The number of ranks in a process group; None stands for one rank."""
+    """The number of ranks in a process group; None stands for one rank. ValueError if this rank is no member of it."""
+    check_member(group)
     return 1 if group is None else group.size()
 
 

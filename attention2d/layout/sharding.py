@@ -27,7 +27,8 @@ class SequenceSharding:
         if order not in orders.ORDERS:
             raise ValueError(f"order={order!r} is none of {', '.join(orders.ORDERS)}")
         self.group, self.order, self.counter = group, order, Counter()
-        self.rank, self.ranks = 0 if group is None else group.rank(), group_size(group)
+        self.ranks = group_size(group)
+        self.rank = 0 if group is None else group.rank()
         self._compared_calls: set[str] = set()
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import all_gather_small
 from sparsefusion.foundation.command_line import Failure
 
@@ -31,7 +31,11 @@ def run_and_compare(
     failure and its rank, if the action fails on some of them only, and if the compared values differ. Each group gathers 16
     bytes from each rank (see `agree`), on `device`.
     """
-    several = [group for group in groups if group is not None and group.size() > 1]
+    several = []
+    for group in groups:
+        check_member(group)
+        if group is not None and group.size() > 1:
+            several.append(group)
     if not several:
         return action()
     results: list[Result] = []

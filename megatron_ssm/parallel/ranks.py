@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from sparsefusion import all_reduce
 from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.shared_memory import SharedMemory, SumInPlace, connect
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -50,6 +50,7 @@ class Ranks:
         They share memory if they are on one host, all have the C kernels, and no rank has share=False. To find out, they
         exchange objects. None, which must be the same on all ranks: do not ask, because the tensors will not be on the CPU.
         """
+        check_member(group)
         counter = collectives.Counter() if counter is None else counter
         if group is None or group.size() == 1:
             return cls(counter=counter, format=format)

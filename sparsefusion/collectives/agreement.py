@@ -15,6 +15,12 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank ->
 T = TypeVar("T")
 
 
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """ValueError if `group` is neither None nor a process group of this rank (`new_group` gives others a number)."""
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise ValueError(f"group {group!r} is no process group that this rank is a member of")
+
+
 def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object], whose: str = "ranks") -> int:
     """Compare the arguments of all ranks. Returns a random number below 2^48, the same on all ranks.
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from sparsefusion import FORMATS
 from sparsefusion.collectives import counted as collectives
+from sparsefusion.collectives.agreement import check_member
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.collectives.wire_formats import (
     BLOCK,
@@ -130,8 +131,7 @@ def _check(
     for each in (tensor, exact):
         if each is not None and not (isinstance(each, torch.Tensor) and each.is_floating_point()):
             raise ValueError(f"{getattr(each, 'dtype', type(each).__name__)} is not a tensor of floating point")
-    if not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise ValueError(f"group {group!r} is no process group that this rank is a member of")
+    check_member(group)
 
 
 def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") -> str:

@@ -171,3 +171,19 @@ def test_wrong_calls_of_tree(world_size, ranks):
     parts = ("causal=True with 2 queries", "no gradient", "k has shape", "were asked something else", "seq=100")
     for messages in ranks(run, world_size):
         assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_a_rank_that_is_no_member_of_the_group(ranks, world):
+    def run(rank):
+        group = dist.new_group([0])
+        return [error_message(make) for make in (lambda: Ring(group), lambda: Tree(group), lambda: USP(group, 1))]
+
+    member, *others = ranks(run, world)
+    assert member == [None] * 3
+    assert all("is no process group that this rank is a member of" in message for message in sum(others, []))
+
+
+def test_attention_does_not_return_the_log_sum_exp():
+    q, k, v = (t.transpose(1, 2) for t in tensors())
+    assert "return_lse=True" in error_message(lambda: attention(q, k, v, Ring(None), return_lse=True))

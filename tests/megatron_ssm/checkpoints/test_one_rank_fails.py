@@ -226,3 +226,18 @@ def test_an_unexpected_error_of_one_rank_ends_all(ranks, world):
     answers = ranks(run, world, timeout=20)
     assert answers[1] == ("ZeroDivisionError", "a bug")
     assert all(answer == (Failure.__name__, "cannot write: a bug") for answer in answers[:1] + answers[2:])
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_a_rank_that_is_no_member_of_the_group(ranks, world, good):
+    """torch.distributed.new_group gives such a rank a number. The members can use the group meanwhile."""
+
+    def run(rank):
+        group = dist.new_group([0])
+        error = attempt(megatron_ssm.load, good, group), attempt(megatron_ssm.load, good, None, data_group=group)
+        return [each and each[0] for each in error] if rank == 0 else error
+
+    member, *others = ranks(run, world)
+    assert not any(member)
+    for kind, message in sum(others, ()):
+        assert kind == "ValueError" and "is no process group that this rank is a member of" in message
