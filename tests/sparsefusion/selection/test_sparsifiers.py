@@ -46,7 +46,7 @@ def test_exactly_k_large_elements(name, kind, count, k):
     largest = x.abs().sort(descending=True, stable=True)
     if name in EXACT or count < 16384:
         assert torch.equal(indices, largest.indices[:k].sort().values)
-    else:  # elements above a threshold are the largest ones; padding repeats the last index
+    else:  # elements above a threshold are the largest ones; padding has the index count - 1
         chosen = x[indices[indices < count - 1]].abs()
         assert torch.equal(chosen.sort(descending=True).values, largest.values[: len(chosen)])
         assert len(chosen) >= k / 2
