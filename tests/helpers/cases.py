@@ -13,8 +13,8 @@ from megatron_ssm.configs.layouts import hf_shapes
 SEQ = 70  # more than one chunk of either scan
 DECODED = 3  # how many of them are decoded token by token
 
-# name: (family, changes to the small model of hf.py). Its 61 words divide over no 2 ranks. Of its first three layers
-# two are hybrid.
+# name: (family, changes to the small model of hf.py). Its vocabulary of 61 is not divisible by 2. Two of its first three
+# layers are hybrid.
 CASES = {
     "mamba": ("mamba", {}),
     "mamba-biases-untied": ("mamba", dict(use_bias=True, tie_word_embeddings=False, vocab_size=64)),
@@ -70,13 +70,12 @@ RARE = (
 )  # fmt: skip
 MARKED = by_default(CASES.keys() - set(RARE), CASES)
 
-# Largest error of fp32 logits whose standard deviation is 1 to 4; and the shortest piece of a prompt that equals a
-# one-shot prefill to that: a single token that continues a sequence is not clamped to time_step_limit, which Zamba2 has.
+# The largest error of fp32 logits, whose standard deviation is 1 to 4.
 TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4, "zamba2": 3e-4}
 
 
 class Oracle:
-    """One case's transformers model, its directory, token ids (2, SEQ), and the logits of transformers for them.
+    """The transformers model of one case, its directory, token ids (2, SEQ), and their logits by transformers.
 
     In float64, transformers computes everything in float64 (see `hf.Float64`).
     """
@@ -84,6 +83,8 @@ class Oracle:
     def __init__(self, directory, family, changes, dtype=torch.float32):
         self.name, self.tolerance = f"{family} {changes}", TOLERANCE[family]
         self.directory = directory
+        # A prompt can be processed in pieces of this length or more. In a piece of a single token, dt is not clamped to
+        # time_step_limit, which Zamba2 always has.
         self.smallest_piece = 2 if family == "zamba2" or "time_step_limit" in changes else 1
         self.vocab = changes.get("vocab_size", SMALL["vocab_size"])
         self.family, self.changes, self.dtype = family, with_layers(changes), dtype
@@ -100,23 +101,23 @@ class Oracle:
 
     @cached_property
     def whole(self):
-        """(batch, SEQ, vocab) of one call of transformers."""
+        """The logits (batch, SEQ, vocab) of one call of transformers."""
         return self.logits(self.ids)
 
     @cached_property
     def decoded(self):
-        """(batch, DECODED, vocab): the last ones, by transformers' cache."""
+        """The last logits (batch, DECODED, vocab), decoded with transformers' cache."""
         return self.decode(self.ids, DECODED)
 
     @torch.no_grad()
     def logits(self, ids):
-        """(batch, seq, vocab) of one call of transformers, without a cache."""
+        """The logits (batch, seq, vocab) of one call of transformers, without a cache."""
         with precisely(self.dtype):
             return self.model(ids, use_cache=False).logits
 
     @torch.no_grad()
     def decode(self, ids, steps):
-        """The logits after each of the last `steps` ids, by transformers' cache.
+        """The logits after each of the last `steps` ids, decoded with transformers' cache.
 
         transformers cannot continue a Zamba2 without attention layers; such a case must not clamp dt.
         """
@@ -131,7 +132,7 @@ class Oracle:
 
 
 def with_layers(changes):
-    """Two layers, unless the changes say otherwise."""
+    """`changes` with a number of layers: that of layers_block_type, or two, unless it is among the changes."""
     return {"num_hidden_layers": len(changes.get("layers_block_type", "12")), **changes}
 
 
@@ -151,95 +152,95 @@ def oracle(tmp_path_factory):
 
 
 def random_changes(family, seed):
-    """Changes to the small model of `family`: whatever 4 ranks can split, and transformers can make."""
-    draw = random.Random(f"{family} {seed}")
-    changes = _RANDOM[family](draw)
-    return dict(changes, vocab_size=draw.randint(2, 90), tie_word_embeddings=draw.random() < 0.5)
+    """Random changes to the small model of `family` that 4 ranks can split and transformers supports."""
+    rng = random.Random(f"{family} {seed}")
+    changes = _RANDOM[family](rng)
+    return dict(changes, vocab_size=rng.randint(2, 90), tie_word_embeddings=rng.random() < 0.5)
 
 
-def _random_constants(draw):
+def _random_constants(rng):
     return dict(
-        num_hidden_layers=draw.randint(1, 3),
-        state_size=draw.choice((1, 3, 8, 16)),
-        conv_kernel=draw.randint(2, 5),
-        use_bias=draw.random() < 0.5,
-        use_conv_bias=draw.random() < 0.5,
-        residual_in_fp32=draw.random() < 0.5,
+        num_hidden_layers=rng.randint(1, 3),
+        state_size=rng.choice((1, 3, 8, 16)),
+        conv_kernel=rng.randint(2, 5),
+        use_bias=rng.random() < 0.5,
+        use_conv_bias=rng.random() < 0.5,
+        residual_in_fp32=rng.random() < 0.5,
     )
 
 
-def _random_mamba(draw):
-    sizes = dict(hidden_size=4 * draw.randint(2, 12), expand=draw.choice((1, 2, 3)))
-    return dict(_random_constants(draw), **sizes, time_step_rank=draw.choice(("auto", 1, 7)))
+def _random_mamba(rng):
+    sizes = dict(hidden_size=4 * rng.randint(2, 12), expand=rng.choice((1, 2, 3)))
+    return dict(_random_constants(rng), **sizes, time_step_rank=rng.choice(("auto", 1, 7)))
 
 
-def _random_heads(draw):
-    """(heads, their size, groups, expand) of a Mamba-2 kind."""
-    heads = draw.choice((4, 8, 12))
-    groups = draw.choice([g for g in (1, 2, 4, 8, 12) if heads % g == 0])
-    return heads, draw.choice((2, 6, 8)), groups, draw.choice((1, 2))
+def _random_heads(rng):
+    """(heads, head dimension, groups, expand) of a Mamba-2 layer."""
+    heads = rng.choice((4, 8, 12))
+    groups = rng.choice([g for g in (1, 2, 4, 8, 12) if heads % g == 0])
+    return heads, rng.choice((2, 6, 8)), groups, rng.choice((1, 2))
 
 
-def _random_mamba2(draw):
-    heads, head_dim, groups, expand = _random_heads(draw)
+def _random_mamba2(rng):
+    heads, head_dim, groups, expand = _random_heads(rng)
     sizes = dict(num_heads=heads, head_dim=head_dim, n_groups=groups, expand=expand)
-    return dict(_random_constants(draw), **sizes, hidden_size=heads * head_dim // expand)
+    return dict(_random_constants(rng), **sizes, hidden_size=heads * head_dim // expand)
 
 
-def _random_shared_block(draw, fewest, heads=(4, 8, 12)):
-    """What both Zambas have; from `fewest` to three hybrid layers, which transformers needs (Zamba: two, to tie)."""
-    kinds = ["hybrid"] * draw.randint(fewest, 3) + ["linear_attention"] * draw.randint(1, 2)
-    draw.shuffle(kinds)
-    heads = draw.choice(heads)
+def _random_shared_block(rng, fewest, heads=(4, 8, 12)):
+    """Settings of both Zambas, with `fewest` to 3 hybrid layers. transformers needs one, or two in Zamba to tie them."""
+    kinds = ["hybrid"] * rng.randint(fewest, 3) + ["linear_attention"] * rng.randint(1, 2)
+    rng.shuffle(kinds)
+    heads = rng.choice(heads)
     return dict(
         layers_block_type=kinds,
         num_attention_heads=heads,
-        num_key_value_heads=draw.choice([k for k in (4, 8, 12) if heads % k == 0]),
-        intermediate_size=4 * draw.randint(1, 16),
-        hidden_act=draw.choice(("gelu", "gelu_pytorch_tanh", "silu", "relu")),
-        mamba_d_state=draw.choice((1, 3, 8, 16)),
-        mamba_d_conv=draw.randint(2, 5),
+        num_key_value_heads=rng.choice([k for k in (4, 8, 12) if heads % k == 0]),
+        intermediate_size=4 * rng.randint(1, 16),
+        hidden_act=rng.choice(("gelu", "gelu_pytorch_tanh", "silu", "relu")),
+        mamba_d_state=rng.choice((1, 3, 8, 16)),
+        mamba_d_conv=rng.randint(2, 5),
     )
 
 
-def _random_zamba(draw):
+def _random_zamba(rng):
     return dict(
-        _random_shared_block(draw, fewest=2),
-        hidden_size=8 * draw.randint(1, 5),
-        mamba_expand=draw.choice((1, 2, 3)),
-        n_mamba_heads=draw.choice((1, 2, 4, 8)),
-        attention_head_dim=draw.choice((None, 3, 8)),
-        mamba_dt_rank=draw.choice(("auto", 1, 7)),
-        mamba_conv_bias=draw.random() < 0.5,
-        mamba_proj_bias=draw.random() < 0.5,
+        _random_shared_block(rng, fewest=2),
+        hidden_size=8 * rng.randint(1, 5),
+        mamba_expand=rng.choice((1, 2, 3)),
+        n_mamba_heads=rng.choice((1, 2, 4, 8)),
+        attention_head_dim=rng.choice((None, 3, 8)),
+        mamba_dt_rank=rng.choice(("auto", 1, 7)),
+        mamba_conv_bias=rng.random() < 0.5,
+        mamba_proj_bias=rng.random() < 0.5,
     )
 
 
-def _random_zamba2(draw):
-    heads, head_dim, groups, expand = _random_heads(draw)
+def _random_zamba2(rng):
+    heads, head_dim, groups, expand = _random_heads(rng)
     hidden = heads * head_dim // expand
-    shared = _random_shared_block(draw, 1, [n for n in (4, 8, 12) if hidden % n == 0])  # for rotary positions
-    wide = shared["num_attention_heads"]
-    if adapters := draw.random() < 0.5 and 2 * hidden % wide == 0:
-        shared["num_key_value_heads"] = wide
+    shared = _random_shared_block(rng, 1, [n for n in (4, 8, 12) if hidden % n == 0])  # for rotary embeddings
+    attention_heads = shared["num_attention_heads"]
+    if adapters := rng.random() < 0.5 and 2 * hidden % attention_heads == 0:
+        shared["num_key_value_heads"] = attention_heads
     return dict(
         shared,
         hidden_size=hidden,
         mamba_expand=expand,
         n_mamba_heads=heads,
         mamba_ngroups=groups,
-        add_bias_linear=draw.random() < 0.5,
-        num_mem_blocks=draw.randint(1, 3),
-        adapter_rank=draw.choice((1, 6)),
+        add_bias_linear=rng.random() < 0.5,
+        num_mem_blocks=rng.randint(1, 3),
+        adapter_rank=rng.choice((1, 6)),
         use_shared_attention_adapter=adapters,
-        use_mem_rope=draw.random() < 0.7,
-        time_step_min=draw.choice((0.001, 0.03)),
+        use_mem_rope=rng.random() < 0.7,
+        time_step_min=rng.choice((0.001, 0.03)),
     )
 
 
 _RANDOM = {
     "mamba": _random_mamba,
-    "falcon_mamba": lambda draw: dict(_random_mamba(draw), mixer_rms_eps=draw.choice((1e-6, 0.01))),
+    "falcon_mamba": lambda rng: dict(_random_mamba(rng), mixer_rms_eps=rng.choice((1e-6, 0.01))),
     "mamba2": _random_mamba2,
     "zamba": _random_zamba,
     "zamba2": _random_zamba2,
@@ -247,7 +248,7 @@ _RANDOM = {
 
 
 def assemble(fields, shards):
-    """{Hugging Face name: whole tensor} from {our name: piece} of each rank; copies must be the same to the bit."""
+    """{Hugging Face name: whole tensor} from {our name: piece} of each rank; copies must be bitwise equal."""
     whole = {}
     for name, shape in hf_shapes(fields).items():
         whole[name] = torch.full(shape, float("nan"), dtype=torch.float64)

@@ -24,9 +24,9 @@ def one_by_one(model, cached, first=4):
 
 
 def counted(kind, patch=setattr):
-    """A list that from now on gets one entry for each block in each call of an object of the class `kind`."""
-    count, called = [], kind.__call__
-    patch(kind, "__call__", lambda *given: (count.extend([1] * len(given[0])), called(*given))[1])
+    """A list to which each later call of an object of the class `kind` adds one entry for each of its blocks."""
+    count, original_call = [], kind.__call__
+    patch(kind, "__call__", lambda *args: (count.extend([1] * len(args[0])), original_call(*args))[1])
     return count
 
 

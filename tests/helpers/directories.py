@@ -27,7 +27,7 @@ def assert_same_bytes(ours, theirs):
 
 
 def rewritten(change):
-    """A function of a directory with one safetensors file, which applies `change` to its {name: tensor}."""
+    """A function(directory) that applies `change` to the {name: tensor} of the one safetensors file there."""
 
     def corrupt(directory):
         tensors = tensors_in(directory)

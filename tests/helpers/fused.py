@@ -112,18 +112,18 @@ def sum_over_ranks(tensor):
 
 
 def force_dense(fusion):
-    """From now on send all gradients dense, by the framework."""
+    """From now on the framework itself averages all gradients."""
     session = fusion._session
     session.plan = replace(session.plan, mode="dense", buffers=())
 
 
 def record_timelines(monkeypatch) -> list:
-    """A list to which this rank adds each timeline from which it makes plans, from now on."""
-    seen, planned = [], PlanSelection.make_candidates
+    """A list to which this rank adds each timeline that it makes plans from, from now on."""
+    timelines, make_candidates = [], PlanSelection.make_candidates
 
-    def noting(self, timeline, costs):
-        seen.append(timeline)
-        return planned(self, timeline, costs)
+    def recording(self, timeline, costs):
+        timelines.append(timeline)
+        return make_candidates(self, timeline, costs)
 
-    monkeypatch.setattr(PlanSelection, "make_candidates", noting)
-    return seen
+    monkeypatch.setattr(PlanSelection, "make_candidates", recording)
+    return timelines

@@ -20,7 +20,7 @@ from sparsefusion.native.library import Library, skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUINFO = Path("/proc/cpuinfo")
-LEVELS = {  # what each level of x86-64 adds, as Linux calls it
+LEVELS = {  # the processor features that each level of x86-64 adds, as /proc/cpuinfo names them
     "x86-64": {"sse2"},
     "x86-64-v3": {"avx2", "bmi2", "f16c", "fma", "movbe"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -63,7 +63,7 @@ def variants(module):
 
 @pytest.fixture(scope="session")
 def library_path(tmp_path_factory):
-    """library_path(package, variant): of its library, None for the installed one. Skips where no compiler makes it."""
+    """library_path(package, variant): the path of that library; None: the installed one. Skips if it cannot be built."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -77,12 +77,13 @@ def library_path(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 folder.mkdir()
-                where = ("-q", "--build-lib", folder, "--build-temp", folder / "objects")
-                (folder / "output").write_text(build_ext(*where, CFLAGS=f"-g0 -DNO_CLONES -march={variant}"))
+                options = ("-q", "--build-lib", folder, "--build-temp", folder / "objects")
+                (folder / "output").write_text(build_ext(*options, CFLAGS=f"-g0 -DNO_CLONES -march={variant}"))
         if package in libraries(folder):
             return libraries(folder)[package]
         output = (folder / "output").read_text()
-        if shutil.which(compiler()) and f"'{variant}'" not in output:  # else the compiler does not know it
+        # A compiler that does not support this variant names it in its error.
+        if shutil.which(compiler()) and f"'{variant}'" not in output:
             pytest.fail(f"{variant} was not built:\n{output}")
         pytest.skip(f"{variant} was not built: {output.strip().splitlines()[-1]}")
 

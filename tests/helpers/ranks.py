@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 HEADER = struct.Struct("<Q")  # the length of the report that follows
-# Seconds given to the other ranks after a failure: when a rank dies, the broken connection that another one reports can
-# be here before the end of the dead one's pipe.
+# Seconds to wait for reports of other ranks after a failure: when a rank dies, another rank's report of the broken
+# connection can arrive before the end of the dead rank's pipe.
 GRACE = 0.2
 
 
@@ -57,7 +57,7 @@ class Failure:
         text = f"rank {self.rank} of {world_size}: {self.message}\n\n{self.trace}"
         try:
             error = self.kind(text)
-            if str(error) in (text, repr(text)):  # repr: KeyError shows its argument so
+            if str(error) in (text, repr(text)):  # repr: how KeyError shows its argument
                 return error
         except Exception as refused:
             text += f"\n(a RuntimeError, for {self.kind.__name__} cannot be built from a message: {refused})"
@@ -69,9 +69,9 @@ def run_ranks(function, world_size, *args, timeout=60):
 
     The default process group exists when `function` is called. Every rank starts with this process's random state.
     Results travel by torch.save; tensors may be of any size. If a rank raises, the earliest exception is raised here,
-    with the same type where a message is enough to build it, the rank's number before its message and the traceback
-    after it; if a rank dies, RuntimeError; if some have not finished after `timeout` seconds, TimeoutError that shows
-    where they were. No rank outlives the call, or this process if that is killed.
+    with the same type if a message is enough to construct it, the rank's number before its message and the traceback
+    after it. If a rank dies, RuntimeError is raised; if some have not finished after `timeout` seconds, a TimeoutError
+    that shows where they were. Ranks end with the call, or with this process if it is killed.
     """
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this file's
     if torch.get_num_threads() != 1:
@@ -80,22 +80,22 @@ def run_ranks(function, world_size, *args, timeout=60):
             "a fork hangs; call torch.set_num_threads(1) before any operation"
         )
     ranks = []
-    leash = os.pipe()
+    parent_pipe = os.pipe()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         try:
             for rank in range(world_size):
-                ranks.append(_fork(rank, world_size, function, args, Path(directory), leash, timeout))
+                ranks.append(_fork(rank, world_size, function, args, Path(directory), parent_pipe, timeout))
             return _collect(ranks, timeout)
         finally:
-            _end(ranks)
-            os.close(leash[0])
-            os.close(leash[1])
+            _kill_all(ranks)
+            os.close(parent_pipe[0])
+            os.close(parent_pipe[1])
 
 
 # In the parent
 
 
-def _fork(rank, world_size, function, args, directory, leash, timeout):
+def _fork(rank, world_size, function, args, directory, parent_pipe, timeout):
     """Start one rank; in the child this does not return."""
     reader, writer = os.pipe()
     dump = directory / f"where-{rank}"
@@ -105,7 +105,7 @@ def _fork(rank, world_size, function, args, directory, leash, timeout):
     pid = os.fork()
     if pid == 0:
         try:
-            watcher = _prepare(dump, leash)
+            watcher = _prepare(dump, parent_pipe)
             report = _report(function, rank, world_size, args, directory / "store", timeout)
             _send(writer, report)
             watcher.join()
@@ -150,7 +150,7 @@ def _drain(rank):
 
 
 def _outcome(rank):
-    """What a rank whose pipe has closed reported: (result,) or a Failure; a Failure too if it died before the end."""
+    """The report of a rank whose pipe has closed: (result,) or a Failure. If it died before its report, a Failure."""
     report = memoryview(rank.report)[HEADER.size :]
     if len(rank.report) >= HEADER.size and HEADER.unpack_from(rank.report)[0] == len(report):
         return torch.load(io.BytesIO(report), weights_only=False)
@@ -158,7 +158,7 @@ def _outcome(rank):
     rank.reaped = True
     code = os.waitstatus_to_exitcode(status)
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    # A death comes before every exception noticed with it: the others then saw its connections break.
+    # The time 0 makes a death the first failure: exceptions of other ranks may come from its broken connections.
     return Failure(rank.rank, 0.0, RuntimeError, f"died without a result ({how})", rank.dump.read_text())
 
 
@@ -166,14 +166,14 @@ def _unfinished(hung, world_size, timeout):
     """The message of a time-out: which ranks had not finished, and where each was."""
     for rank in hung:
         os.kill(rank.pid, signal.SIGUSR1)
-    time.sleep(0.3)  # for their faulthandlers to write
+    time.sleep(0.3)  # until their faulthandlers have written
     numbers = ", ".join(str(rank.rank) for rank in hung)
-    places = "\n".join(f"rank {rank.rank} was at\n{rank.dump.read_text()}" for rank in hung)
-    return f"of {world_size} ranks, {numbers} had not finished after {timeout} s\n\n{places}"
+    stacks = "\n".join(f"rank {rank.rank} was at\n{rank.dump.read_text()}" for rank in hung)
+    return f"of {world_size} ranks, {numbers} had not finished after {timeout} s\n\n{stacks}"
 
 
-def _end(ranks):
-    """Kill and reap every rank that is left."""
+def _kill_all(ranks):
+    """Kill every rank that is still alive, and reap it."""
     alive = [rank for rank in ranks if not rank.reaped]
     for rank in alive:
         os.kill(rank.pid, signal.SIGKILL)
@@ -186,15 +186,15 @@ def _end(ranks):
 # In a rank
 
 
-def _prepare(dump, leash):
+def _prepare(dump, parent_pipe):
     """Write crashes and, on SIGUSR1, stacks to `dump`; return a thread that ends this rank when its parent is gone."""
     file = open(dump, "w")
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
-    os.close(leash[1])  # now only the parent holds the writing end, and a read returns when it is gone
+    os.close(parent_pipe[1])  # only the parent keeps the writing end open, so a read returns when the parent ends
 
     def watch():
-        os.read(leash[0], 1)
+        os.read(parent_pipe[0], 1)
         os._exit(1)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -205,7 +205,7 @@ def _prepare(dump, leash):
 def _report(function, rank, world_size, args, store, timeout):
     """The serialised (result,) or Failure of one rank."""
     try:
-        # Longer than the parent waits, so that the parent's time-out, which says where every rank is, comes first.
+        # Longer than the parent waits: its timeout should come first, because it shows where every rank is.
         limit = timedelta(seconds=timeout + 30)
         dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world_size, timeout=limit)
         return _serialised((function(rank, *args),))

@@ -12,9 +12,9 @@ from hf import hf_model, save_hf
 from megatron_ssm import load
 from megatron_ssm.inference.text import write_byte_tokenizer
 
-VOCAB = 257  # of the byte tokenizer; divides over no number of ranks
+VOCAB = 257  # that of the byte tokenizer; not divisible by any number of ranks
 
-# Two layers that use one shared block where there is one; of Zamba2, dt is often clamped.
+# Two layers use one shared block, if the family has any. In Zamba2, dt is often clamped.
 FAMILIES = {
     "mamba": dict(num_hidden_layers=2),
     "falcon_mamba": dict(num_hidden_layers=2),
@@ -45,7 +45,7 @@ def ids(*shape, seed=3, vocab=VOCAB):
 
 
 def on_ranks(ranks, world, directory, function, dtype=torch.float64, timeout=60, **options):
-    """function(model), with the model split over `world` ranks (options: of `load`): the same on each of them."""
+    """The result of function(model), equal on all ranks, with the model split over `world` ranks. options: of `load`."""
     first, *others = ranks(
         lambda rank: function(load(directory, dist.group.WORLD, dtype=dtype, **options)), world, timeout=timeout
     )

@@ -1,4 +1,4 @@
-"""What the tests of shared memory have in common: connecting ranks, killing one, and errors that must come in time."""
+"""Functions for the tests of shared memory: connect ranks, kill a rank, and check that an error is raised in time."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sparsefusion.collectives.shared_memory import connect, kernels
 
-SOON = 10  # seconds within which an error must come: more than 3 times what is promised, for busy machines
+SOON = 10  # seconds within which an error must be raised: over 3 times the limit promised, because machines may be busy
 needs_library = pytest.mark.skipif(not kernels(), reason=f"no C library: {kernels().why}")
 
 
@@ -27,7 +27,7 @@ def die():
 
 
 def error_of(function):
-    """The (type, message) of the exception that `function` raises, which must come within SOON."""
+    """The (type, message) of the exception that `function` raises; it must do so within SOON seconds."""
     start = time.monotonic()
     with pytest.raises(Exception) as caught:
         function()

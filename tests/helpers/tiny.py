@@ -18,12 +18,12 @@ with warnings.catch_warnings():
 
 ZAMBA = dict(model_type="zamba", mamba_head_dim=16, hybrid_interval=1, num_layers=2)  # 2 mamba heads
 ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank=3)
-# The first and the third invocation share a block; untied, each holds unused adapters for the other. At RUN's lr, rounding
-# errors would grow tenfold per step.
+# The first and the third invocation use the same block. Untied, each contains unused adapters for the other. With RUN's
+# lr, rounding errors would grow tenfold per step.
 ZAMBA2_UNTIED = dict(
     ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
 )
-VOCAB = 61  # does not divide: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
+VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
     num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,
     global_batch_size=4, train_iters=20, lr=1e-2, lr_warmup_iters=3, clip_grad=0.5, params_dtype="float64", seed=7,
@@ -76,19 +76,21 @@ def pieces(trainer: Trainer) -> dict:
 
 
 def assembled(per_rank: list, fields, tp: int) -> dict:
-    """{name: whole tensor} from every rank's pieces; what several ranks hold must be bitwise the same on each.
+    """{name: whole tensor} from every rank's pieces; pieces that several ranks hold must be bitwise equal.
 
-    Only of the fields that there are pieces of: what lies idle has neither gradient nor moments.
+    Fields without pieces are left out: idle parameters have neither gradients nor moments.
     """
     wholes = {}
     assert all(".idle." in field.name for field in fields if field.name not in per_rank[0])
     for field in (field for field in fields if field.name in per_rank[0]):
         whole = torch.full(field.shape, float("nan"), dtype=per_rank[0][field.name].dtype)
-        for rank, held in enumerate(per_rank):
-            place = field.piece(rank % tp, tp)
-            known = not whole[place].isnan().all()
-            assert not known or torch.equal(whole[place], held[field.name]), f"{field.name} differs on rank {rank}"
-            whole[place] = held[field.name]
+        for rank, rank_pieces in enumerate(per_rank):
+            index = field.piece(rank % tp, tp)
+            known = not whole[index].isnan().all()
+            assert not known or torch.equal(whole[index], rank_pieces[field.name]), (
+                f"{field.name} differs on rank {rank}"
+            )
+            whole[index] = rank_pieces[field.name]
         assert not whole.isnan().any(), f"nobody holds a part of {field.name}"
         wholes[field.name] = whole
     return wholes

@@ -1,4 +1,4 @@
-"""Comparing what ranks were called with; oracles: the arguments and errors given to each rank, and the expected messages."""
+"""The ranks compare their arguments; oracles: the arguments and errors given to each rank, and the expected messages."""
 
 from functools import partial
 
@@ -12,13 +12,13 @@ from sparsefusion.collectives.counted import all_gather_small
 worlds = pytest.mark.parametrize("world", (2, 3))
 
 
-def compare(asked, whose="ranks"):
-    """agree among all ranks."""
-    return agree(lambda mine: all_gather_small(mine, dist.group.WORLD), "cpu", asked, whose)
+def compare(get_arguments, whose="ranks"):
+    """Call `agree` on all ranks; get_arguments() returns what this rank was asked to do."""
+    return agree(lambda mine: all_gather_small(mine, dist.group.WORLD), "cpu", get_arguments, whose)
 
 
 def raises(error):
-    """A function that raises an error."""
+    """A function that raises this error."""
 
     def function():
         raise error
@@ -26,11 +26,11 @@ def raises(error):
     return function
 
 
-def errors(ranks, world, asked_of):
-    """The (kind, message) of each rank's error, when rank r is called with asked_of(r); afterwards the ranks can go on."""
+def errors(ranks, world, function_of):
+    """The (type, message) of each rank's error if rank r compares function_of(r)(); afterwards the ranks can go on."""
 
     def run(rank):
-        error = error_of(lambda: compare(asked_of(rank)))
+        error = error_of(lambda: compare(function_of(rank)))
         assert compare(lambda: "the same") < 2**48
         return error
 
@@ -52,7 +52,8 @@ def test_different_arguments(ranks, world):
 
 
 @worlds
-def test_a_difference_that_is_not_shown(ranks, world):
+def test_a_difference_beyond_the_part_that_is_shown(ranks, world):
+    """The error shows the first SHOWN bytes of the arguments. If those are equal, it says so."""
     found = errors(ranks, world, lambda rank: lambda: "x" * SHOWN + str(rank))
     others = [*range(1, world)]
     message = f"ranks {others} were asked something else than rank 0; the difference is beyond the first {SHOWN} bytes"
@@ -74,15 +75,15 @@ def test_an_error_of_all_ranks_is_raised_as_it_is(ranks, world):
 
 
 @worlds
-def test_text_that_has_no_utf_8(ranks, world):
-    """Python names a file whose name is not UTF-8 with surrogates. The other ranks must not wait for ever."""
+def test_an_error_message_that_is_not_utf_8(ranks, world):
+    """Python decodes a file name that is not UTF-8 to surrogates. The error must still reach the other ranks."""
     found = errors(ranks, world, lambda rank: raises(ValueError("no \udcff")) if rank == 1 else lambda: "fine")
     assert found == [(ValueError, "no \\udcff (rank 1)")] * world
 
 
 @worlds
-def test_the_first_ranks_result(ranks, world):
-    """Only rank 0 of the group calls the function; without a group the rank calls it itself."""
+def test_all_ranks_get_the_result_of_the_first(ranks, world):
+    """Only rank 0 of the group calls the function. Without a group, each rank calls it itself."""
 
     def run(rank):
         calls = []
@@ -98,7 +99,7 @@ def test_the_first_ranks_result(ranks, world):
     (raises(OSError("no such file")), "OSError: no such file"),
     (lambda: lambda: 0, "AttributeError: Can't "),  # a result that cannot be pickled
 ), ids=("error", "result"))  # fmt: skip
-def test_what_fails_on_the_first_rank_fails_on_all(ranks, world, make, message):
+def test_an_error_on_the_first_rank_is_raised_on_all(ranks, world, make, message):
     def run(rank):
         error = error_of(partial(from_first, make, dist.group.WORLD, "cpu"))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Counted collectives; oracles: plain float64 sums and slices of what the ranks held, and the kernel's own byte counter."""
+"""Counted collectives; oracles: float64 sums and slices of all ranks' inputs, and the byte counter of the Linux kernel."""
 
 import ctypes
 import fcntl
@@ -19,137 +19,139 @@ from sparsefusion.reduction.quantized import all_reduce, wire_bytes
 worlds = pytest.mark.parametrize("world", (2, 3, 4))
 fewer = pytest.mark.parametrize("world", (2, 3))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-IN_ROWS = ("reduce_scatter", "all_to_all")  # one row for each rank
+IN_ROWS = ("reduce_scatter", "all_to_all")  # collectives whose input has one row for each rank
 SHAPES = [(5, 3), (1,), (0,), ()]
 
 
 def normal(*shape, seed=0):
-    """The same float64 numbers on every rank."""
+    """Random float64 values, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def held(name, shape, world):
-    """What each rank puts in: of this shape, or rows of it."""
+def rank_inputs(name, shape, world):
+    """The input of each rank: a tensor of this shape, or one row of this shape for each rank."""
     shape = (world, *shape) if name in IN_ROWS else shape
     return [normal(*shape, seed=rank) for rank in range(world)]
 
 
-def expected(name, given, rank):
-    """What a rank gets, computed from what all held."""
+def expected(name, inputs, rank):
+    """The output of a rank, computed from the inputs of all ranks."""
     if name == "all_reduce":
-        return sum(given)
+        return sum(inputs)
     if name == "all_gather":
-        return torch.stack(given)
-    rows = [tensor[rank] for tensor in given]
+        return torch.stack(inputs)
+    rows = [tensor[rank] for tensor in inputs]
     return sum(rows) if name == "reduce_scatter" else torch.stack(rows)
 
 
 @worlds
 def test_against_plain_sums_and_slices(ranks, world):
-    """Of every shape, in float64 and float32; the input is left alone, the output is new."""
+    """In float64 and float32. The input is unchanged, and the output does not share its memory."""
 
     def run(rank):
         for name, shape, dtype in product(COLLECTIVES, SHAPES, (torch.float64, torch.float32)):
-            given = [tensor.to(dtype) for tensor in held(name, shape, world)]
-            mine = given[rank].clone()
-            got = getattr(collectives, name)(mine, dist.group.WORLD)
-            assert torch.equal(mine, given[rank]), "the input was overwritten"
-            assert mine.numel() == 0 or got.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
-            exact = expected(name, [tensor.double() for tensor in given], rank)
-            assert got.dtype == dtype and got.shape == exact.shape, name
+            inputs = [tensor.to(dtype) for tensor in rank_inputs(name, shape, world)]
+            mine = inputs[rank].clone()
+            output = getattr(collectives, name)(mine, dist.group.WORLD)
+            assert torch.equal(mine, inputs[rank]), "the input was overwritten"
+            assert mine.numel() == 0 or output.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
+            exact = expected(name, [tensor.double() for tensor in inputs], rank)
+            assert output.dtype == dtype and output.shape == exact.shape, name
             tolerance = 1e-15 if dtype == torch.float64 else 1e-6
-            assert torch.allclose(got.double(), exact, rtol=tolerance, atol=2 * tolerance)
+            assert torch.allclose(output.double(), exact, rtol=tolerance, atol=2 * tolerance)
 
     ranks(run, world)
 
 
 @worlds
 def test_tensors_that_are_not_contiguous(ranks, world):
-    """Transposed, and every other one of a longer one; different strides on different ranks."""
+    """A transposed tensor, on even ranks only, and every second element of a longer one."""
 
     def run(rank):
         for name in COLLECTIVES:
-            given = held(name, (4, 6), world)
-            transposed = given[rank].mT.contiguous().mT if rank % 2 == 0 else given[rank]
-            spread = torch.full((*given[rank].shape, 2), float("nan"), dtype=torch.float64)
-            spread[..., 1] = given[rank]
+            inputs = rank_inputs(name, (4, 6), world)
+            transposed = inputs[rank].mT.contiguous().mT if rank % 2 == 0 else inputs[rank]
+            spread = torch.full((*inputs[rank].shape, 2), float("nan"), dtype=torch.float64)
+            spread[..., 1] = inputs[rank]
             for mine in (transposed, spread[..., 1]):
-                got, exact = getattr(collectives, name)(mine, dist.group.WORLD), expected(name, given, rank)
-                assert got.shape == exact.shape and torch.allclose(got, exact, rtol=0, atol=1e-14), name
-                assert torch.equal(mine, given[rank]), name
+                output, exact = getattr(collectives, name)(mine, dist.group.WORLD), expected(name, inputs, rank)
+                assert output.shape == exact.shape and torch.allclose(output, exact, rtol=0, atol=1e-14), name
+                assert torch.equal(mine, inputs[rank]), name
 
     ranks(run, world)
 
 
 @fewer
-def test_any_dtype_travels_whole(ranks, world):
+def test_gathers_copy_every_dtype_exactly(ranks, world):
     dtypes = torch.uint8, torch.bool, torch.int64, torch.bfloat16
 
     def run(rank):
         for name, dtype in product(("all_gather", "all_to_all"), dtypes):
-            given = [(100 * tensor).to(dtype) for tensor in held(name, (7,), world)]
-            got = getattr(collectives, name)(given[rank], dist.group.WORLD)
-            assert got.dtype == dtype and torch.equal(got, expected(name, given, rank)), name
+            inputs = [(100 * tensor).to(dtype) for tensor in rank_inputs(name, (7,), world)]
+            output = getattr(collectives, name)(inputs[rank], dist.group.WORLD)
+            assert output.dtype == dtype and torch.equal(output, expected(name, inputs, rank)), name
 
     ranks(run, world)
 
 
 @worlds
 def test_long_messages(ranks, world):
-    """Which are sent to one rank after the other; shorter and longer ones in turn, and several of one after the other."""
+    """From STEP_BYTES on, messages are sent to one rank after the other. Sizes on both sides of it; three calls of each."""
 
     def run(rank):
         lengths = [collectives.STEP_BYTES // 8 + more for more in (-1, 0, 1, 5000)]
         for length, name in product(lengths, COLLECTIVES):
-            given = held(name, (length,), world)
-            results = [getattr(collectives, name)(factor * given[rank], dist.group.WORLD) for factor in (1, 2, 4)]
-            assert torch.allclose(results[0], expected(name, given, rank), rtol=0, atol=1e-13)
+            inputs = rank_inputs(name, (length,), world)
+            results = [getattr(collectives, name)(factor * inputs[rank], dist.group.WORLD) for factor in (1, 2, 4)]
+            assert torch.allclose(results[0], expected(name, inputs, rank), rtol=0, atol=1e-13)
             assert torch.equal(results[1], 2 * results[0]) and torch.equal(results[2], 4 * results[0])
 
     ranks(run, world)
 
 
 @worlds
-def test_few_bytes_gathered_in_rounds(ranks, world):
+def test_all_gather_small(ranks, world):
+    """A contiguous tensor, a transposed one and an empty one."""
+
     def run(rank):
-        given = [torch.arange(number, number + 6).view(3, 2).to(torch.int64) for number in range(world)]
-        for mine in (given[rank], given[rank].mT.contiguous().mT, given[rank][:0]):
-            got = collectives.all_gather_small(mine, dist.group.WORLD)
-            assert torch.equal(got, torch.stack(given)[:, : len(mine)])
+        inputs = [torch.arange(number, number + 6).view(3, 2).to(torch.int64) for number in range(world)]
+        for mine in (inputs[rank], inputs[rank].mT.contiguous().mT, inputs[rank][:0]):
+            output = collectives.all_gather_small(mine, dist.group.WORLD)
+            assert torch.equal(output, torch.stack(inputs)[:, : len(mine)])
 
     ranks(run, world)
 
 
 @worlds
 def test_reduce_scatter_adds_in_rank_order(ranks, world):
-    """So a sum has the same bits whoever makes it, and as `in_rank_order` gives it."""
-    given = [tensor.float() for tensor in held("reduce_scatter", (1000,), world)]
+    """So a sum has the same bits on whichever rank it is computed, and equals that of `in_rank_order`."""
+    inputs = [tensor.float() for tensor in rank_inputs("reduce_scatter", (1000,), world)]
 
     def run(rank):
-        return collectives.reduce_scatter(given[rank], dist.group.WORLD)
+        return collectives.reduce_scatter(inputs[rank], dist.group.WORLD)
 
-    for rank, got in enumerate(ranks(run, world)):
-        total = given[0][rank]
-        for tensor in given[1:]:
+    for rank, output in enumerate(ranks(run, world)):
+        total = inputs[0][rank]
+        for tensor in inputs[1:]:
             total = total + tensor[rank]
-        assert torch.equal(got, total)
-        parts = torch.stack([tensor[rank] for tensor in given])
+        assert torch.equal(output, total)
+        parts = torch.stack([tensor[rank] for tensor in inputs])
         assert torch.equal(collectives.in_rank_order(parts), total)
-        assert torch.equal(parts[0], given[0][rank])
+        assert torch.equal(parts[0], inputs[0][rank])
 
 
 @fewer
 def test_reduce_operations(ranks, world):
-    given = [normal(10, seed=rank) for rank in range(world)]
+    inputs = [normal(10, seed=rank) for rank in range(world)]
 
     def run(rank):
         return [
-            collectives.all_reduce(given[rank], dist.group.WORLD, op=op)
+            collectives.all_reduce(inputs[rank], dist.group.WORLD, op=op)
             for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         ]
 
     for largest, smallest in ranks(run, world):
-        assert torch.equal(largest, torch.stack(given).amax(0)) and torch.equal(smallest, torch.stack(given).amin(0))
+        assert torch.equal(largest, torch.stack(inputs).amax(0)) and torch.equal(smallest, torch.stack(inputs).amin(0))
 
 
 def test_one_rank_sends_nothing():
@@ -168,8 +170,8 @@ def test_one_rank_sends_nothing():
 
 
 @fewer
-def test_the_wrong_number_of_rows(ranks, world):
-    """Refused before anything is sent; the ranks can go on."""
+def test_a_wrong_number_of_rows(ranks, world):
+    """It is an error before anything is sent, and the ranks can go on."""
 
     def run(rank):
         counter = Counter()
@@ -188,15 +190,15 @@ def test_the_wrong_number_of_rows(ranks, world):
 
 @worlds
 def test_exchange_in_a_ring(ranks, world):
-    """In both directions at once, of different sizes; also of tensors that are not contiguous."""
+    """Messages of different sizes travel in both directions at once. One of the tensors is not contiguous."""
 
     def run(rank):
         counter, right, left = Counter(), (rank + 1) % world, (rank - 1) % world
         to_right, to_left = normal(4, 3, seed=rank).T, normal(5, seed=10 + rank)
         empty = [torch.full((3, 4), float("nan"), dtype=torch.float64), torch.full((5,), float("nan")).double()]
-        # Two ranks are each other's left and right: messages meet in the order in which they are listed.
-        order = [(to_right, right), (to_left, left)], [(empty[0], left), (empty[1], right)]
-        received = collectives.exchange(*order, dist.group.WORLD, counter).wait()
+        # With two ranks, left and right are the same rank: its messages are matched in the order in which they are listed.
+        messages = [(to_right, right), (to_left, left)], [(empty[0], left), (empty[1], right)]
+        received = collectives.exchange(*messages, dist.group.WORLD, counter).wait()
         assert received[0] is empty[0] and received[1] is empty[1]
         assert (counter.calls, counter.nbytes, counter.sent) == ({"exchange": 2}, 8 * 17, 8 * 17)
         return [tensor.clone() for tensor in received]
@@ -208,7 +210,7 @@ def test_exchange_in_a_ring(ranks, world):
 
 @worlds
 def test_exchange_of_several_messages_with_one_peer(ranks, world):
-    """In the order in which they are listed; the first rank sends to all others, who send nothing to one another."""
+    """They arrive in the order in which they are listed. Rank 0 sends to all other ranks, which send nothing."""
 
     def run(rank):
         counter = Counter()
@@ -228,7 +230,7 @@ def test_exchange_of_several_messages_with_one_peer(ranks, world):
 
 @fewer
 def test_exchange_returns_at_once_and_may_wait_twice(ranks, world):
-    """Whoever receives may do so later; what was handed in may be forgotten meanwhile."""
+    """The receiver may call `exchange` later, and the sender need not keep a reference to its tensor."""
 
     def run(rank):
         right, left = (rank + 1) % world, (rank - 1) % world
@@ -244,7 +246,7 @@ def test_exchange_returns_at_once_and_may_wait_twice(ranks, world):
 
 @pytest.mark.parametrize("world", (3, 4))
 def test_in_a_group_of_some_ranks(ranks, world):
-    """Peers and rows are ranks in the group, not in the world."""
+    """Peers and rows are numbered by the rank in the group, not by the rank in the world."""
 
     def run(rank):
         group = dist.new_group(range(1, world))
@@ -252,9 +254,9 @@ def test_in_a_group_of_some_ranks(ranks, world):
             return None
         size, mine = world - 1, rank - 1
         for name in COLLECTIVES:
-            given = held(name, (5, 3), size)
-            got = getattr(collectives, name)(given[mine], group)
-            assert torch.allclose(got, expected(name, given, mine), rtol=0, atol=1e-14)
+            inputs = rank_inputs(name, (5, 3), size)
+            output = getattr(collectives, name)(inputs[mine], group)
+            assert torch.allclose(output, expected(name, inputs, mine), rtol=0, atol=1e-14)
         buffer = torch.full((6,), float("nan"), dtype=torch.float64)
         sends, receives = [(normal(6, seed=mine), (mine + 1) % size)], [(buffer, (mine - 1) % size)]
         return collectives.exchange(sends, receives, group).wait()[0]
@@ -268,14 +270,14 @@ def test_in_a_group_of_some_ranks(ranks, world):
 
 
 def sent(name, nbytes, world):
-    """By the table of the module, of a buffer handed in of `nbytes` bytes; rounded up."""
+    """Bytes sent for an input of `nbytes` bytes, rounded up, by the table in the module's docstring."""
     times = {"all_reduce": 2 * (world - 1), "all_gather": world * (world - 1)}.get(name, world - 1)
     return -(-times * nbytes // world)
 
 
 @fewer
 def test_counted_bytes(ranks, world):
-    """Of what is handed in, not of what it is a part of. On the CPU the rows of a reduce-scatter go by all-to-all."""
+    """Those of the input, here a view, not of its whole storage. On the CPU a reduce-scatter is counted as an all-to-all."""
 
     def run(rank):
         for name, dtype in product(COLLECTIVES, (torch.float64, torch.bfloat16, torch.uint8)):
@@ -298,8 +300,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
-def loopback_of_our_own():
-    """A network namespace for this thread and the ranks it forks, whose loopback nobody else uses; needs root."""
+def private_loopback():
+    """Move this thread, and the ranks it forks, to a network namespace whose loopback nobody else uses; needs root."""
     with open("/proc/thread-self/ns/net") as before:
         if libc.unshare(CLONE_NEWNET) != 0:
             pytest.skip(f"no network namespace of its own: {os.strerror(ctypes.get_errno())}")
@@ -314,14 +316,14 @@ def loopback_of_our_own():
 
 
 def transmitted():
-    """Bytes that this namespace's loopback has transmitted, by the kernel."""
+    """Bytes that the loopback of this namespace has transmitted, as the kernel counts them."""
     with open("/proc/thread-self/net/dev") as lines:
         (line,) = [line for line in lines if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])
 
 
 def quantized(name):
-    """The all-reduce called "format algorithm" as a collective."""
+    """The quantized all-reduce with this name, "format algorithm", called as the other collectives are."""
     format, algorithm = name.split()
     return lambda tensor, group, counter: all_reduce(tensor, group, format, algorithm, counter)
 
@@ -334,14 +336,15 @@ MESSAGES = {
 
 @worlds
 def test_the_kernel_sends_what_is_counted(ranks, world, monkeypatch):
-    """Of messages so large that headers do not matter, all ranks together; what TCP sends twice, it seldom sends thrice."""
+    """All ranks together send the counted bytes and headers, which add at most 3 % to such large messages. The minimum of
+    several calls excludes retransmissions."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     length, repetitions = 3 * 2**16, 4
 
     def measured(call, x, counter):
-        """The least that the kernel sent, and the bytes counted, of one call."""
+        """(fewest bytes that the kernel sent for one call, bytes that were counted for it)."""
         by_kernel = []
-        for _ in range(repetitions + 1):  # the first connects
+        for _ in range(repetitions + 1):  # the first call also opens connections
             counter.reset()
             dist.barrier()
             before = transmitted()
@@ -358,7 +361,7 @@ def test_the_kernel_sends_what_is_counted(ranks, world, monkeypatch):
             for name, call in MESSAGES.items()
         }
 
-    with loopback_of_our_own():
+    with private_loopback():
         found = ranks(run, world)[0]
     for name, (by_kernel, counted) in found.items():
         assert world * counted <= by_kernel <= 1.03 * world * counted, name

@@ -1,6 +1,6 @@
-"""Sums and gathers in shared memory; oracles: sparsefusion.all_reduce by one_shot, numpy in rank order, bytes by hand.
+"""Sums and gathers in shared memory; oracles: one_shot of sparsefusion.all_reduce, numpy in rank order, bytes by hand.
 
-What compares bits does so with each variant of the C library: the installed one, and builds for older processors.
+Results are bitwise equal with each variant of the C library: the installed one, and builds for older processors.
 """
 
 import math
@@ -26,11 +26,11 @@ __all__ = ["library_path"]
 pytestmark = needs_library
 worlds = pytest.mark.parametrize("world", (2, 3, 4))
 fewer = pytest.mark.parametrize("world", (2, 3))
-# Of variants; the bits depend on the number of ranks where that is no power of two.
-three = pytest.mark.parametrize("world", (3, pytest.param(2, marks=pytest.mark.full)))
+# For the tests of all variants: with three ranks, dividing by the number of ranks (fp16) rounds as well.
+worlds_of_variants = pytest.mark.parametrize("world", (3, pytest.param(2, marks=pytest.mark.full)))
 SIZES = (0, 1, 127, 128, 129, 511, 513, 70_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SLOT = 256 * 1024  # bytes of a message that go in one piece
+SLOT = 256 * 1024  # bytes of a piece: longer messages are sent in several
 
 
 @pytest.fixture(params=MARKED, scope="module")
@@ -41,19 +41,19 @@ def library(request, library_path):
     return library
 
 
-def drawn(n, rank, dtype=torch.float32, spread=2.0):
-    """A rank's numbers of many magnitudes, the same wherever they are drawn."""
+def random_values(n, rank, dtype=torch.float32, spread=2.0):
+    """The input of a rank: values of many magnitudes, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * rank + n)
     return (torch.randn(n, generator=generator) * torch.exp(spread * torch.randn(n, generator=generator))).to(dtype)
 
 
 def one_shot(tensor, format):
-    """The oracle."""
+    """The oracle: the sum that sparsefusion.all_reduce computes with algorithm one_shot."""
     return sparsefusion.all_reduce(tensor, dist.group.WORLD, format, "one_shot")
 
 
 def assert_same(got, expected, *what):
-    """The same shape, dtype and bits, but that a nan is a nan."""
+    """Assert that shapes, dtypes and bits are equal; a NaN equals every NaN. what: shown on failure."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype), what
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
     same = (got.view(as_integers) == expected.view(as_integers)) | (got.isnan() & expected.isnan())
@@ -61,7 +61,7 @@ def assert_same(got, expected, *what):
 
 
 def assert_sums(memory, x, formats=FORMATS):
-    """The sums of every rank's x are the oracle's."""
+    """Assert that the sums of all ranks' x equal the oracle's."""
     for format in formats:
         assert_same(memory.all_reduce(x, format), one_shot(x.detach(), format), x.shape, x.dtype, format)
 
@@ -70,34 +70,36 @@ def assert_sums(memory, x, formats=FORMATS):
 
 
 def all_sums(rank, library=None, sizes=SIZES):
-    """Of a rank: in all dtypes, sizes and formats."""
+    """Test sums in all dtypes, sizes and formats; called on each rank."""
     memory = joined(library=library)
     for dtype, n in product(DTYPES, sizes):
-        x = drawn(n, rank, dtype)
+        x = random_values(n, rank, dtype)
         given = x.clone()
-        assert_sums(memory, x, FORMATS[: 1 if library and dtype is torch.float64 else None])  # the rest is torch's
+        # torch computes the lossy formats of float64, with whatever library, so one test of them suffices.
+        assert_sums(memory, x, FORMATS[: 1 if library and dtype is torch.float64 else None])
         assert_same(x, given)
         assert n == 0 or memory.all_reduce(x).data_ptr() != x.data_ptr()
 
 
 def all_maxima(rank, library=None):
-    """Of a rank: in all dtypes, of one piece and of several, one number a nan on one rank."""
+    """Test maxima in all dtypes, in one piece and in several, with a NaN on the last rank; called on each rank."""
     memory = joined(library=library)
     for dtype, n in product(DTYPES, (1, 1000, 140_001)):
-        given = [drawn(n, other, dtype) for other in range(memory.size)]
+        given = [random_values(n, other, dtype) for other in range(memory.size)]
         given[-1][n // 2] = np.nan
         expected = torch.stack(given).amax(0)
         assert expected[n // 2].isnan()
         assert_same(memory.all_reduce(given[rank], op="max"), expected, n)
 
 
-def all_beside(rank, library=None):
-    """Of a rank: sums with an exact one beside, in each format; also one of two pieces beside."""
-    memory, owns = joined(library=library), cycle((torch.float32, torch.bfloat16, torch.float64))
-    columns = {(7,): torch.float32, (2, 3, 1): torch.float64, (5, 1): torch.bfloat16, (0,): torch.float32}
+def all_sums_with_exact(rank, library=None):
+    """Test sums in each format together with an exact sum, also with a long one in two pieces; called on each rank."""
+    memory, dtypes = joined(library=library), cycle((torch.float32, torch.bfloat16, torch.float64))
+    shapes = {(7,): torch.float32, (2, 3, 1): torch.float64, (5, 1): torch.bfloat16, (0,): torch.float32}
     long = (3, ((70_001,), torch.float32), "int8")
-    for n, (shape, dtype), format in [*product((0, 3, 70_001), columns.items(), FORMATS), long]:
-        x, exact, counter = drawn(n, rank, next(owns)), drawn(math.prod(shape), rank, dtype).view(shape), Counter()
+    for n, (shape, dtype), format in [*product((0, 3, 70_001), shapes.items(), FORMATS), long]:
+        x, counter = random_values(n, rank, next(dtypes)), Counter()
+        exact = random_values(math.prod(shape), rank, dtype).view(shape)
         total, exact_total = memory.all_reduce(x, format, counter, exact)
         assert_same(total, one_shot(x, format), n, shape, format)
         assert_same(exact_total, one_shot(exact, "fp32"), n, shape, format)
@@ -106,74 +108,76 @@ def all_beside(rank, library=None):
 
 @pytest.mark.parametrize("world", (2, 4, pytest.param(5, marks=pytest.mark.full)))
 def test_other_numbers_of_ranks(ranks, world):
-    """With the installed library."""
+    """Only with the installed library."""
 
     def run(rank):
         all_sums(rank, sizes=(0, 1, 129, 70_001))
         all_maxima(rank)
-        all_beside(rank)
+        all_sums_with_exact(rank)
 
     ranks(run, world)
 
 
-@three
-def test_sums_are_those_of_one_shot(ranks, world, library):
-    """Bit for bit; the input is left alone, the output new."""
+@worlds_of_variants
+def test_sums_are_bitwise_those_of_one_shot(ranks, world, library):
+    """The input is unchanged, and the output does not share its memory."""
     ranks(all_sums, world, library)
 
 
-@three
+@worlds_of_variants
 def test_maximum(ranks, world, library):
     ranks(all_maxima, world, library)
 
 
-@three
-def test_exact_beside(ranks, world, library):
-    """Both sums are those of one_shot of each alone; one call is counted."""
-    ranks(all_beside, world, library)
+@worlds_of_variants
+def test_sums_with_exact(ranks, world, library):
+    """Each of the two sums equals one_shot of that tensor alone; they are counted as one call."""
+    ranks(all_sums_with_exact, world, library)
 
 
-@three
-def test_fp32_is_added_up_in_rank_order(ranks, world, library):
+@worlds_of_variants
+def test_fp32_is_summed_in_rank_order(ranks, world, library):
     def run(rank):
         memory = joined(library=library)
         for dtype in (torch.float32, torch.float64):
             total = None
             for other in range(world):
-                x = drawn(100_001, other, dtype, spread=5).numpy()
+                x = random_values(100_001, other, dtype, spread=5).numpy()
                 total = x if total is None else total + x
-            assert np.array_equal(memory.all_reduce(drawn(100_001, rank, dtype, spread=5)).numpy(), total), dtype
+            assert np.array_equal(memory.all_reduce(random_values(100_001, rank, dtype, spread=5)).numpy(), total), (
+                dtype
+            )
 
     ranks(run, world)
 
 
-@three
-def test_every_fp16_number_and_its_neighbours(ranks, world, library):
-    """All 65,536, their midpoints, and the float32 on either side of both, as halves of sums and as parts; in pieces."""
+@worlds_of_variants
+def test_every_fp16_value_and_its_neighbours(ranks, world, library):
+    """All 65,536 values, their midpoints, and the next float32 above and below each: of one rank, and then of all ranks."""
 
     def run(rank):
         memory = joined(library=library)
         halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
         bits = halves.view(torch.int32)
         middles = (bits.long() + bits.roll(-1)).div(2, rounding_mode="floor").int()
-        near = torch.cat([middle + step for middle in (bits, middles) for step in (-1, 0, 1)]).view(torch.float32)
-        for own in (0, world - 1):
-            assert_sums(memory, near * world if rank == own else torch.zeros_like(near), ("fp16", "bf16"))
+        near = torch.cat([center + step for center in (bits, middles) for step in (-1, 0, 1)]).view(torch.float32)
+        for owner in (0, world - 1):
+            assert_sums(memory, near * world if rank == owner else torch.zeros_like(near), ("fp16", "bf16"))
         assert_sums(memory, near, ("fp16", "int8"))
 
     ranks(run, world)
 
 
-@three
+@worlds_of_variants
 def test_every_magnitude_of_float32(ranks, world, library):
-    """Numbers, and blocks of them, of all exponents, subnormal and at the edges included."""
+    """Values, and blocks of values, with every exponent; also subnormals and the ends of the range of fp16."""
 
     def run(rank):
         memory = joined(library=library)
         generator = torch.Generator().manual_seed(rank)
         exponents = torch.arange(256).repeat_interleave(384) << 23
-        drawn_bits = torch.randint(-(2**31), 2**31, exponents.shape, generator=generator) & ~(255 << 23)
-        x = (drawn_bits | exponents).to(torch.int32).view(torch.float32)
+        random_bits = torch.randint(-(2**31), 2**31, exponents.shape, generator=generator) & ~(255 << 23)
+        x = (random_bits | exponents).to(torch.int32).view(torch.float32)
         largest, smallest = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
         edges = torch.tensor([65504.0, 65519.9, 65520.0, 65536.0, 131008.0, largest, smallest, 1e-45, 0.0, -0.0])
         alone = edges if rank == 0 else torch.zeros_like(edges)
@@ -183,24 +187,24 @@ def test_every_magnitude_of_float32(ranks, world, library):
     ranks(run, world)
 
 
-@three
-def test_what_is_not_finite(ranks, world, library):
-    """One number at either end, each on another rank; inf less inf."""
+@worlds_of_variants
+def test_nan_and_inf(ranks, world, library):
+    """In the first and the last element, each on another rank; and inf - inf."""
 
     def run(rank):
         memory = joined(library=library)
         for bad, owners in product((np.inf, -np.inf, np.nan), ((0, world - 1), (world - 1, 0))):
-            x = drawn(1000, rank)
-            x[[place for owner, place in zip(owners, (0, 999), strict=True) if owner == rank]] = bad
+            x = random_values(1000, rank)
+            x[[index for owner, index in zip(owners, (0, 999), strict=True) if owner == rank]] = bad
             assert_sums(memory, x)
         assert_sums(memory, torch.full((3,), -np.inf if rank else np.inf))
 
     ranks(run, world)
 
 
-@three
-def test_the_edge_of_the_range_of_fp16(ranks, world, library):
-    """What rounding alone carried out of it is put back, and nothing else."""
+@worlds_of_variants
+def test_sums_near_the_largest_fp16_value(ranks, world, library):
+    """A sum that exceeds the range only through rounding becomes the largest value; other sums beyond it are infinite."""
 
     def run(rank):
         memory = joined(library=library)
@@ -214,11 +218,11 @@ def test_the_edge_of_the_range_of_fp16(ranks, world, library):
 
 @fewer
 def test_shapes_and_strides(ranks, world):
-    """A single number; transposed on some ranks only; every third; as a parameter that wants a gradient."""
+    """A scalar; a view that is transposed on some ranks only; slices; a parameter that requires a gradient."""
 
     def run(rank):
         memory = joined()
-        given = drawn(60, rank).view(3, 4, 5)
+        given = random_values(60, rank).view(3, 4, 5)
         forms = (
             given[0, 1, 2],
             given.mT if rank % 2 else given.mT.contiguous(),
@@ -243,12 +247,12 @@ def test_gathers(ranks, world):
     def run(rank):
         memory = joined()
         given = [
-            drawn(12, rank).view(3, 4),
-            drawn(12, rank).view(3, 4).T,
+            random_values(12, rank).view(3, 4),
+            random_values(12, rank).view(3, 4).T,
             torch.arange(300_001) * rank,
             torch.tensor(rank % 2 == 0),
-            drawn(4, rank).to(torch.complex64),
-            drawn(5, rank).bfloat16(),
+            random_values(4, rank).to(torch.complex64),
+            random_values(5, rank).bfloat16(),
             torch.full((7, 1), rank, dtype=torch.uint8),
             torch.empty(2, 0),
         ]
@@ -261,20 +265,20 @@ def test_gathers(ranks, world):
     ranks(run, world)
 
 
-# What is counted
+# Counters
 
 
 @worlds
 def test_counts(ranks, world):
-    """fp32 as collectives.all_reduce counts, lossy formats as one_shot sends; one call each."""
+    """fp32 is counted as in collectives.all_reduce, a lossy format as in one_shot. Each sum counts as one call."""
 
     def run(rank):
         memory = joined()
         for n, exact, dtype in product((1, 129, 1000), (0, 7), (torch.float32, torch.bfloat16)):
-            beside = torch.ones(exact) if exact else None
+            exact_tensor = torch.ones(exact) if exact else None
             for format in FORMATS:
                 counter = Counter()
-                memory.all_reduce(torch.ones(n, dtype=dtype), format, counter, beside)
+                memory.all_reduce(torch.ones(n, dtype=dtype), format, counter, exact_tensor)
                 blocks = -(-n // 128)
                 by_hand = {"fp32": 4 * n, "fp16": 2 * n, "bf16": 2 * n, "int8": 132 * blocks}[format] + 4 * exact
                 assert (dict(counter.calls), counter.nbytes) == ({"all_reduce": 1}, by_hand), format
@@ -296,21 +300,21 @@ def test_counts(ranks, world):
 @worlds
 @pytest.mark.parametrize("seed", (0, pytest.param(1, marks=pytest.mark.full)))
 def test_calls_of_all_kinds_and_sizes_one_after_the_other(ranks, world, seed):
-    """Of no pieces, of one and of several, about their ends too; the oracle computes from what all ranks were given."""
+    """Empty messages, one piece and several, and sizes near a multiple of a piece. The oracle computes from all inputs."""
 
     def run(rank):
-        memory, choose = joined(), random.Random(seed)
-        pool = [drawn(4 * SLOT // 4, other) for other in range(world)]
+        memory, rng = joined(), random.Random(seed)
+        pool = [random_values(4 * SLOT // 4, other) for other in range(world)]
         for _ in range(100):
-            edge = choose.choice((1, 2, 3)) * SLOT // 4 + choose.randint(-3, 3)
-            n = choose.choice((choose.randint(0, 300), choose.randint(0, 20_000), edge))
-            start = choose.randint(0, len(pool[0]) - n)
+            edge = rng.choice((1, 2, 3)) * SLOT // 4 + rng.randint(-3, 3)
+            n = rng.choice((rng.randint(0, 300), rng.randint(0, 20_000), edge))
+            start = rng.randint(0, len(pool[0]) - n)
             given = [each[start : start + n] for each in pool]
-            if choose.random() < 0.3:
+            if rng.random() < 0.3:
                 assert torch.equal(memory.all_gather(given[rank]), torch.stack(given))
-            elif choose.random() < 0.3:
-                total, beside = memory.all_reduce(given[rank], "bf16", exact=given[rank][:5].double())
-                assert_same(beside, collectives.in_rank_order([each[:5].double() for each in given]))
+            elif rng.random() < 0.3:
+                total, exact = memory.all_reduce(given[rank], "bf16", exact=given[rank][:5].double())
+                assert_same(exact, collectives.in_rank_order([each[:5].double() for each in given]))
                 rounded = collectives.in_rank_order([each.bfloat16().float() for each in given])
                 assert_same(total, rounded.bfloat16().float())
             else:
@@ -321,7 +325,7 @@ def test_calls_of_all_kinds_and_sizes_one_after_the_other(ranks, world, seed):
 
 @pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_ten_thousand_calls(ranks, world):
-    """Also with more ranks than processors."""
+    """It also works with more ranks than processors."""
 
     def run(rank):
         memory, x, expected = joined(), torch.ones(768), torch.ones(768)
@@ -335,7 +339,7 @@ def test_ten_thousand_calls(ranks, world):
 
 
 @fewer
-def test_several_groups_and_memories_side_by_side(ranks, world):
+def test_two_memories_of_one_group_and_one_of_a_subgroup(ranks, world):
     def run(rank):
         first, second = joined(), joined()
         pair = dist.new_group([0, 1])

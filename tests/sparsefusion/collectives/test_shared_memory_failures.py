@@ -1,5 +1,5 @@
-"""Connecting to shared memory, and what ends it; oracles: /dev/shm, /proc, which rank died, closed or was late, and the
-expected messages.
+"""Connecting to shared memory, and how a connection ends; oracles: /dev/shm, /proc, the rank that died, closed or was
+late, and the expected messages.
 
 A test kills a rank with `die`: the rank's process is killed, and a fork of it reports in its place.
 """
@@ -51,8 +51,8 @@ def test_connected_ranks_leave_no_file(ranks, world):
     assert [files(pid) for pid in ranks(run, world)] == [[]] * world
 
 
-def refused(world, ranks, prepare=lambda rank: None, **options):
-    """The reason for which connect refuses after prepare(rank). It is the same on every rank, and nothing is left behind.
+def reason_for_refusal(world, ranks, prepare=lambda rank: None, **options):
+    """The reason why connect refuses, after prepare(rank). It is the same on every rank, and no file is left open.
 
     prepare: may return a function that undoes it. options: arguments of connect on the last rank.
     """
@@ -78,14 +78,14 @@ def refused(world, ranks, prepare=lambda rank: None, **options):
 @fewer
 def test_one_rank_declines(ranks, world):
     """Then no rank connects, and no rank waits; the reason names the first rank that declined."""
-    assert refused(world, ranks, wanted=False) == f"rank {world - 1}: shared_memory=False"
+    assert reason_for_refusal(world, ranks, wanted=False) == f"rank {world - 1}: shared_memory=False"
     all_decline = [(None, "rank 0: shared_memory=False")] * world
     assert ranks(lambda rank: connect(dist.group.WORLD, wanted=False), world) == all_decline
 
 
 @fewer
 def test_one_rank_lacks_the_library(ranks, world):
-    why = refused(world, ranks, library=Library("sparsefusion", SIGNATURES, "/nowhere/kernels.so"))
+    why = reason_for_refusal(world, ranks, library=Library("sparsefusion", SIGNATURES, "/nowhere/kernels.so"))
     assert f"rank {world - 1}: no C library" in why and "/nowhere/kernels.so" in why
 
 
@@ -93,7 +93,7 @@ def test_one_rank_lacks_the_library(ranks, world):
 @pytest.mark.parametrize(
     "limit, value, who, why",
     (
-        # A file may not grow to the size that is needed: an error now, not a signal later.
+        # Files may not grow to the size needed. This must be an error now, not a signal at the first write.
         pytest.param("RLIMIT_FSIZE", 8192, 0, ("rank 0: no ", " bytes in /dev/shm: "), id="space"),
         pytest.param("RLIMIT_NOFILE", 3, 1, ("rank 1: [Errno 24]",), id="descriptors"),
     ),
@@ -107,26 +107,26 @@ def test_one_rank_has_no_space_or_descriptors(ranks, world, limit, value, who, w
             resource.setrlimit(number, (value, limits[1]))
         return lambda: resource.setrlimit(number, limits)
 
-    reason = refused(world, ranks, prepare)
+    reason = reason_for_refusal(world, ranks, prepare)
     assert all(part in reason for part in why), reason
 
 
 @fewer
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_one_rank_runs_as_another_user(ranks, world):
-    """It may not open the memory."""
+    """That user may not open the file that the ranks share."""
 
     def prepare(rank):
         if rank == 1:
             os.seteuid(65534)
             return lambda: os.seteuid(0)
 
-    assert "rank 1: [Errno 13]" in refused(world, ranks, prepare)
+    assert "rank 1: [Errno 13]" in reason_for_refusal(world, ranks, prepare)
 
 
 @fewer
 def test_one_rank_finds_another_file(ranks, world):
-    """For example in another mount of /proc. The ranks would wait for ever if each used memory of its own."""
+    """Its /proc may be another mount. If the ranks used different files, they would wait for one another for ever."""
 
     def prepare(rank):
         if rank == 1:
@@ -142,7 +142,7 @@ def test_one_rank_finds_another_file(ranks, world):
             os.open = open_other
             return lambda: setattr(os, "open", open_file)
 
-    assert "is another file on this rank than on rank 0" in refused(world, ranks, prepare)
+    assert "is another file on this rank than on rank 0" in reason_for_refusal(world, ranks, prepare)
 
 
 @fewer
@@ -228,12 +228,11 @@ def test_groups_that_cannot_share(ranks, world):
 
 @fewer
 def test_the_timeout_is_that_of_the_group(ranks, world):
-    """run_ranks gives its default group 30 seconds more than the ranks have."""
-
+    """run_ranks gives the default group 30 seconds more than its own timeout."""
     assert ranks(lambda rank: shared_memory._timeout_of(dist.group.WORLD), world, timeout=20) == [50] * world
 
 
-# Ends
+# Ranks that die, close, or do not come
 
 
 @fewer
@@ -325,7 +324,7 @@ def test_a_rank_that_is_late(ranks, world):
         memory = joined(timeout=0.3)
         if rank == world - 1:
             dist.barrier()
-            memory.all_reduce(torch.ones(2))  # all other ranks had posted this one
+            memory.all_reduce(torch.ones(2))  # the other ranks have already sent their parts of this sum
             kind, message = error_of(lambda: memory.all_reduce(torch.ones(2)))
             assert kind is RuntimeError and "has given up" in message
         else:

@@ -1,4 +1,4 @@
-"""Models whose ranks share memory; oracle: the same models over gloo, whose calls test_counts.py counts."""
+"""Models whose ranks communicate in shared memory; oracle: the same models over gloo, whose counts test_counts.py tests."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ MODELS = {  # name: (family, changes)
     "mamba": ("mamba", dict(num_hidden_layers=LAYERS)),
     "mamba2-1-group": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=1)),
     "mamba2-2-groups": ("mamba2", dict(num_hidden_layers=LAYERS, n_groups=2)),
-    "zamba-2-heads": ("zamba", dict(n_mamba_heads=2)),  # 4 ranks: two groups share a head each
+    "zamba-2-heads": ("zamba", dict(n_mamba_heads=2)),  # on 4 ranks, each head is split over a subgroup of 2 ranks
 }
 worlds = pytest.mark.parametrize("tp", (2, 4))
 IDS = torch.arange(14).view(2, 7) % VOCAB
@@ -31,22 +31,22 @@ pytestmark = pytest.mark.skipif(not shared_memory.kernels(), reason=f"no C libra
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """place(name): the directory of a model, made once."""
-    made = {}
+def directory_of(tmp_path_factory):
+    """directory_of(name): the checkpoint of one of MODELS, created once."""
+    directories = {}
 
-    def of(name):
-        if name not in made:
+    def create(name):
+        if name not in directories:
             family, changes = MODELS[name]
-            made[name] = tmp_path_factory.mktemp(name)
-            save_hf(made[name], family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
-        return made[name]
+            directories[name] = tmp_path_factory.mktemp(name)
+            save_hf(directories[name], family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+        return directories[name]
 
-    return of
+    return create
 
 
-def everything(model):
-    """Loss, gradients, logits after a prompt and a decoded token, greedy tokens, and what was counted on the way."""
+def results_and_counts(model):
+    """([loss, gradients, logits of a prompt and of one decoded token, greedy tokens], the counts of communication)."""
     loss = model.loss(IDS, IDS)
     loss.backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -60,8 +60,8 @@ def everything(model):
 @worlds
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", by_default((torch.float64,), (torch.float64, torch.bfloat16)), ids=str)
-def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
-    directory = place(name)
+def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, directory_of):
+    directory = directory_of(name)
 
     def run(rank):
         load = partial(megatron_ssm.load, directory, dist.group.WORLD, dtype=dtype)
@@ -71,7 +71,7 @@ def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
             "gloo (rank 0: shared_memory=False)",
         )
         assert shared.head_ranks.memory is not None or shared.head_ranks.size == 1
-        (ours, counted), (theirs, counted_there) = everything(shared), everything(gloo)
+        (ours, counted), (theirs, counted_there) = results_and_counts(shared), results_and_counts(gloo)
         assert counted == counted_there and sum(counted[0].values()) > 0
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-10 if dtype == torch.float64 else 0.05)
@@ -82,9 +82,9 @@ def test_shared_memory_gives_what_gloo_gives(ranks, tp, name, dtype, place):
 
 
 @worlds
-def test_auto_is_exact_in_shared_memory(ranks, tp, place, monkeypatch):
-    """And measures nothing; a caller's own function is called, and what is exact goes through memory beside it."""
-    directory = place("mamba2-1-group")
+def test_auto_is_exact_in_shared_memory(ranks, tp, directory_of, monkeypatch):
+    """It measures nothing. A caller's own function is called for the sums; exact sums still go through shared memory."""
+    directory = directory_of("mamba2-1-group")
     monkeypatch.setattr(quantized, "measure", None)
 
     @torch.no_grad()
@@ -92,19 +92,19 @@ def test_auto_is_exact_in_shared_memory(ranks, tp, place, monkeypatch):
         load = partial(megatron_ssm.load, directory, dist.group.WORLD)
         exact, auto = load(), load(reduce="auto")
         assert torch.equal(exact(IDS), auto(IDS))
-        summed = []
-        own = load(reduce=lambda tensor, group: summed.append(tensor.shape) or exact.ranks.exact(tensor, group))
-        torch.testing.assert_close(own(IDS), exact(IDS), rtol=0, atol=1e-5)
-        assert summed == [(2, 7, HIDDEN)] * LAYERS
-        return own.counter.calls - Counter({"all_gather": 1})
+        shapes = []
+        custom = load(reduce=lambda tensor, group: shapes.append(tensor.shape) or exact.ranks.exact(tensor, group))
+        torch.testing.assert_close(custom(IDS), exact(IDS), rtol=0, atol=1e-5)
+        assert shapes == [(2, 7, HIDDEN)] * LAYERS
+        return custom.counter.calls - Counter({"all_gather": 1})
 
-    assert ranks(run, tp) == [Counter({"all_reduce": 1 + LAYERS})] * tp  # the embedding, and the norms' squares
+    assert ranks(run, tp) == [Counter({"all_reduce": 1 + LAYERS})] * tp  # for the embedding and for each gated norm
 
 
 @worlds
-def test_a_rank_that_has_gone_ends_the_others(ranks, tp, place):
-    """The one that closed is named, by whoever still runs the model; and a closed model says so itself."""
-    directory = place("mamba")
+def test_a_model_that_one_rank_has_closed(ranks, tp, directory_of):
+    """That rank's error says so. The others' errors name the rank, or another one that has given up because of it."""
+    directory = directory_of("mamba")
 
     @torch.no_grad()
     def run(rank):
@@ -118,16 +118,16 @@ def test_a_rank_that_has_gone_ends_the_others(ranks, tp, place):
         dist.barrier()
         return str(caught.value)
 
-    *messages, own = ranks(run, tp)
-    assert "closed" in own
+    *messages, last = ranks(run, tp)
+    assert "closed" in last
     assert all(f"rank {tp - 1} of {tp}" in message or "given up" in message for message in messages)
     assert any(f"rank {tp - 1} of {tp}" in message for message in messages)
 
 
 @worlds
-def test_models_on_one_group_have_memory_of_their_own(ranks, tp, place):
-    """One may close without the other; parts of a world may share, and a rank alone has nothing to share."""
-    directory = place("mamba")
+def test_models_on_one_group_have_memory_of_their_own(ranks, tp, directory_of):
+    """One may be closed while the other is used. Subgroups can share memory, too; a single rank has nothing to share."""
+    directory = directory_of("mamba")
 
     @torch.no_grad()
     def run(rank):
@@ -145,9 +145,9 @@ def test_models_on_one_group_have_memory_of_their_own(ranks, tp, place):
 
 
 def decode(model, cache, tokens=6):
-    """The last logits of some tokens, one after the other, what was counted, and how many all-reduces Python did."""
+    """Decode one token after the other: (the last logits, the counts of communication, all-reduces called by Python)."""
     before, memory, calls = deepcopy(model.counter), model.ranks.memory, []
-    memory.all_reduce = lambda *given, **named: calls.append(1) or type(memory).all_reduce(memory, *given, **named)
+    memory.all_reduce = lambda *args, **kwargs: calls.append(1) or type(memory).all_reduce(memory, *args, **kwargs)
     for _ in range(tokens):
         logits = model(IDS[:, :1], cache=cache)
     counts = (
@@ -158,16 +158,16 @@ def decode(model, cache, tokens=6):
     return logits, counts, len(calls)
 
 
-# All-reduces of a block that C does; those in subgroups are not the model's memory's.
+# All-reduces that C performs in a block, on 2 and 4 ranks. Those in a subgroup use its memory, not the model's.
 IN_C = {"mamba": (2, 2), "mamba2-1-group": (1, 1), "mamba2-2-groups": (1, 0), "zamba-2-heads": (1, 2)}
 
 
 @worlds
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("format", by_default(("fp32", "int8"), ("fp32", "fp16", "bf16", "int8", "auto")))
-def test_sums_while_decoding(ranks, tp, name, format, place):
-    """C does them where layers follow one another; oracle: each layer called by itself, and its sums by Python."""
-    directory, in_c = place(name), IN_C[name][tp > 2]
+def test_sums_while_decoding(ranks, tp, name, format, directory_of):
+    """C performs the all-reduces of consecutive layers. Oracle: layers with hooks, whose all-reduces Python calls."""
+    directory, in_c = directory_of(name), IN_C[name][tp > 2]
 
     @torch.no_grad()
     def run(rank):
@@ -193,12 +193,13 @@ def test_sums_while_decoding(ranks, tp, name, format, place):
 @worlds
 @pytest.mark.parametrize("ending", ("comes late", "closes", "dies"))
 @pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "zamba-2-heads"))
-def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
-    """Until it gives up, and Python looks: for the last rank, which comes once all the others have given up.
+def test_the_last_rank_arrives_after_c_has_stopped_waiting(ranks, tp, name, ending, directory_of, monkeypatch):
+    """The C code of the other ranks returns to Python, which goes on waiting. Only then the last rank arrives.
 
-    Then a late one is waited for; one that goes is named, by whoever notices it first, and nothing is decoded any more.
+    If it is merely late, the token is decoded. If it closes or dies, the others' errors name it, or another rank that has
+    given up because of it, and nothing can be decoded any more.
     """
-    directory = place(name)
+    directory = directory_of(name)
 
     def end(model):
         if ending == "closes":
@@ -209,31 +210,31 @@ def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
 
     @torch.no_grad()
     def run(rank):
-        model, waited = megatron_ssm.load(directory, dist.group.WORLD), torch.zeros(1)
+        model, message = megatron_ssm.load(directory, dist.group.WORLD), torch.zeros(1)
         cache = model.new_cache(2)
         model(IDS, cache=cache)
         expected = decode(model, deepcopy(cache), 1)[0]
-        wait, called = shared_memory.SharedMemory.wait, native_step.NativeLayers.__call__
-        told = []
+        original_wait, original_call = shared_memory.SharedMemory.wait, native_step.NativeLayers.__call__
+        done = []
 
-        def tell(memory, code):
-            if not told:
-                told.append(dist.send(waited, tp - 1))
-            wait(memory, code)
+        def tell_the_last_rank_and_wait(memory, code):
+            if not done:
+                done.append(dist.send(message, tp - 1))
+            original_wait(memory, code)
 
-        def come(self, *given):
-            if not told:
-                told.extend(dist.recv(waited, other) for other in range(tp - 1))
+        def arrive_after_the_others(self, *args):
+            if not done:
+                done.extend(dist.recv(message, other) for other in range(tp - 1))
                 end(model)
-            return called(self, *given)
+            return original_call(self, *args)
 
         if rank < tp - 1:
-            monkeypatch.setattr(shared_memory.SharedMemory, "wait", tell)
+            monkeypatch.setattr(shared_memory.SharedMemory, "wait", tell_the_last_rank_and_wait)
         else:
-            monkeypatch.setattr(native_step.NativeLayers, "__call__", come)
+            monkeypatch.setattr(native_step.NativeLayers, "__call__", arrive_after_the_others)
         if ending == "comes late":
             logits = decode(model, cache, 1)[0]
-            assert told and torch.equal(logits, expected)
+            assert done and torch.equal(logits, expected)
             return None
         first = error_of(lambda: decode(model, cache, 1))
         assert first[0] is RuntimeError
@@ -243,5 +244,5 @@ def test_a_rank_for_which_c_waits(ranks, tp, name, ending, place, monkeypatch):
 
     for rank, message in enumerate(ranks(run, tp)):
         if ending != "comes late" and rank < tp - 1:
-            last = rf"rank ({tp - 1} of {tp}|1 of 2) "  # the model's, or a subgroup's
+            last = rf"rank ({tp - 1} of {tp}|1 of 2) "  # its rank in the model's group, or in a subgroup
             assert re.search(rf"{last}.*(has died|has closed)|has given up", message), message

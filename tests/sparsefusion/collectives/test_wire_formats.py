@@ -1,4 +1,4 @@
-"""Formats of numbers on the wire; oracles: numpy's float16, bfloat16 rounded bit by bit, and int8 in blocks by numpy."""
+"""Wire formats; oracles: numpy's float16, bfloat16 rounded bit by bit, and int8 in blocks computed by numpy."""
 
 import numpy as np
 import pytest
@@ -12,17 +12,17 @@ LARGEST = float(np.finfo(np.float32).max)
 TINY = np.finfo(np.float32).tiny
 DENORMAL = float(np.finfo(np.float32).smallest_subnormal)
 numbers = st.floats(-(2.0**127), 2.0**127, width=32)
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few_examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def heavy(n, seed=0):
-    """n heavy-tailed float32."""
+def heavy_tailed(n, seed=0):
+    """n float32 values from a heavy-tailed distribution."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, generator=generator) * torch.exp(torch.randn(n, generator=generator))
 
 
-def through(form, x, ranks=2, multiple=None):
-    """x (n,) encoded as one row, and decoded."""
+def round_trip(form, x, ranks=2, multiple=None):
+    """x (n,) after encoding it as one row and decoding it."""
     row = rows_of(x, 1, multiple or form.block)
     message = form.encode(row, ranks)
     assert message.dtype == torch.uint8 and message.shape == (1, form.nbytes(row.shape[1]))
@@ -30,7 +30,7 @@ def through(form, x, ranks=2, multiple=None):
 
 
 def decoded(form, message, dtype=torch.float32, ranks=2):
-    """The numbers that a message stands for."""
+    """The values of an encoded message."""
     return form.restore(form.decode(message, dtype), ranks)
 
 
@@ -63,20 +63,20 @@ def int8(x):
 @pytest.mark.parametrize("count", (1, 2, 3, 4))
 @pytest.mark.parametrize("scale", (1e-10, 1e-6, 1.0, 1e4, 1e30))
 def test_casts_round_as_numpy_does(count, scale):
-    x = heavy(10_000) * scale
-    assert np.array_equal(through(LOSSY["fp16"], x, count).numpy(), float16(x.numpy(), count))
-    assert np.array_equal(through(LOSSY["bf16"], x, count).numpy(), bfloat16(x.numpy()))
+    x = heavy_tailed(10_000) * scale
+    assert np.array_equal(round_trip(LOSSY["fp16"], x, count).numpy(), float16(x.numpy(), count))
+    assert np.array_equal(round_trip(LOSSY["bf16"], x, count).numpy(), bfloat16(x.numpy()))
 
 
-@few
+@few_examples
 @given(st.lists(numbers, min_size=1, max_size=300), st.integers(1, 8))
 def test_any_numbers_round_as_numpy_does(values, count):
     x = torch.tensor(values, dtype=torch.float32)
-    assert np.array_equal(through(LOSSY["fp16"], x, count).numpy(), float16(x.numpy(), count))
-    assert np.array_equal(through(LOSSY["bf16"], x, count).numpy(), bfloat16(x.numpy()))
+    assert np.array_equal(round_trip(LOSSY["fp16"], x, count).numpy(), float16(x.numpy(), count))
+    assert np.array_equal(round_trip(LOSSY["bf16"], x, count).numpy(), bfloat16(x.numpy()))
 
 
-def test_the_bytes_of_a_cast_are_the_numbers_in_its_dtype():
+def test_the_bytes_of_a_cast_are_the_values_in_its_dtype():
     x = torch.tensor([1.0, -2.5, 65504.0])
     assert LOSSY["fp16"].encode(x[None], 1).numpy().tobytes() == x.numpy().astype("<f2").tobytes()
     assert LOSSY["fp16"].encode(x[None] * 2, 2).numpy().tobytes() == x.numpy().astype("<f2").tobytes()
@@ -86,19 +86,19 @@ def test_the_bytes_of_a_cast_are_the_numbers_in_its_dtype():
 
 @pytest.mark.parametrize("count", (1, 2, 3, 4))
 def test_range_of_fp16(count):
-    """Every number up to 65504 times the count is finite; what rounds to more is infinite, with its sign."""
+    """Values up to 65504 times the number of ranks stay finite; those that round to more become inf or -inf."""
     edge = 65504.0 * count
     inside = torch.tensor([edge, -edge, edge * 0.999])
-    assert through(LOSSY["fp16"], inside, count).isfinite().all()
-    assert torch.equal(through(LOSSY["fp16"], inside[:2], count), inside[:2])
+    assert round_trip(LOSSY["fp16"], inside, count).isfinite().all()
+    assert torch.equal(round_trip(LOSSY["fp16"], inside[:2], count), inside[:2])
     beyond = torch.tensor([65520.0 * count, -65520.0 * count, 1e38])
-    assert through(LOSSY["fp16"], beyond, count).tolist() == [float("inf"), float("-inf"), float("inf")]
-    assert through(LOSSY["bf16"], beyond, count).isfinite().all()
+    assert round_trip(LOSSY["fp16"], beyond, count).tolist() == [float("inf"), float("-inf"), float("inf")]
+    assert round_trip(LOSSY["bf16"], beyond, count).isfinite().all()
 
 
 @pytest.mark.parametrize("count", (1, 2, 3, 4))
-def test_a_sum_just_beyond_the_range_of_fp16_is_put_back(count):
-    """By as much as its summands' rounding can have added, half an ulp each; clearly beyond it is infinite."""
+def test_a_sum_just_beyond_the_range_of_fp16_is_clamped(count):
+    """Rounding can add half an ulp to each summand, so a sum that far beyond is clamped; a larger one becomes infinite."""
     form, inf = LOSSY["fp16"], float("inf")
     halves = 16.0 * count
     sums = torch.tensor([[65504 + halves, -65504 - halves, 65504, 1.0, 65504 * 1.01, -65504 * 1.01]])
@@ -115,19 +115,19 @@ def test_a_sum_just_beyond_the_range_of_fp16_is_put_back(count):
 
 @pytest.mark.parametrize("count", (1, 2, 4))
 @pytest.mark.parametrize("name", ("fp16", "bf16"))
-def test_zeros_and_what_is_not_finite_keep_their_value(name, count):
+def test_zeros_inf_and_nan_keep_their_value(name, count):
     values = [0.0, -0.0, float("inf"), float("-inf")]
-    back = through(LOSSY[name], torch.tensor(values), count)
+    back = round_trip(LOSSY[name], torch.tensor(values), count)
     assert back.tolist() == values and torch.signbit(back).tolist() == [False, True, False, True]
-    assert through(LOSSY[name], torch.tensor([float("nan")]), count).isnan().all()
+    assert round_trip(LOSSY[name], torch.tensor([float("nan")]), count).isnan().all()
 
 
-def test_fp32_sends_numbers_whole():
+def test_fp32_is_exact():
     for dtype in (torch.float32, torch.float64):
-        x = heavy(100).to(dtype) / 3
+        x = heavy_tailed(100).to(dtype) / 3
         form = wire_format("fp32", dtype)
         assert form.nbytes(100) == 100 * dtype.itemsize
-        assert torch.equal(through(form, x), x) and torch.equal(form.rounded(x[None], 2)[0], x)
+        assert torch.equal(round_trip(form, x), x) and torch.equal(form.rounded(x[None], 2)[0], x)
 
 
 # int8
@@ -135,53 +135,53 @@ def test_fp32_sends_numbers_whole():
 
 @pytest.mark.parametrize("n", (1, 127, 128, 129, 1000, 12_800))
 def test_int8_is_scales_then_integers(n):
-    x = heavy(n)
+    x = heavy_tailed(n)
     whole = rows_of(x, 1, BLOCK)
     scales, integers = int8(whole[0].numpy())
     message = LOSSY["int8"].encode(whole, 3)[0].numpy().tobytes()
     assert message == scales.astype("<f4").tobytes() + integers.tobytes()
     expected = (integers * scales[:, None]).astype(np.float32).ravel()[:n]
-    assert np.array_equal(through(LOSSY["int8"], x).numpy(), expected)
+    assert np.array_equal(round_trip(LOSSY["int8"], x).numpy(), expected)
 
 
 def test_int8_rounds_halves_to_even():
     x = torch.zeros(128)
     x[:8] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49])
-    assert through(LOSSY["int8"], x)[:8].tolist() == [127, 0, 2, 2, 0, -2, -2, 3]
+    assert round_trip(LOSSY["int8"], x)[:8].tolist() == [127, 0, 2, 2, 0, -2, -2, 3]
 
 
-@few
+@few_examples
 @given(st.lists(numbers, min_size=1, max_size=300))
 def test_int8_of_any_numbers_is_within_half_a_step(values):
-    """Of its block, in float64."""
+    """A step is the scale of the block, here computed in float64."""
     x = torch.tensor(values, dtype=torch.float32)
-    back = through(LOSSY["int8"], x)
+    back = round_trip(LOSSY["int8"], x)
     blocks = rows_of(x, 1, BLOCK).double().view(-1, BLOCK)
     step = (blocks.abs().amax(1, keepdim=True) / 127).clamp_min(float(TINY))
     error = rows_of((back.double() - x.double()), 1, BLOCK).view(-1, BLOCK).abs()
     assert back.isfinite().all()
     assert (error <= 0.5001 * step).all()
-    assert torch.equal(through(LOSSY["int8"], -x), -back)
+    assert torch.equal(round_trip(LOSSY["int8"], -x), -back)
 
 
-def test_int8_blocks_do_not_touch_one_another():
-    x = heavy(3 * BLOCK)
-    alone = torch.cat([through(LOSSY["int8"], block) for block in x.split(BLOCK)])
-    assert torch.equal(through(LOSSY["int8"], x), alone)
+def test_int8_blocks_are_independent():
+    x = heavy_tailed(3 * BLOCK)
+    alone = torch.cat([round_trip(LOSSY["int8"], block) for block in x.split(BLOCK)])
+    assert torch.equal(round_trip(LOSSY["int8"], x), alone)
     for bad in (float("inf"), float("-inf"), float("nan")):
         broken = x.clone()
         broken[BLOCK + 7] = bad
-        back = through(LOSSY["int8"], broken)
+        back = round_trip(LOSSY["int8"], broken)
         assert not back[BLOCK : 2 * BLOCK].isfinite().any()
         assert torch.equal(back[:BLOCK], alone[:BLOCK]) and torch.equal(back[2 * BLOCK :], alone[2 * BLOCK :])
 
 
 @pytest.mark.parametrize("value", (0.0, DENORMAL, -3 * DENORMAL, float(TINY), 1e-36, LARGEST, -LARGEST, LARGEST / 127))
 def test_int8_of_one_number_and_zeros(value):
-    """A block of zeros is zeros; what is far smaller than float32's smallest normal numbers may become so."""
+    """Zeros stay zeros; a value far below the smallest normal float32 may become zero."""
     x = torch.zeros(200)
     x[3] = value
-    back = through(LOSSY["int8"], x)
+    back = round_trip(LOSSY["int8"], x)
     assert back.isfinite().all() and torch.equal(back[:3], x[:3]) and torch.equal(back[4:], x[4:])
     assert abs(back[3].item() - value) <= max(1e-6 * abs(value), 0.5001 * float(TINY))
 
@@ -192,15 +192,15 @@ def test_int8_of_zeros_is_zeros():
     assert torch.equal(decoded(LOSSY["int8"], message), torch.zeros(2, 256))
 
 
-def test_int8_takes_and_gives_float64():
-    x = heavy(256).double()
-    back = through(LOSSY["int8"], x)
+def test_int8_of_float64():
+    x = heavy_tailed(256).double()
+    back = round_trip(LOSSY["int8"], x)
     assert back.dtype == torch.float64
-    assert torch.equal(back, through(LOSSY["int8"], x.float()).double())
+    assert torch.equal(back, round_trip(LOSSY["int8"], x.float()).double())
 
 
 def test_a_sum_in_int8_is_not_rounded_again():
-    total = heavy(256)[None]
+    total = heavy_tailed(256)[None]
     assert torch.equal(LOSSY["int8"].rounded(total, 2), total)
 
 
@@ -216,9 +216,9 @@ def test_nbytes(form, numel, nbytes):
 
 
 @given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from((1, 7, 128)))
-@few
+@few_examples
 def test_rows_of(numel, rows, multiple):
-    """Equally long, no longer than needed, a multiple of what was asked; zeros follow."""
+    """Rows have the same length, the smallest multiple of `multiple` that suffices; zeros fill the rest."""
     x = torch.arange(1, numel + 1)
     cut = rows_of(x, rows, multiple)
     assert len(cut) == rows and cut.shape[1] % multiple == 0
@@ -229,9 +229,9 @@ def test_rows_of(numel, rows, multiple):
 
 @pytest.mark.parametrize("skipped", range(9))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32, torch.float64))
-def test_view_bytes_at_any_place(dtype, skipped):
-    """Of messages that begin anywhere, as what rides behind others does; a row in memory may be of any length."""
-    x = heavy(12).to(dtype).view(2, 6)
+def test_view_bytes_at_any_offset(dtype, skipped):
+    """Values may begin at any byte of a message, because others may precede them, and rows may have any length."""
+    x = heavy_tailed(12).to(dtype).view(2, 6)
     width = 6 * dtype.itemsize
     for length in (skipped + width, skipped + width + 1):
         message = torch.full((2, length), 255, dtype=torch.uint8)
@@ -240,13 +240,13 @@ def test_view_bytes_at_any_place(dtype, skipped):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_rows_are_encoded_one_by_one(name):
-    form, x = LOSSY[name], heavy(4 * 256).view(4, 256)
+def test_rows_are_encoded_independently(name):
+    form, x = LOSSY[name], heavy_tailed(4 * 256).view(4, 256)
     message = form.encode(x, 4)
     for row in range(4):
         assert torch.equal(message[row : row + 1], form.encode(x[row : row + 1], 4))
     whole = decoded(form, message)
     assert torch.equal(whole[2:3], decoded(form, message[2:3]))
-    spread = torch.zeros(4, message.shape[1] + 3, dtype=torch.uint8)  # behind three other bytes
+    spread = torch.zeros(4, message.shape[1] + 3, dtype=torch.uint8)  # after three other bytes
     spread[:, 3:] = message
     assert torch.equal(decoded(form, spread[:, 3:]), whole)

@@ -25,12 +25,12 @@ MB = 1 << 20
 
 
 def line(alpha, beta, sizes=SIZES):
-    """The points of alpha + beta * nbytes."""
+    """Points (nbytes, seconds) on the line alpha + beta * nbytes."""
     return [(nbytes, alpha + beta * nbytes) for nbytes in sizes]
 
 
 def curve_of(operation="all_reduce", ranks=4, alpha=20e-6, beta=4e-12, mode="eager", noise=0.0, changing=False):
-    """A curve of known alpha and beta, whose times are off by up to `noise`; changing: above 1 MB alpha is larger."""
+    """A curve of known alpha and beta. noise: the largest relative error of a time. changing: alpha is larger above 1 MB."""
     random = np.random.default_rng(0)
     points = [(nbytes, time * (1 + random.uniform(-noise, noise))) for nbytes, time in line(alpha, beta)]
     points = [(nbytes, time + 5 * alpha * (changing and nbytes > MB)) for nbytes, time in points]
@@ -77,7 +77,7 @@ def test_changes_of_protocol_are_found():
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20))
 def test_no_message_is_faster_than_a_smaller_one(times):
-    """Whatever was measured, and also if there are only one or two points."""
+    """This holds for any measured times, also for those of only one or two sizes."""
     curve = Curve.fit("all_reduce", 4, list(zip(SIZES, times, strict=False)))
     grid = np.unique(np.geomspace(1, 4 * SIZES[-1], 300).astype(int))
     predicted = predict(curve.segments, grid)
@@ -94,7 +94,7 @@ def test_spikes_are_dropped_and_reported():
 
 
 def test_points_that_are_no_spikes():
-    """Ordinary noise; the first size of a slower protocol; the last point, which has no larger one to compare with."""
+    """Noise, the first size of a slower protocol, and the last point, which cannot be compared with a larger size."""
     assert spikes([20, 20.5, 19.8, 22, 20.1, 20.3]) == []
     assert spikes([20, 20, 20, 40, 40, 40, 40]) == []
     assert spikes([20, 20, 20, 20, 60]) == []
@@ -123,7 +123,7 @@ def test_the_floor_is_the_median_of_small_messages():
 
 
 @pytest.mark.parametrize("noise", (0.02, 0.05, 0.1))
-def test_intervals_hold_nine_in_ten_of_the_points_left_out(noise):
+def test_intervals_contain_nine_in_ten_of_the_points_left_out(noise):
     inside, total = 0, 0
     for seed in range(20):
         factors = np.random.default_rng(seed).uniform(1 - noise, 1 + noise, len(SIZES))
@@ -323,7 +323,7 @@ def test_files_of_other_kinds(tmp_path):
 
 
 def test_a_hidden_file_of_another_user_is_not_used(tmp_path):
-    """In a shared directory such as /tmp others can make a link, under the name of the hidden file if they can guess it."""
+    """In a shared directory such as /tmp, a user who guesses the name of the hidden file can create a link there."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".fabric.json.{os.getpid()}").symlink_to(victim)
@@ -332,7 +332,7 @@ def test_a_hidden_file_of_another_user_is_not_used(tmp_path):
 
 
 def test_a_directory_without_permission_is_refused(tmp_path, monkeypatch):
-    """Before a measurement, not after it; `os.access` always permits root everything."""
+    """This is checked before a measurement. `os.access` is replaced, because it permits root everything."""
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path or mode != os.W_OK)
     with pytest.raises(ValueError, match="f.json: no permission to write there"):
         check_writable(tmp_path / "f.json")
@@ -365,7 +365,7 @@ def test_break_even(share, faster):
 
 
 def test_of_two_similar_degrees_the_smaller_is_recommended():
-    """On 4 ranks messages take almost as much longer than on 2 as reading memory takes less: then 2 are recommended."""
+    """On 4 ranks, reading memory takes less time than on 2, and messages take almost as much more: 2 are recommended."""
     fast, slow = (curve_of(ranks=ranks, alpha=alpha, noise=0.05) for ranks, alpha in ((2, 10e-6), (4, 12.4e-6)))
     advice = best_degree(SHAPE, Fabric((fast, slow)), (2, 4), memory_bandwidth=2e12, efficiency=1.0)
     assert advice.rows[1].seconds < advice.rows[0].seconds <= advice.rows[1].high
@@ -410,7 +410,7 @@ def command(monkeypatch, capsys):
 
 @pytest.fixture
 def table(tmp_path):
-    """A CSV in the format of examples/h100x4, of alpha 20 us and 4 us/MB."""
+    """A CSV file in the format of examples/h100x4, with alpha = 20 us and beta = 4 us/MB."""
     lines = [f"{n},{t * 1e6},{n / t / 1e9},{1.5 * n / t / 1e9}" for n, t in line(20e-6, 4e-12)]
     path = tmp_path / "all_reduce.csv"
     path.write_text("\n".join(["size_bytes,time_us,algbw_GBs,busbw_GBs", *lines]) + "\n")
@@ -453,7 +453,7 @@ def test_fit_and_report(command, table, tmp_path):
         (["measure", "--out", "f", "--sizes", "1:16"], "begins below 4 bytes"),
     ],
 )
-def test_bad_command_lines_are_one_line(words, message, command, table):
+def test_errors_of_the_command_line_take_one_line(words, message, command, table):
     code, printed, error = command(*(table if word == "TABLE" else word for word in words))
     assert (code, printed) == (2, "") and error.count("\n") == 1
     assert re.search(message, error), error

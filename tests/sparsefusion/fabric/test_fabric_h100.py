@@ -40,7 +40,7 @@ CURVES = {
     "tp_latency_quiet.json eager": curve("tp_latency_quiet.json"),
     "tp_latency_quiet.json graph": curve("tp_latency_quiet.json", mode="graph"),
 }
-DROPPED = {  # KB; of tp_latency.json, whose standard deviations exceed these means, or spikes
+DROPPED = {  # sizes in KB: spikes, and in tp_latency.json times with a standard deviation above the mean
     "tp_latency.json eager": [2, 4, 8, 256, 1024],
     "tp_latency_quiet.json eager": [8, 256, 512],
     "quiet_all_gather.txt": [2],
@@ -64,12 +64,12 @@ def test_latencies_extended_by_the_sweep_fit_as_well(mode):
 
 
 def without(points, left_out):
-    """A curve fitted on all points but those."""
+    """A curve fitted to the points that are not left out."""
     return Curve.fit("all_reduce", 4, [point for point in points if point not in left_out])
 
 
-def test_intervals_hold_nine_in_ten_of_the_points_left_out():
-    """Of all ten curves, every second point is left out, then the others. The intervals are not too wide either."""
+def test_intervals_contain_nine_in_ten_of_the_points_left_out():
+    """For each of the ten curves, every second point is left out, and then the others. Intervals are not too wide either."""
     inside, total = 0, 0
     for known in CURVES.values():
         points = list(zip(known.nbytes, known.seconds, strict=True))
@@ -84,7 +84,7 @@ def test_intervals_hold_nine_in_ten_of_the_points_left_out():
 
 
 @pytest.mark.parametrize("name", ("all_reduce.csv", "all_gather.csv", "reduce_scatter.csv"))
-def test_intervals_hold_above_the_sizes_fitted(name):
+def test_intervals_are_right_above_the_sizes_fitted(name):
     """A fit of the first two thirds of the sizes predicts the others."""
     curve = CURVES[name]
     points = list(zip(curve.nbytes, curve.seconds, strict=True))
@@ -114,7 +114,7 @@ def test_small_messages_predict_large_ones_with_wide_intervals():
     assert fitted.interval(8 * GB)[1] > 5 * fitted.interval(8 * GB)[0]
 
 
-# The source's findings
+# Findings of the author of the measurements
 
 
 def test_all_reduce_reaches_77_percent_of_the_link():
@@ -175,7 +175,7 @@ def test_ceilings_of_the_decode_table(name, layers, eager, graph):
 # Numbers of ranks
 
 
-def test_ranks_never_measured():
+def test_numbers_of_ranks_never_measured():
     """The times of 2 and 6 ranks lie in the intervals extrapolated from 4, although 6 use another algorithm. Without
     `extrapolate` they are errors."""
     two, four, six = read_curves(FILES / "scaling.txt", "all_reduce")
@@ -188,8 +188,8 @@ def test_ranks_never_measured():
             low, high = fabric.interval("all_reduce", nbytes, other.ranks, extrapolate=True)
             assert low <= seconds <= high
     assert fabric.time("all_reduce", 8 * GB, 2, extrapolate=True) == pytest.approx(two.seconds[-1], rel=0.06)
-    pinned = 39013.7e-6  # 8 GB by a ring of 6, in the source's g6_Ring.log
-    assert fabric.time("all_reduce", 8 * GB, 6, extrapolate=True) == pytest.approx(pinned, rel=0.02)
+    measured = 39013.7e-6  # 8 GB by a ring of 6, in the author's g6_Ring.log
+    assert fabric.time("all_reduce", 8 * GB, 6, extrapolate=True) == pytest.approx(measured, rel=0.02)
 
 
 # Readers
@@ -203,7 +203,7 @@ def test_sizes_of_an_all_gather_are_contributions():
     assert CURVES["reduce_scatter.csv"].nbytes[0] == 64
 
 
-def test_a_log_full_of_debug_lines_reads_as_what_it_measured():
+def test_debug_lines_of_a_log_are_ignored():
     (section,) = read_sections(FILES / "scaling_g6_nvls.log")
     assert (section.operation, section.ranks, section.mode) == ("all_reduce", 6, "eager")
     times = [1112.43, 2164.02, 4217.42, 8275.94, 16313.2, 32315.6]

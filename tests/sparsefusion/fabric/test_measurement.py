@@ -65,7 +65,7 @@ def few_repetitions(monkeypatch):
 
 @worlds
 def test_every_rank_gets_the_fabric_of_the_slowest(ranks, world, exact_times):
-    """Each call has another slowest rank."""
+    """The slowest rank of one operation is another than that of the other."""
     sizes = [64 * KB, 1 * KB, 8 * KB]  # in any order
 
     def job(rank):
@@ -141,21 +141,22 @@ def test_measurements_end_when_calls_are_slow(ranks, world, exact_times, race):
 
 @worlds
 def test_repetitions(ranks, world):
-    """The slowest rank's seconds, (repetitions, functions): as many as asked for, or as the budget allows, 3 to 100."""
-    few, several = measurement.BUDGET_S / 2, measurement.BUDGET_S / 5.5
+    """The slowest rank's seconds (repetitions, functions), for `count` repetitions, or 3 to 100 as the budget allows."""
+    seconds_for_3, seconds_for_5 = measurement.BUDGET_S / 2, measurement.BUDGET_S / 5.5
 
     def job(rank):
-        ran = count()
-        asked = repetitions([lambda: float(next(ran)), lambda: rank / 2], dist.group.WORLD, count=4)
+        calls = count()
+        slowest = repetitions([lambda: float(next(calls)), lambda: rank / 2], dist.group.WORLD, count=4)
         shapes = [
-            repetitions([lambda: 0.0, lambda s=seconds: s], dist.group.WORLD).shape for seconds in (1e-9, several, few)
+            repetitions([lambda: 0.0, lambda s=seconds: s], dist.group.WORLD).shape
+            for seconds in (1e-9, seconds_for_5, seconds_for_3)
         ]
-        return asked, next(ran), shapes
+        return slowest, next(calls), shapes
 
-    for asked, times, shapes in ranks(job, world):
-        assert asked.dtype == torch.float64
-        assert asked.tolist() == [[repetition, (world - 1) / 2] for repetition in (1, 2, 3, 4)]  # 0 warmed up
-        assert times == 5
+    for slowest, number_of_calls, shapes in ranks(job, world):
+        assert slowest.dtype == torch.float64
+        assert slowest.tolist() == [[repetition, (world - 1) / 2] for repetition in (1, 2, 3, 4)]  # 0 is the warm-up
+        assert number_of_calls == 5
         assert shapes == [(100, 2), (5, 2), (3, 2)]
 
 
@@ -205,7 +206,7 @@ def test_what_a_size_means(ranks, world):
             found[name, nbytes] = bytes_passed_on(call), bytes_passed_on(call)
         return found
 
-    of_torch = {
+    torch_functions = {
         "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "all_to_all_single",
         "all_to_all": "all_to_all_single", "p2p": "batch_isend_irecv",
     }  # fmt: skip
@@ -218,12 +219,12 @@ def test_what_a_size_means(ranks, world):
                 assert first == {}
             else:
                 nbytes *= name != "p2p" or rank % 2 == 0
-                assert first == {of_torch[name]: nbytes}, (name, rank)
+                assert first == {torch_functions[name]: nbytes}, (name, rank)
 
 
 @pytest.mark.parametrize("world", (3, 4))
 def test_all_collectives_are_measured(ranks, world, few_repetitions):
-    """By some of the ranks, while another one does something else."""
+    """The ranks of a group measure, while another rank does something else."""
     size = world - 1
 
     def job(rank):
@@ -249,7 +250,7 @@ def torchrun(ranks, *arguments):
 
 @pytest.mark.parametrize("started,counts", [(2, ""), pytest.param(3, "2,3", marks=pytest.mark.full)])
 def test_measure_under_torchrun(tmp_path, started, counts):
-    """The table is on stdout, the same fabric is in the file, and there is nothing else. Some of the ranks suffice."""
+    """stdout has only the table, and the file the same fabric. With --ranks, smaller numbers of ranks are measured, too."""
     out = tmp_path / "fabric.json"
     flags = ["--sizes", "1K:4K", "--collectives", "all_reduce,p2p", "--device", "cpu"]
     done = torchrun(started, "--out", out, *flags, *(["--ranks", counts] if counts else []))
@@ -275,7 +276,7 @@ def test_measure_under_torchrun(tmp_path, started, counts):
     (["--out", "f.json", "--ranks", "2,5"], "4", "--ranks 5 must be from 2 to the 4 ranks that were started"),
 ])  # fmt: skip
 def test_errors_before_ranks_meet(flags, world, message, tmp_path, monkeypatch, capsys):
-    """Exit code 2 and one line, on every rank."""
+    """Every rank exits with code 2, and only rank 0 prints a line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sparsefusion.foundation.command_line.RANK_0_GRACE_S", 0.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -372,7 +373,7 @@ def test_ranks_without_a_cuda_device(launch, world, lonely):
 
 @worlds
 def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
-    """Every rank ends with one line."""
+    """Every rank raises the same error, of one line."""
 
     def fail(self, path):
         raise OSError(28, "No space left on device")
@@ -385,7 +386,7 @@ def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
 
 @pytest.mark.parametrize("world", (3, 4))
 def test_ranks_that_do_not_measure_may_wait_long(launch, world, monkeypatch, tmp_path):
-    """Longer than the time-out of a message."""
+    """They may wait for longer than the timeout of a message."""
     monkeypatch.setattr(command, "TIMEOUT", timedelta(seconds=3))
 
     def slow(*arguments):

@@ -1,4 +1,4 @@
-"""launch/netlab.sh; oracle: what ranks see and count in their namespaces, the process table, and bytes / rate seconds."""
+"""launch/netlab.sh; oracles: what ranks print from their namespaces, the process table, and bytes / rate in seconds."""
 
 import json
 import os
@@ -17,7 +17,7 @@ PROBE = "ip link add name bridge type bridge && tc qdisc add dev lo root tbf rat
 RATE, BURST = 20e6 / 8, 16 * 1024  # bytes per second and bytes of the limited labs: 20mbit 16kb
 
 # Rank 0 sends to the others or receives from them, and prints the seconds it took and the bytes its link counted. Given a
-# pipe, it does so once before and once after that can be read.
+# named pipe, it does so twice: at once, and again after something was written to the pipe.
 TRANSFER = """
 import json, os, socket, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +76,7 @@ print(f"{rank}: {sums}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
-# A rank that says that it is up and waits, with a child in a session of its own.
+# A rank that prints that it is up and waits for a child process, which has a session of its own.
 WAIT = 'setsid sleep 1000 & echo "up$RANK"; wait'
 
 
@@ -93,20 +93,20 @@ def start(*arguments, **options):
     return subprocess.Popen(command, **options)
 
 
-def waiting(process, ranks):
-    """The process, once each of its ranks said that it is up."""
+def wait_until_up(process, ranks):
+    """Wait until each rank has printed that it is up; returns the process."""
     lines = sorted(process.stdout.readline() for _ in range(ranks))
     assert lines == [f"up{rank}\n" for rank in range(ranks)]
     return process
 
 
 def namespaces(name):
-    """What is named after a lab, of the machine's network namespaces."""
+    """The names of a lab's network namespaces."""
     return sorted(path.name for path in Path("/var/run/netns").glob(f"{name}-*"))
 
 
 def processes(name):
-    """The ids of the living processes of a lab, in whatever namespace: those with its name in their environment."""
+    """The ids of the running processes of a lab, in all namespaces: those with its name in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -117,26 +117,26 @@ def processes(name):
     return [pid for pid in found if pid != os.getpid()]
 
 
-def sleeping(name, count):
-    """The ids of the processes that the ranks of a lab left sleeping (WAIT), once there are `count`."""
+def sleep_processes(name, count):
+    """Wait until the ranks of a lab have started `count` sleep processes, as WAIT does; returns their ids."""
 
     def found():
         return {pid for pid in processes(name) if command_of(pid).startswith(b"sleep\0")}
 
-    until(lambda: len(found()) == count)
+    wait_until(lambda: len(found()) == count)
     return found()
 
 
 def command_of(pid):
-    """The command line of a process; nothing if it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def until(condition):
-    """Wait until a condition holds; it must within a generous time."""
+def wait_until(condition):
+    """Wait until a condition holds, at most 20 seconds."""
     limit = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < limit
@@ -145,7 +145,7 @@ def until(condition):
 
 @pytest.fixture
 def lab(request, monkeypatch):
-    """The name of a lab, set in NETLAB and not up; nothing of it is left after the test."""
+    """The name of a lab that is not up; NETLAB is set to it. The test must leave nothing of the lab behind."""
     if shutil.which("unshare") is None:
         pytest.skip("needs Linux")
     probe = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", PROBE]
@@ -187,7 +187,7 @@ def test_the_environment_of_a_rank(lab, monkeypatch, world_size):
     seen = sorted((json.loads(line) for line in result.stdout.splitlines()), key=lambda rank: rank[0]["RANK"])
     assert [environment["RANK"] for environment, _ in seen] == [str(rank) for rank in range(world_size)]
     for environment, interfaces in seen:
-        told = {
+        expected = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
@@ -196,7 +196,7 @@ def test_the_environment_of_a_rank(lab, monkeypatch, world_size):
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world_size)),
             "NETLAB": lab,
         }
-        assert {name: environment.get(name) for name in told} == told
+        assert {name: environment.get(name) for name in expected} == expected
         assert environment["MASTER_PORT"] == seen[0][0]["MASTER_PORT"]
         assert sorted(interfaces) == ["eth0", "lo"]
 
@@ -228,7 +228,7 @@ def test_all_reduce_over_two_and_three_ranks(lab):
 @pytest.mark.parametrize("direction", ("out", "in"))
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_no_link_is_faster_than_its_rate(lab, direction, world_size):
-    """With three ranks it is rank 0's link that limits, at its own end or at the bridge's."""
+    """With three ranks, the limit is that of rank 0's link, at its own end or at the end of the bridge."""
     size = 400_000 // (world_size - 1)
     limit = "--rate", "20mbit", "--burst", "16kb"
     result = netlab("run", *limit, world_size, sys.executable, "-c", TRANSFER, direction, size)
@@ -277,10 +277,10 @@ def test_two_labs_do_not_see_each_other(up, lab, monkeypatch):
     connect = "import socket; socket.create_connection(('10.77.0.1', 5000))"
     other = f"{lab}-1"  # also the name of a namespace of the first
     up(2, "none")
-    first = waiting(start("run", 2, "bash", "-c", WAIT), 2)
+    first = wait_until_up(start("run", 2, "bash", "-c", WAIT), 2)
     monkeypatch.setenv("NETLAB", other)
     netlab("up", 2, "none", check=True)
-    second = waiting(start("run", 1, sys.executable, "-c", listen), 1)
+    second = wait_until_up(start("run", 1, sys.executable, "-c", listen), 1)
     monkeypatch.setenv("NETLAB", lab)
     assert "ConnectionRefusedError" in netlab("run", 2, sys.executable, "-c", connect).stderr
     assert netlab("down").returncode == 0
@@ -290,49 +290,49 @@ def test_two_labs_do_not_see_each_other(up, lab, monkeypatch):
     monkeypatch.setenv("NETLAB", other)
     assert netlab("run", 2, sys.executable, "-c", connect).returncode == 0
     second.communicate(timeout=20)
-    assert second.returncode == 0  # it was there for both connections
+    assert second.returncode == 0  # it accepted both connections
     assert netlab("down").returncode == 0
 
 
 def test_two_runs_in_one_lab(up, lab):
-    """One fails, and the other's ranks live on."""
+    """If one of them fails, the ranks of the other go on."""
     up(2, "none")
-    first = waiting(start("run", 2, "bash", "-c", WAIT), 2)
-    before = sleeping(lab, 2)
+    first = wait_until_up(start("run", 2, "bash", "-c", WAIT), 2)
+    before = sleep_processes(lab, 2)
     assert netlab("run", 2, "bash", "-c", "exit 5").returncode == 5
-    assert sleeping(lab, 2) == before
+    assert sleep_processes(lab, 2) == before
     assert netlab("down").returncode == 0
     first.communicate(timeout=20)
     assert first.returncode == 137
 
 
-def test_two_labs_of_their_own(lab):
-    """Of the same name, even."""
+def test_two_runs_with_labs_of_their_own(lab):
+    """The ranks of one do not end with the other, even if both labs have the same name."""
     own = "run", "--rate", "none"
-    first = waiting(start(*own, 2, "bash", "-c", WAIT), 2)
-    before = sleeping(lab, 2)
+    first = wait_until_up(start(*own, 2, "bash", "-c", WAIT), 2)
+    before = sleep_processes(lab, 2)
     assert netlab(*own, 2, "true").returncode == 0
-    assert sleeping(lab, 2) == before
+    assert sleep_processes(lab, 2) == before
     first.terminate()
     first.communicate(timeout=20)
     assert first.returncode == 143
 
 
-# Ends
+# How runs end
 
 OWN = pytest.mark.parametrize("own", (True, False), ids=("own", "up"))
 
 
 @pytest.fixture
 def arguments(up):
-    """arguments(own, ranks): those of a run in a lab of its own, or in one that is up."""
+    """arguments(own, ranks): arguments of netlab.sh for a run in a lab of its own (`own`), or in one that is up."""
 
-    def made(own, ranks):
+    def make(own, ranks):
         if not own:
             up(ranks, "none")
         return ["run", *(["--rate", "none"] if own else []), ranks]
 
-    return made
+    return make
 
 
 @pytest.mark.parametrize("own, world_size", ((True, 2), (False, 3)))
@@ -349,7 +349,8 @@ def test_a_dead_rank_ends_the_others(arguments, lab, own, world_size, death, cod
     assert len(namespaces(lab)) == (0 if own else world_size + 1)
 
 
-def test_the_others_are_asked_first_and_then_made_to_end(lab, tmp_path):
+def test_other_ranks_get_sigterm_and_then_sigkill(lab, tmp_path):
+    """When rank 0 fails, rank 1 handles SIGTERM, and rank 2 ignores it."""
     program = """
         case $RANK in
             0) until [[ -e $0/1 && -e $0/2 ]]; do sleep 0.01; done; exit 3 ;;
@@ -368,7 +369,7 @@ def test_the_others_are_asked_first_and_then_made_to_end(lab, tmp_path):
 @pytest.mark.parametrize("whole_group", (True, False), ids=("group", "launcher"))
 @pytest.mark.parametrize("number, code", ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
 def test_interrupted(arguments, lab, own, whole_group, number, code):
-    process = waiting(start(*arguments(own, 2), "bash", "-c", WAIT), 2)
+    process = wait_until_up(start(*arguments(own, 2), "bash", "-c", WAIT), 2)
     (os.killpg if whole_group else os.kill)(process.pid, number)
     assert process.communicate(timeout=20) == ("", "")
     assert process.returncode == code
@@ -378,14 +379,14 @@ def test_interrupted(arguments, lab, own, whole_group, number, code):
 
 @OWN
 def test_ranks_end_when_the_launcher_is_killed(arguments, lab, own):
-    process = waiting(start(*arguments(own, 2), "bash", "-c", WAIT), 2)
+    process = wait_until_up(start(*arguments(own, 2), "bash", "-c", WAIT), 2)
     process.kill()
-    process.communicate(timeout=20)  # the pipes end when nobody holds them any more
-    until(lambda: processes(lab) == [])
+    process.communicate(timeout=20)  # returns when no process holds the pipes any more
+    wait_until(lambda: processes(lab) == [])
     assert len(namespaces(lab)) == (0 if own else 3)
 
 
-def test_what_ranks_leave_behind_ends_with_them(lab):
+def test_background_processes_of_ranks_end_with_them(lab):
     result = netlab("run", "--rate", "none", 2, "bash", "-c", "setsid sleep 1000 & exit 0")
     assert (result.returncode, processes(lab)) == (0, [])
 
@@ -393,7 +394,7 @@ def test_what_ranks_leave_behind_ends_with_them(lab):
 def test_down_ends_what_runs_in_the_lab(up, lab):
     up(1, "none")
     with subprocess.Popen(["ip", "netns", "exec", f"{lab}-0", "sleep", "1000"]) as process:
-        until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        wait_until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
         assert netlab("down").returncode == 0
         assert process.wait(timeout=20) == -signal.SIGKILL
     assert namespaces(lab) == []
@@ -447,12 +448,12 @@ def test_usage(line):
 
 
 @pytest.mark.parametrize("words", (("up 2 200mbit",), ("up", "2", "200mbit 16kb"), ("run --rate", "none", "2", "true")))
-def test_spaces_within_an_argument_are_no_ends_of_one(words):
+def test_spaces_do_not_separate_arguments(words):
     assert "usage" in refusal(netlab(*words))
 
 
 @pytest.mark.parametrize("name", ("a/b", "a b", "a.*"))
-def test_names_that_would_not_do(monkeypatch, name):
+def test_invalid_names(monkeypatch, name):
     monkeypatch.setenv("NETLAB", name)
     assert "usage" in refusal(netlab("down"))
 

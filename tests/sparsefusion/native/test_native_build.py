@@ -1,4 +1,4 @@
-"""Building the C libraries in a copy of the sources; oracle: which files there are, and what native.Library says of them."""
+"""Building the C libraries in a copy of the sources; oracle: the files built, and what native.Library says of them."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which(compiler()), reason="no C c
 
 @pytest.fixture
 def copy(tmp_path):
-    """The sources alone, in a folder with a space in its name."""
+    """A copy of the sources without libraries, in a folder with a space in its name."""
     folder = tmp_path / "a copy"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -26,15 +26,14 @@ def copy(tmp_path):
 
 
 def build(copy, **environment):
-    """What build_ext --inplace says, and the libraries after it."""
-    settings = (
-        dict(MEGATRON_SSM_SKIP_NATIVE=None, CFLAGS="-g0 -DNO_CLONES") | environment
-    )  # clones take 3 times as long
+    """(output of build_ext --inplace, libraries that exist afterwards)."""
+    # Without clones, which are copies of the kernels for several kinds of processors, the build takes a third of the time.
+    settings = dict(MEGATRON_SSM_SKIP_NATIVE=None, CFLAGS="-g0 -DNO_CLONES") | environment
     return build_ext("--inplace", root=copy, **settings), libraries(copy)
 
 
 def kernels_of(copy, package, **environment):
-    """What native.Library of the copy says of a package's kernels."""
+    """The text of native.Library, imported from the copy, about a package's kernels."""
     program = f"from sparsefusion.native.library import Library; print(Library({package!r}, {{}}))"
     environment = {"MEGATRON_SSM_SKIP_NATIVE": "", **environment}
     command = [sys.executable, "-c", program]
@@ -42,16 +41,16 @@ def kernels_of(copy, package, **environment):
 
 
 def test_without_a_compiler(copy):
-    """The build says so and succeeds."""
-    said, built = build(copy, CC="/nonexistent")
+    """The build reports it and succeeds, without a library."""
+    output, built = build(copy, CC="/nonexistent")
     for package in PACKAGES:
-        assert f'building extension "{package}.native.libkernels" failed' in said
+        assert f'building extension "{package}.native.libkernels" failed' in output
         assert kernels_of(copy, package) == "torch (not built: it needs a C compiler when the package is installed)"
     assert not built
 
 
 def test_skipped(copy):
-    """Nothing is built, and what is there is not loaded."""
+    """Nothing is built, and an existing library is not loaded."""
     _, built = build(copy, MEGATRON_SSM_SKIP_NATIVE="1")
     assert not built
     (copy / "megatron_ssm/native/libkernels.so").touch()
@@ -59,7 +58,8 @@ def test_skipped(copy):
 
 
 @needs_compiler
-def test_what_is_no_library_of_ours(copy):
+def test_files_that_are_not_our_library(copy):
+    """A text file, and a shared library without our functions."""
     path = copy / "megatron_ssm/native/libkernels.so"
     path.write_text("no library")
     assert kernels_of(copy, "megatron_ssm").startswith(f"torch ({path}: ")
@@ -70,14 +70,14 @@ def test_what_is_no_library_of_ours(copy):
 @needs_compiler
 @pytest.mark.full
 def test_both_are_built_and_built_again_after_a_change(copy):
-    """Also after one that distutils would not see: a file that has gone."""
+    """A deleted source file counts as a change, too; distutils alone would not notice it."""
     _, built = build(copy, CFLAGS=None)
     assert sorted(built) == [*PACKAGES]
     assert all(kernels_of(copy, package).startswith("C, ") for package in PACKAGES)
     with open(copy / "megatron_ssm/native/elementary.h", "a") as header:
         header.write("/* changed */\n")
     assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
-    build(copy, CC="/nonexistent")  # leaves what was there
+    build(copy, CC="/nonexistent")  # fails, and leaves the old library in place
     assert kernels_of(copy, "megatron_ssm") == OTHER.format(built["megatron_ssm"].name)
     more = copy / "megatron_ssm/native/more.c"
     more.write_text("int more(void) { return 0; }\n")

@@ -1,4 +1,4 @@
-"""The quantized all-reduce; oracles: float64 sums, numpy that rounds and adds as the formats say, bytes by hand."""
+"""The quantized all-reduce; oracles: float64 sums, the rounding and adding of each format in numpy, bytes by hand."""
 
 import hashlib
 from itertools import product
@@ -29,14 +29,14 @@ fewer = pytest.mark.parametrize("world", (2, 3))
 FORMATS, ALGORITHMS = ("fp32", "fp16", "bf16", "int8"), ("native", "one_shot", "two_shot")
 PAIRS = [pair for pair in product(FORMATS, ALGORITHMS) if pair != ("int8", "native")]
 SHOTS = [(format, algorithm) for format, algorithm in PAIRS if algorithm != "native"]
-BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 3e-2}  # of ||error|| / ||sum||, from 1,000 numbers on
+BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 3e-2}  # of ||error|| / ||sum||, for 1,000 elements or more
 SIZES = (1, 2, 3, 127, 128, 129, 385, 1000, 1023, 4097, 10_000)
 LARGE = (100_003, 1_000_000)
 SPECIAL = (float("inf"), float("-inf"), float("nan"))
 
 
-def heavy(n, rank):
-    """A rank's heavy-tailed float32: the same numbers wherever they are drawn."""
+def heavy_tailed(n, rank):
+    """The input of a rank: n float32 values from a heavy-tailed distribution, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * rank + n)
     return torch.randn(n, generator=generator) * torch.exp(torch.randn(n, generator=generator))
 
@@ -56,7 +56,7 @@ def same_on_all_ranks(tensor):
 
 
 def on_the_wire(format, x, world):
-    """float32 numpy as the others receive it; int8: of a length that is a multiple of 128."""
+    """x, a float32 numpy array, as other ranks receive it. For int8 its length is a multiple of 128."""
     if format == "fp16":
         return (x / np.float32(world)).astype(np.float16).astype(np.float32) * np.float32(world)
     if format == "bf16":
@@ -69,20 +69,20 @@ def on_the_wire(format, x, world):
     return x
 
 
-def by_numpy(format, algorithm, given):
-    """The sum of `given` as one_shot and two_shot make it: each rounded, added in rank order, rounded again."""
-    n, world = len(given[0]), len(given)
+def by_numpy(format, algorithm, inputs):
+    """The sum of `inputs` by one_shot or two_shot: each input is rounded, added in rank order, and the sum rounded again."""
+    n, world = len(inputs[0]), len(inputs)
     multiple = 128 * (world if algorithm == "two_shot" else 1) if format == "int8" else 1
     padding = (0, -n % multiple)
     total = None
-    for tensor in given:
+    for tensor in inputs:
         x = on_the_wire(format, np.pad(tensor.numpy(), padding), world)
         total = x if total is None else total + x
     return (total if (format, algorithm) == ("int8", "one_shot") else on_the_wire(format, total, world))[:n]
 
 
 def bytes_by_hand(format, algorithm, n, P, exact=0, exact_size=4):
-    """What a rank sends: n numbers, and `exact` of `exact_size` bytes beside them."""
+    """Bytes that a rank sends for n elements in a format, and for `exact` values of `exact_size` bytes each."""
     size = {"fp32": 4, "fp16": 2, "bf16": 2}.get(format)
     if algorithm == "native":
         ring = [size * n + exact_size * exact] if format == "fp32" else [size * n, exact_size * exact]
@@ -110,23 +110,23 @@ def test_wire_bytes(P, n):
 
 @worlds
 def test_sums_bits_and_bytes(ranks, world):
-    """Of every size, in every format: the same bits on all ranks, near the float64 sum, and as many bytes as predicted;
-    by one_shot and two_shot the bits that numpy gets. The input is left alone, the output is new."""
+    """A sum is bitwise equal on all ranks, near the float64 sum, and sends as many bytes as predicted. By one_shot and
+    two_shot it is bitwise numpy's. The input is unchanged, and the output does not share its memory."""
 
     def run(rank):
         for n, (format, algorithm) in product(SIZES, PAIRS):
-            given = [heavy(n, r) for r in range(world)]
-            x, counter, what = given[rank].clone(), Counter(), (n, format, algorithm)
+            inputs = [heavy_tailed(n, r) for r in range(world)]
+            x, counter, what = inputs[rank].clone(), Counter(), (n, format, algorithm)
             total = all_reduce(x, dist.group.WORLD, format, algorithm, counter)
-            assert torch.equal(x, given[rank]), what
+            assert torch.equal(x, inputs[rank]), what
             assert total.data_ptr() != x.data_ptr() and total.shape == x.shape and total.dtype == x.dtype
             assert same_on_all_ranks(total), what
             assert counter.sent == bytes_by_hand(format, algorithm, n, world), what
             if algorithm != "native":
-                assert np.array_equal(total.numpy(), by_numpy(format, algorithm, given)), what
-            exact = sum(tensor.double() for tensor in given)
-            # Of few numbers, relative to what was added up: they may cancel.
-            scale = sum(tensor.double().abs() for tensor in given).norm()
+                assert np.array_equal(total.numpy(), by_numpy(format, algorithm, inputs)), what
+            exact = sum(tensor.double() for tensor in inputs)
+            # Relative to the sum of magnitudes: few values may cancel.
+            scale = sum(tensor.double().abs() for tensor in inputs).norm()
             assert (total.double() - exact).norm() <= 2 * BOUNDS[format] * scale, what
             assert n < 1000 or relative_error(total, exact) <= BOUNDS[format], what
 
@@ -137,11 +137,11 @@ def test_sums_bits_and_bytes(ranks, world):
 @pytest.mark.parametrize("n", (LARGE[0], pytest.param(LARGE[1], marks=pytest.mark.full)))
 def test_large_sums(ranks, world, n):
     def run(rank):
-        given = [heavy(n, r) for r in range(world)]
-        exact = sum(tensor.double() for tensor in given)
+        inputs = [heavy_tailed(n, r) for r in range(world)]
+        exact = sum(tensor.double() for tensor in inputs)
         for format, algorithm in PAIRS:
             counter = Counter()
-            total = all_reduce(given[rank], dist.group.WORLD, format, algorithm, counter)
+            total = all_reduce(inputs[rank], dist.group.WORLD, format, algorithm, counter)
             assert same_on_all_ranks(total) and relative_error(total, exact) <= BOUNDS[format], (format, algorithm)
             assert counter.sent == bytes_by_hand(format, algorithm, n, world), (format, algorithm)
 
@@ -149,11 +149,11 @@ def test_large_sums(ranks, world, n):
 
 
 @worlds
-def test_a_million_in_int8(ranks, world):
+def test_a_million_elements_in_int8(ranks, world):
     def run(rank):
-        given = [heavy(1_000_000, r) for r in range(world)]
-        total = all_reduce(given[rank], format="int8", algorithm="two_shot")
-        return same_on_all_ranks(total), relative_error(total, sum(tensor.double() for tensor in given))
+        inputs = [heavy_tailed(1_000_000, r) for r in range(world)]
+        total = all_reduce(inputs[rank], format="int8", algorithm="two_shot")
+        return same_on_all_ranks(total), relative_error(total, sum(tensor.double() for tensor in inputs))
 
     for same, error in ranks(run, world):
         assert same and error <= BOUNDS["int8"]
@@ -161,11 +161,11 @@ def test_a_million_in_int8(ranks, world):
 
 @worlds
 def test_fp16_and_bf16_give_the_same_bits_by_one_shot_and_two_shot(ranks, world):
-    """So the choice of the algorithm, which depends on the size, changes no result."""
+    """So results do not depend on the algorithm, which is chosen by size."""
 
     def run(rank):
         for n, format, scale in product((1, 5, 1001), ("fp16", "bf16"), (1.0, 1e-7, 3e4)):
-            x = heavy(n, rank) * scale
+            x = heavy_tailed(n, rank) * scale
             one, two = (all_reduce(x, None, format, algorithm) for algorithm in ("one_shot", "two_shot"))
             assert one.view(torch.int32).equal(two.view(torch.int32)), (n, format, scale)
 
@@ -177,7 +177,7 @@ def test_zeros(ranks, world):
     def run(rank):
         for n, pair in product((1, 128, 1000), PAIRS):
             assert torch.equal(all_reduce(torch.zeros(n), None, *pair), torch.zeros(n)), pair
-            cancelling = heavy(n, 0) * {0: 1, 1: -1}.get(rank, 0)
+            cancelling = heavy_tailed(n, 0) * {0: 1, 1: -1}.get(rank, 0)
             assert torch.equal(all_reduce(cancelling, None, *pair), torch.zeros(n)), pair
 
     ranks(run, world)
@@ -186,55 +186,55 @@ def test_zeros(ranks, world):
 @fewer
 @pytest.mark.parametrize("dtype,eps", [(torch.float64, 1e-15), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_dtypes(ranks, world, dtype, eps):
-    """The sum has the tensor's dtype; it is added in at least fp32, and "fp32" sends a float64 whole."""
+    """The sum has the tensor's dtype and is computed in at least fp32. Format "fp32" sends float64 without rounding."""
     n, itemsize = 1500, max(4, dtype.itemsize)
 
     def run(rank):
-        given = [heavy(n, r).to(dtype) for r in range(world)]
-        exact = sum(tensor.double() for tensor in given)
+        inputs = [heavy_tailed(n, r).to(dtype) for r in range(world)]
+        exact = sum(tensor.double() for tensor in inputs)
         for format, algorithm in PAIRS:
             counter, what = Counter(), (format, algorithm)
-            total = all_reduce(given[rank], dist.group.WORLD, format, algorithm, counter)
+            total = all_reduce(inputs[rank], dist.group.WORLD, format, algorithm, counter)
             assert total.dtype == dtype and same_on_all_ranks(total), what
             own = eps if format == "fp32" else BOUNDS[format] + eps
             assert relative_error(total, exact) <= own, what
             scale = itemsize // 4 if format == "fp32" else 1
             assert counter.sent == pytest.approx(scale * bytes_by_hand(*what, n, world), abs=1), what
         if dtype != torch.float64:  # one rounding, of the fp32 sum
-            wide = all_reduce(given[rank].float(), None, "fp32", "one_shot")
-            assert torch.equal(all_reduce(given[rank], None, "fp32", "one_shot"), wide.to(dtype))
+            wide = all_reduce(inputs[rank].float(), None, "fp32", "one_shot")
+            assert torch.equal(all_reduce(inputs[rank], None, "fp32", "one_shot"), wide.to(dtype))
 
     ranks(run, world)
 
 
 @fewer
 def test_shapes(ranks, world):
-    """Of any shape, a single number included; transposed, the strides being different on different ranks."""
+    """Tensors may have any shape, also that of a scalar, and the strides may differ between ranks."""
 
     def run(rank):
-        given = [heavy(60, r).view(3, 4, 5) for r in range(world)]
+        inputs = [heavy_tailed(60, r).view(3, 4, 5) for r in range(world)]
         forms = {
             "scalar": lambda x: x[0, 1, 2],
             "transposed": lambda x: x.mT if rank % 2 else x.mT.contiguous(),
             "part": lambda x: x[:, 1:3, ::2],
         }
         for (name, form), (format, algorithm) in product(forms.items(), PAIRS):
-            total = all_reduce(form(given[rank]), None, format, algorithm)
-            assert total.shape == form(given[0]).shape and total.is_contiguous(), name
-            assert torch.equal(total, all_reduce(form(given[rank]).clone(), None, format, algorithm)), name
-            exact = sum(form(tensor).double() for tensor in given)
-            scale = max(form(tensor).abs().max() for tensor in given)
+            total = all_reduce(form(inputs[rank]), None, format, algorithm)
+            assert total.shape == form(inputs[0]).shape and total.is_contiguous(), name
+            assert torch.equal(total, all_reduce(form(inputs[rank]).clone(), None, format, algorithm)), name
+            exact = sum(form(tensor).double() for tensor in inputs)
+            scale = max(form(tensor).abs().max() for tensor in inputs)
             assert (total.double() - exact).abs().max() <= 4 * BOUNDS[format] * scale, (name, format, algorithm)
 
     ranks(run, world)
 
 
 @fewer
-def test_every_other_number_of_a_tensor(ranks, world):
-    """Whose flat form is a view with a stride; and so `exact`."""
+def test_strided_views(ranks, world):
+    """The tensor and `exact` may be views of every third element, or of one column."""
 
     def run(rank):
-        x, column = heavy(600, rank)[::3], heavy(40, rank).view(8, 5)[:, :1]
+        x, column = heavy_tailed(600, rank)[::3], heavy_tailed(40, rank).view(8, 5)[:, :1]
         for pair in PAIRS:
             assert torch.equal(all_reduce(x, None, *pair), all_reduce(x.clone(), None, *pair)), pair
             results = [all_reduce(x.clone(), None, *pair, exact=each) for each in (column, column.clone())]
@@ -247,9 +247,9 @@ def test_every_other_number_of_a_tensor(ranks, world):
 
 
 def at_the_edge(world, columns=2000):
-    """(world, columns) whole numbers, none beyond 65504 * world, whose columns sum up to exactly that, plus or minus.
+    """(world, columns) integers of at most 65504 * world, where each column adds up to exactly plus or minus that limit.
 
-    On the way to the sum there may be more. The first columns are hard to get right.
+    Partial sums may exceed the limit. The first columns are cases that are hard to get right.
     """
     edge = 65504 * world
     generator = torch.Generator().manual_seed(world)
@@ -258,10 +258,10 @@ def at_the_edge(world, columns=2000):
     target = torch.where(torch.rand(sums.shape, generator=generator) < 0.5, -edge, edge)
     last = target - sums
     found = torch.cat([drawn, last[None]])[:, last.abs() <= edge][:, :columns]
-    signs = torch.tensor([1, 1, -1, 0][:world])  # 2 * edge on the way
+    signs = torch.tensor([1, 1, -1, 0][:world])  # a partial sum is 2 * edge
     hard = [torch.full((world,), 65504), torch.eye(world, dtype=torch.int64)[0] * edge]
     hard += [signs * edge] * (world > 2) + [torch.tensor([1, 1, -1, -1]) * edge] * (world == 4)
-    if world == 2:  # rounded to fp16 their halves are 40064 and 25456, which is a tie between 65504 and infinity
+    if world == 2:  # their halves round to 40064 and 25456, whose sum is a tie between 65504 and infinity
         hard.append(torch.tensor([80096, 50912]))
     return torch.cat([torch.stack(hard, 1), found], 1).float()
 
@@ -269,20 +269,20 @@ def at_the_edge(world, columns=2000):
 @worlds
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_fp16_is_finite_to_the_edge_of_its_range(ranks, world, algorithm):
-    """While every |x| and |sum| <= 65504 * world, whatever the sums on the way; and near the sum."""
-    given = at_the_edge(world)
-    exact = given.double().sum(0)
-    assert given.abs().max() <= 65504 * world and exact.abs().max() <= 65504 * world and given.shape[1] > 1000
+    """If every |x| and |sum| <= 65504 * world, the result is finite and near the sum, whatever the partial sums are."""
+    inputs = at_the_edge(world)
+    exact = inputs.double().sum(0)
+    assert inputs.abs().max() <= 65504 * world and exact.abs().max() <= 65504 * world and inputs.shape[1] > 1000
 
     def run(rank):
-        total = all_reduce(given[rank], None, "fp16", algorithm)
+        total = all_reduce(inputs[rank], None, "fp16", algorithm)
         assert same_on_all_ranks(total)
-        return total, all_reduce(given[rank], None, "bf16", algorithm)
+        return total, all_reduce(inputs[rank], None, "bf16", algorithm)
 
     for total, bf16 in ranks(run, world):
         infinite = (~total.isfinite()).nonzero().flatten().tolist()
         assert not infinite, (
-            f"{len(infinite)} columns, such as {given[:, infinite[0]].tolist()} -> {total[infinite[0]]}"
+            f"{len(infinite)} columns, such as {inputs[:, infinite[0]].tolist()} -> {total[infinite[0]]}"
         )
         assert (total - exact).abs().max() <= 0.005 * 65504 * world
         assert bf16.isfinite().all()
@@ -290,7 +290,7 @@ def test_fp16_is_finite_to_the_edge_of_its_range(ranks, world, algorithm):
 
 @worlds
 def test_fp16_is_infinite_beyond_its_range(ranks, world):
-    """On every rank and with its sign; bf16 is not."""
+    """The result is inf or -inf on every rank; in bf16 it is finite."""
     edge = 65504.0 * world
 
     def run(rank):
@@ -304,17 +304,17 @@ def test_fp16_is_infinite_beyond_its_range(ranks, world):
     ranks(run, world)
 
 
-# What is not finite
+# NaN and infinity
 
 
 @worlds
-def test_what_is_not_finite_comes_out_not_finite(ranks, world):
-    """On every rank, there and nowhere else; in int8 in its block of 128 and nowhere else."""
+def test_nan_and_inf_are_kept(ranks, world):
+    """On every rank only that element is not finite; in int8, only its block of 128 elements."""
     n, place = 1000, 500
 
     def run(rank):
         for (format, algorithm), bad, owner in product(PAIRS, SPECIAL, (0, world - 1)):
-            x = heavy(n, rank)
+            x = heavy_tailed(n, rank)
             if rank == owner:
                 x[place] = bad
             total = all_reduce(x, None, format, algorithm)
@@ -334,19 +334,21 @@ def test_what_is_not_finite_comes_out_not_finite(ranks, world):
     ranks(run, world)
 
 
-# Numbers that are not rounded
+# Exact values
 
 
 @worlds
-def test_exact_beside(ranks, world):
-    """Summed as if alone, its bytes counted; what it rides beside comes out as without it."""
+def test_sums_with_exact(ranks, world):
+    """`exact` is summed as if it were alone, and its bytes are counted. It does not change the other sum."""
     shapes = {(7,): torch.float32, (2, 3, 1): torch.float64, (5, 1): torch.bfloat16, (): torch.float32}
 
     def run(rank):
         for n, (shape, dtype), (format, algorithm) in product((1, 3, 1000), shapes.items(), PAIRS):
             counter, what = Counter(), (n, shape, format, algorithm)
-            columns = [(1e6 * heavy(50, 10 + r)[: int(np.prod(shape))]).view(shape).to(dtype) for r in range(world)]
-            x = heavy(n, rank)
+            columns = [
+                (1e6 * heavy_tailed(50, 10 + r)[: int(np.prod(shape))]).view(shape).to(dtype) for r in range(world)
+            ]
+            x = heavy_tailed(n, rank)
             total, column = all_reduce(x, dist.group.WORLD, format, algorithm, counter, exact=columns[rank])
             assert column.shape == shape and column.dtype == dtype and same_on_all_ranks(column)
             exact = sum(each.double() for each in columns)
@@ -360,7 +362,10 @@ def test_exact_beside(ranks, world):
                 by_hand = bytes_by_hand(format, algorithm, n, world, column.numel(), size)
             assert counter.sent == by_hand, what
             alone = all_reduce(x, None, format, algorithm)
-            if (format, algorithm) == ("fp32", "native"):  # a ring adds in an order that depends on the place
+            if (format, algorithm) == (
+                "fp32",
+                "native",
+            ):  # a ring adds each element in an order that depends on its index
                 assert torch.allclose(total, alone, rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(total, alone), what
@@ -370,7 +375,7 @@ def test_exact_beside(ranks, world):
 
 @fewer
 def test_calls(ranks, world):
-    """How often the ranks meet, and what rides along."""
+    """How many collectives an all-reduce calls, and in which cases `exact` needs one more."""
 
     def calls(format, algorithm, exact):
         counter = Counter()
@@ -392,7 +397,7 @@ def test_calls(ranks, world):
 
 @fewer
 def test_nothing_to_sum(ranks, world):
-    """No numbers, no messages; and numbers beside no numbers."""
+    """Without any elements nothing is sent. Either of the two tensors may be empty."""
 
     def run(rank):
         for format, algorithm in PAIRS:
@@ -409,7 +414,7 @@ def test_nothing_to_sum(ranks, world):
 
 
 @fewer
-def test_exact_numbers_beside_nothing(ranks, world):
+def test_exact_values_with_an_empty_tensor(ranks, world):
     def run(rank):
         for format, algorithm in PAIRS:
             empty, exact = all_reduce(torch.empty(0), None, format, algorithm, exact=torch.full((2,), 0.1))
@@ -423,12 +428,12 @@ def test_exact_numbers_beside_nothing(ranks, world):
 
 @fewer
 def test_gradients_are_those_of_one_rank(ranks, world):
-    """Each rank's summand has the gradient of the sum, sent by nobody; of `exact` too, and of either alone."""
-    weights = heavy(300, 90).double(), heavy(4, 91).double()
+    """Each rank's input gets the gradient of the sum, without communication; so does `exact`, together or alone."""
+    weights = heavy_tailed(300, 90).double(), heavy_tailed(4, 91).double()
 
     def one_rank():
-        summands = [heavy(300, r).double().requires_grad_() for r in range(world)]
-        columns = [heavy(4, 50 + r).double().requires_grad_() for r in range(world)]
+        summands = [heavy_tailed(300, r).double().requires_grad_() for r in range(world)]
+        columns = [heavy_tailed(4, 50 + r).double().requires_grad_() for r in range(world)]
         loss = (sum(summands).sin() * weights[0]).sum() + (sum(columns).square() * weights[1]).sum()
         return torch.autograd.grad(loss, [*summands, *columns])
 
@@ -437,8 +442,8 @@ def test_gradients_are_those_of_one_rank(ranks, world):
     def run(rank):
         for format, algorithm in PAIRS:
             counter = Counter()
-            x = heavy(300, rank).double().requires_grad_()
-            column = heavy(4, 50 + rank).double().requires_grad_()
+            x = heavy_tailed(300, rank).double().requires_grad_()
+            column = heavy_tailed(4, 50 + rank).double().requires_grad_()
             total, exact = all_reduce(2 * x / 2, dist.group.WORLD, format, algorithm, counter, exact=column * 1)
             loss = (total.sin() * weights[0]).sum() + (exact.square() * weights[1]).sum()
             before = counter.sent
@@ -459,8 +464,8 @@ def test_gradients_are_those_of_one_rank(ranks, world):
 # Groups
 
 
-def test_without_ranks_the_sum_is_a_copy():
-    x = heavy(10, 0).requires_grad_()
+def test_without_a_group_the_sum_is_a_copy():
+    x = heavy_tailed(10, 0).requires_grad_()
     for format in (*FORMATS, "auto"):
         counter = Counter()
         total = sparsefusion.all_reduce(x, format=format, counter=counter)
@@ -472,7 +477,7 @@ def test_without_ranks_the_sum_is_a_copy():
 
 @pytest.mark.parametrize("world", (3, 4))
 def test_in_a_group_of_some_ranks(ranks, world):
-    """By default fp16 among all ranks; else among those of the group, who send nothing to others."""
+    """By default the sum is in fp16 among all ranks. With a group, only its ranks take part."""
 
     def run(rank):
         group, alone = dist.new_group(range(1, world)), dist.new_group([0])
@@ -492,7 +497,7 @@ def test_in_a_group_of_some_ranks(ranks, world):
 
 @fewer
 def test_errors_come_before_messages(ranks, world):
-    """On every rank, with words that help."""
+    """Every rank raises the same error, which says what would be right, and sends nothing."""
     floats, integers = torch.ones(3), torch.ones(3, dtype=torch.int64)
     refused = [
         (dict(tensor=floats, format="fp8"), "format 'fp8' is none of fp32, fp16, bf16, int8, auto"),
@@ -506,17 +511,17 @@ def test_errors_come_before_messages(ranks, world):
 
     def run(rank):
         counter = Counter()
-        for given, message in refused:
+        for arguments, message in refused:
             for group in (dist.group.WORLD, None):
                 with pytest.raises(ValueError, match=message):
-                    all_reduce(group=group, counter=counter, **given)
+                    all_reduce(group=group, counter=counter, **arguments)
         assert counter == Counter()
-        return all_reduce(torch.ones(1)).item()  # nobody waits for a message of before
+        return all_reduce(torch.ones(1)).item()  # no rank still waits for a message of a failed call
 
     assert ranks(run, world) == [world] * world
-    for given, message in refused:
+    for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
-            all_reduce(**given)
+            all_reduce(**arguments)
 
 
 # Algorithms
@@ -531,7 +536,7 @@ def test_errors_come_before_messages(ranks, world):
     ("fp16", 10**6, 4, "cuda", "native"), ("bf16", 1, 2, "cuda", "native"), ("int8", 10**6, 4, "cuda", "two_shot"),
 ])  # fmt: skip
 def test_default_algorithm(format, numel, world, device, algorithm):
-    """One round rather than two while it costs at most 32 KB more; two ranks never need the second."""
+    """One round is preferred to two if it sends at most 32 KB more; two ranks need only one."""
     assert default_algorithm(format, numel, world, device) == algorithm
 
 
@@ -550,7 +555,7 @@ def test_the_default_algorithm_is_used(ranks, world):
 
 
 def fabric_of(world=2, **seconds):
-    """A fabric in which a candidate takes so long at any size, or (latency, per byte); all others take a second."""
+    """A fabric where the named candidates take these seconds, or (latency, seconds per byte), and all others one second."""
     times = {operation(*pair): (1.0, 0.0) for pair in CANDIDATES}
     for name, time in seconds.items():
         times[operation(*name.split("_", 1))] = time if isinstance(time, tuple) else (time, 0.0)
@@ -570,12 +575,12 @@ def fabric_of(world=2, **seconds):
     ({}, ("fp32", "native")),
 ])  # fmt: skip
 def test_auto_takes_the_most_exact_of_the_fastest(seconds, chosen):
-    """Fastest within 5 %."""
+    """Candidates within 5 % of the fastest count as equally fast."""
     assert FormatChoice(fabric_of(**seconds), 2).choose(1000) == chosen
 
 
 def test_auto_chooses_by_size():
-    """Few rounds for few bytes, few bytes for many; by the bytes of float32."""
+    """It chooses few rounds for small tensors and few bytes for large ones. The size is that in float32."""
     fabric = fabric_of(fp32_native=(1e-4, 1e-8), fp16_one_shot=(2e-4, 5e-9), int8_two_shot=(4e-4, 2e-9))
     chooser = FormatChoice(fabric, 2)
     for numel in [1 << bits for bits in range(22)]:
@@ -586,30 +591,30 @@ def test_auto_chooses_by_size():
         }
         near = [pair for pair, time in seconds.items() if time <= 1.05 * min(seconds.values())]
         assert chooser.choose(numel) == near[0], numel
-    # Equal at 20,000 and 66,667 bytes; the more exact one until it is 5 % slower.
+    # Times are equal at 20,000 and 66,667 bytes; the more exact format is chosen until it is 5 % slower.
     assert str(chooser) == "from 1 KB fp32 native, from 32 KB fp16 one_shot, from 128 KB int8 two_shot"
 
 
 @pytest.fixture
-def quickly(monkeypatch):
-    """`auto` measures little."""
+def short_measurement(monkeypatch):
+    """`auto` measures two sizes with few repetitions."""
     monkeypatch.setattr(quantized, "AUTO_SIZES", [2048, 65536])
     monkeypatch.setattr("sparsefusion.fabric.measurement.BUDGET_S", 0.0)
 
 
-NUMELS = [1 << bits for bits in range(9, 15)]  # of the sizes measured
+NUMELS = [1 << bits for bits in range(9, 15)]  # from 2 to 64 KB, the sizes measured
 
 
 @worlds
-def test_all_ranks_choose_alike(ranks, world, quickly, monkeypatch):
-    """From the same fabric, measured once for each group; the sums are those of the chosen format."""
+def test_all_ranks_make_the_same_choice(ranks, world, short_measurement, monkeypatch):
+    """They choose from the same fabric, measured once for each group. The sums are those of the chosen format."""
     measured, measure = [], quantized.measure
-    monkeypatch.setattr(quantized, "measure", lambda *given, **named: measured.append(1) or measure(*given, **named))
+    monkeypatch.setattr(quantized, "measure", lambda *args, **kwargs: measured.append(1) or measure(*args, **kwargs))
 
     def run(rank):
         chooser = format_choice(dist.group.WORLD)
         for n in (5, 2000, 100_000):
-            x, counter = heavy(n, rank), Counter()
+            x, counter = heavy_tailed(n, rank), Counter()
             total = all_reduce(x, None, "auto", counter=counter, exact=x)[0]
             format, algorithm = chooser.choose(n)
             assert counter.sent == bytes_by_hand(format, algorithm, n, world, n)
@@ -642,8 +647,8 @@ def test_a_choice_for_each_kind_of_device(ranks, world, monkeypatch):
 
 
 @fewer
-def test_a_slow_rank_is_everybodys(ranks, world, quickly):
-    """What takes long on one rank is chosen by none, though the others do not notice."""
+def test_a_candidate_that_is_slow_on_one_rank_is_chosen_on_none(ranks, world, short_measurement):
+    """The other ranks measure it as fast, but use the times of the slowest rank."""
     from time import perf_counter
 
     def run(rank):

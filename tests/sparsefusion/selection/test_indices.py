@@ -1,4 +1,4 @@
-"""Places on the wire; oracle: the places, and their bytes counted by hand."""
+"""Packed indices; oracle: the indices before packing, and bytes counted by hand."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from sparsefusion.selection.indices import decode_indices, encode_indices, index
 
 
 @given(st.data(), st.integers(1, 5_000_000))
-def test_they_come_back(data, numel):
-    """Of several ranks, some of them several times, as padding is."""
+def test_indices_are_decoded_exactly(data, numel):
+    """The rows are those of several ranks. Indices may repeat, as padding does."""
     k = data.draw(st.integers(1, 50))
     rows = data.draw(
         st.lists(st.lists(st.integers(0, numel - 1), min_size=k, max_size=k).map(sorted), min_size=1, max_size=3)
@@ -41,8 +41,8 @@ def test_bytes(k, numel, nbytes):
 
 @pytest.mark.parametrize("k", [9, 1_000_000])
 @pytest.mark.parametrize("numel, dtype", [(2**31, torch.int32), (2**31 + 1, torch.int64), (2**32 + 6, torch.int64)])
-def test_as_many_numbers_as_an_index_of_32_bits_has_and_more(k, numel, dtype):
-    """As they are, and by blocks."""
+def test_indices_of_32_bits_and_of_more(k, numel, dtype):
+    """9 indices are sent without packing, 1,000,000 are packed."""
     indices = torch.arange(k) * (numel // k) + numel - 1 - (k - 1) * (numel // k)
     decoded = decode_indices(encode_indices(indices.to(dtype), numel)[None], k, numel)[0]
     assert decoded.dtype == dtype and torch.equal(decoded.long(), indices) and indices[-1] == numel - 1

@@ -1,4 +1,4 @@
-"""Selecting k numbers of a gradient; oracles: torch's sort, and the plain sum of gradient and residual."""
+"""Selecting k elements of a gradient; oracles: torch's sort, and the sum of gradient and residual."""
 
 import math
 
@@ -20,7 +20,7 @@ EXACT = ("topk", "dgc")
 
 
 def numbers(kind, count, seed=0):
-    """Distributions that gradients resemble."""
+    """Random values from a distribution that gradients resemble."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, generator=generator)
     uniform = torch.rand(count, generator=generator)
@@ -38,7 +38,7 @@ KINDS = ("normal", "laplace", "student-t", "heavy")
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count, k", [(30, 3), (20_000, 200), (200_000, 500)])
-def test_exactly_k_large_numbers(name, kind, count, k):
+def test_exactly_k_large_elements(name, kind, count, k):
     x = numbers(kind, count)
     indices = select(name, x, k)
     assert indices.shape == (k,) and indices.dtype == torch.int64
@@ -46,7 +46,7 @@ def test_exactly_k_large_numbers(name, kind, count, k):
     largest = x.abs().sort(descending=True, stable=True)
     if name in EXACT or count < 16384:
         assert torch.equal(indices, largest.indices[:k].sort().values)
-    else:  # what passes a threshold is larger than what does not; padding is the last place
+    else:  # elements above a threshold are the largest ones; padding has the index count - 1
         chosen = x[indices[indices < count - 1]].abs()
         assert torch.equal(chosen.sort(descending=True).values, largest.values[: len(chosen)])
         assert len(chosen) >= k / 2
@@ -55,15 +55,15 @@ def test_exactly_k_large_numbers(name, kind, count, k):
 @pytest.mark.parametrize("name", ["dgc", "gaussiank", "sidco", "redsync"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [10_000, 1000])
-def test_thresholds_before_exactly_k(name, kind, k):
-    """0.5 k to 2 k magnitudes reach the threshold, also those of RedSync and SIDCo, which stop less precisely."""
+def test_thresholds(name, kind, k):
+    """From 0.5 k to 2 k magnitudes reach the threshold, also with RedSync and SIDCo, whose searches stop earlier."""
     x = numbers(kind, 1_000_000).abs()
     assert 0.5 * k <= int((x >= THRESHOLDS[name](x, k)).sum()) <= 2 * k
 
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 @pytest.mark.parametrize("count", [1, 2, 100, 16384, 20_000])
-def test_zeros_and_few_numbers(name, count):
+def test_zeros_and_few_elements(name, count):
     for k in {1, min(7, count), count}:
         if name == "randomk":
             indices = random_indices(count, k, "w", 0)
@@ -78,7 +78,8 @@ def test_zeros_and_few_numbers(name, count):
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("take", [take, take_ref])
-def test_what_is_not_finite_leaves_first_and_none_of_it_stays(name, bad, take):
+def test_nan_and_inf_are_selected_first(name, bad, take):
+    """None of them remains in the residual, even if k is too small to select all of them."""
     for count, k in ((1000, 5), (50_000, 5), (50_000, 1)):
         gradient, residual = numbers("heavy", count), torch.zeros(count)
         gradient[[3, count - 1]] = bad
@@ -89,7 +90,7 @@ def test_what_is_not_finite_leaves_first_and_none_of_it_stays(name, bad, take):
 
 @st.composite
 def parts(draw):
-    """Gradients and residuals in several parts, some numbers equal, some 0."""
+    """(gradients, residuals, k): tensors in which some elements are equal and some are 0."""
     sizes = draw(st.lists(st.integers(1, 9000), min_size=1, max_size=4))
     seed, levels = draw(st.integers(0, 99)), draw(st.sampled_from([1, 3, 1000]))
     made = [
@@ -99,8 +100,8 @@ def parts(draw):
 
 
 @pytest.mark.parametrize("k", [17_000, 18_000, 18_432, 19_999])
-def test_nearly_all_numbers(k):
-    """Where a sample has hardly enough numbers to say what k of all reach."""
+def test_k_of_nearly_all_elements(k):
+    """A sample then has hardly enough elements to estimate the threshold."""
     gradient, residual = numbers("heavy", 40_000, 0).view(2, -1)
     total = gradient + residual
     values, indices = take_ref("dgc", [gradient], [residual], k)
@@ -115,10 +116,10 @@ def test_c_takes_what_torch_takes(given, dtype, scale):
     gradients, residuals, k = given
     gradients, twins = [g.to(dtype) for g in gradients], [r.clone() for r in residuals]
     values, indices = take("dgc", gradients, residuals, k, scale)
-    expected, expected_places = take_ref("dgc", gradients, twins, k, scale)
+    expected, expected_indices = take_ref("dgc", gradients, twins, k, scale)
     nonzero = values != 0
     assert torch.equal(values[nonzero], expected[expected != 0])
-    assert torch.equal(indices[nonzero], expected_places[expected != 0])
+    assert torch.equal(indices[nonzero], expected_indices[expected != 0])
     assert all(map(torch.equal, residuals, twins))
 
 
@@ -129,7 +130,7 @@ variant = variants(fused)
 @pytest.mark.parametrize("sizes", [(1,), (63, 2, 64), (4099, 1), (1_300_000,), (700_001, 5, 600_000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
-    """Of tensors of which a part is sampled, too; in several steps, so that residuals are of all magnitudes."""
+    """Also of tensors so long that thresholds come from a sample. After several steps, residuals have many magnitudes."""
     k = max(1, sum(sizes) // 100)
     residuals = [torch.zeros(size) for size in sizes]
     twins = [residual.clone() for residual in residuals]
@@ -138,23 +139,24 @@ def test_each_build_takes_what_torch_takes(variant, sizes, dtype):
         if step == 2:
             gradients[0][0] = gradients[-1][-1] = math.nan
         values, indices = take("dgc", gradients, residuals, k, 0.5)
-        expected, expected_places = take_ref("dgc", gradients, twins, k, 0.5)
-        there, awaited = values != 0, expected != 0
-        assert torch.equal(values[there].nan_to_num(9), expected[awaited].nan_to_num(9))
-        assert torch.equal(indices[there], expected_places[awaited])
+        expected, expected_indices = take_ref("dgc", gradients, twins, k, 0.5)
+        nonzero, expected_nonzero = values != 0, expected != 0
+        assert torch.equal(values[nonzero].nan_to_num(9), expected[expected_nonzero].nan_to_num(9))
+        assert torch.equal(indices[nonzero], expected_indices[expected_nonzero])
         assert all(map(torch.equal, residuals, twins))
 
 
 @settings(max_examples=60, deadline=None)
 @given(parts(), st.sampled_from(BIASED))
 def test_nothing_is_lost(given, name):
+    """Adding the values back to the residuals gives the sum of gradients and residuals."""
     gradients, residuals, k = given
     total = [g + r for g, r in zip(gradients, residuals, strict=True)]
     values, indices = take(name, gradients, residuals, k)
     for add in (add_at, add_at_ref):
-        back = [r.clone() for r in residuals]
-        add(back, values, indices)
-        assert all(map(torch.equal, back, total))
+        restored = [r.clone() for r in residuals]
+        add(restored, values, indices)
+        assert all(map(torch.equal, restored, total))
 
 
 @pytest.mark.parametrize("add", [add_at, add_at_ref])
@@ -187,12 +189,12 @@ def test_fit_k():
     assert fit_k(magnitudes, torch.tensor([2, 3]), 3, exact=True).tolist() == [0, 2, 4]
 
 
-def test_random_places_are_everywhere_and_change():
+def test_random_indices_cover_all_elements_and_change():
     counts = torch.zeros(101)
     for step in range(400):
         indices = random_indices(101, 10, "w", step)
         assert len(indices.unique()) == 10
         counts[indices] += 1
-    assert counts.min() > 15 and counts.max() < 75  # 40 expected
+    assert counts.min() > 15 and counts.max() < 75  # 40 are expected
     assert torch.equal(random_indices(101, 10, "w", 3), random_indices(101, 10, "w", 3))
     assert not torch.equal(random_indices(101, 10, "w", 3), random_indices(101, 10, "v", 3))
