@@ -65,7 +65,7 @@ def repeat_a_tensor(directory):
 
 
 NORM = "backbone.layers.1.norm.weight"
-BROKEN = {  # name: (what is done to a good directory, the error, what its message must contain)
+BROKEN = {  # name: (corruption of a valid directory, type of the error, words of its message)
     "no directory": (shutil.rmtree, FileNotFoundError, "is not a directory"),
     "no configuration": (lambda d: (d / "config.json").unlink(), FileNotFoundError, "config.json does not exist"),
     "unknown model type": (lambda d: edit_config(d, model_type="gpt2"), ValueError, "supported: mamba, falcon_mamba,"),
@@ -106,7 +106,7 @@ BROKEN = {  # name: (what is done to a good directory, the error, what its messa
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A good directory."""
+    """A directory with a valid model."""
     directory = tmp_path_factory.mktemp("good")
     save_hf(directory, "mamba2", num_hidden_layers=2, n_groups=2)
     return directory
@@ -163,7 +163,7 @@ BROKEN_HYBRIDS = {  # of a model with two hybrid layers, each with its own block
 
 @pytest.fixture(scope="module")
 def good_hybrid(tmp_path_factory):
-    """A good directory of Zamba2."""
+    """A directory with a valid Zamba2 model."""
     directory = tmp_path_factory.mktemp("hybrid")
     save_hf(directory, "zamba2", layers_block_type=["hybrid"] * 2, num_hidden_layers=2)
     edit_config(directory, hybrid_layer_ids=None)

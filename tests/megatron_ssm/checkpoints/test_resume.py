@@ -413,7 +413,7 @@ DAMAGE = {
 
 
 def refusals(trainer, paths):
-    """The line of the ValueError that each checkpoint raises on this rank."""
+    """The messages of the ValueErrors, one line each, that the checkpoints raise on this rank."""
     lines = []
     for path in paths:
         with pytest.raises(ValueError) as error:

@@ -246,7 +246,7 @@ def test_graphs_decode_as_the_model_does(family, rows, captured):
 
 
 @pytest.mark.parametrize("longest, keys", ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 24), (24, 24)))
-def test_keys(longest, keys, captured):
+def test_number_of_keys_read(longest, keys, captured):
     assert cuda_graphs._keys_read(longest, MAX_LENGTH) == keys and cuda_graphs._keys_read(longest, None) == 0
 
 

@@ -251,7 +251,7 @@ def test_logits_to_keep_is_not_negative(oracle):
 
 @pytest.mark.parametrize("tp", (1, 4))
 @pytest.mark.parametrize("name", (*BIASED[:5], "zamba2-grouped-rope-1-use"))
-def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
+def test_bf16_is_close_to_fp32(ranks, tp, name, oracle):
     oracle = oracle(name)
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def trainer(monkeypatch):
     return make
 
 
-def test_the_same_curve(trainer):
+def test_fused_adam_gives_the_same_curve(trainer):
     ours, theirs = (tiny.curve(trainer(fused), STEPS) for fused in (True, False))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
 

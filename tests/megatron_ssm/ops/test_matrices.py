@@ -54,7 +54,7 @@ def rounded_to_int8(weight):
     return (integers * scale.double()).view_as(weight)
 
 
-def with_rounded_matrices(model, int8):
+def round_matrices(model, int8):
     """Round the matrices of a float64 model that the model `int8` holds in 8 bits; returns their number."""
     count = 0
     for name, module in int8.named_modules():
@@ -79,7 +79,7 @@ def test_an_int8_model_is_the_model_of_its_rounded_weights(family, directory_of)
     int8 = megatron_ssm.load(directory_of(family), weights="int8")
     exact = megatron_ssm.load(directory_of(family), dtype=torch.float64)
     before = logits_of(exact)
-    assert with_rounded_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    assert round_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
     expected = logits_of(exact)
     assert (expected - before).abs().max() > 1e-4  # rounding has an effect
     torch.testing.assert_close(logits_of(int8).double(), expected, rtol=0, atol=1e-3 if family == "zamba2" else 1e-4)
@@ -144,7 +144,7 @@ def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
         model(IDS).sum().backward()
 
 
-def test_a_quarter_of_the_bytes(directory_of):
+def test_int8_takes_a_quarter_of_the_bytes(directory_of):
     def nbytes(model):
         return sum(t.nbytes for t in model.state_dict().values())
 
