@@ -1,4 +1,4 @@
-"""What load refuses and save cannot do; oracle: a table of broken directories, and what lay there before."""
+"""Directories that load refuses and save cannot write. Oracles: a table of broken directories, the files from before."""
 
 import json
 import resource
@@ -23,7 +23,7 @@ __all__ = ["oracle"]
 
 
 def truncated(keep):
-    """A corruption that cuts the weights to a part, or to so many bytes."""
+    """A corruption that truncates the weights to a fraction (float) or to a number of bytes (int)."""
 
     def corrupt(directory, file="model.safetensors"):
         data = (directory / file).read_bytes()
@@ -57,15 +57,15 @@ def bad_index(text):
 
 
 def repeat_a_tensor(directory):
-    """Two files hold a tensor of the same name, with other values in the second."""
+    """Put a tensor of the first file into the second file too, with other values."""
     in_two_files(directory)
     first, second = sorted(directory.glob("model-*.safetensors"))
     name, tensor = min(load_file(first).items())
     save_file({**load_file(second), name: tensor + 1}, second)
 
 
-A_NORM = "backbone.layers.1.norm.weight"
-BROKEN = {  # name: (what is done to a good directory, the error, what its message must contain)
+NORM = "backbone.layers.1.norm.weight"
+BROKEN = {  # name: (corruption of a valid directory, type of the error, words of its message)
     "no directory": (shutil.rmtree, FileNotFoundError, "is not a directory"),
     "no configuration": (lambda d: (d / "config.json").unlink(), FileNotFoundError, "config.json does not exist"),
     "unknown model type": (lambda d: edit_config(d, model_type="gpt2"), ValueError, "supported: mamba, falcon_mamba,"),
@@ -87,13 +87,13 @@ BROKEN = {  # name: (what is done to a good directory, the error, what its messa
         for name in ("..", "/x.safetensors", "x\0.safetensors", "x.bin", "\ud800.safetensors", f"{300 * 'x'}.safetensors")
     },
     "a tensor in two files": (repeat_a_tensor, ValueError, "holds backbone.embeddings.weight, which another file"),
-    "tensor missing": (rewritten(lambda t: t.pop(A_NORM)), ValueError, f"has no tensor {A_NORM} (32,)"),
+    "tensor missing": (rewritten(lambda t: t.pop(NORM)), ValueError, f"has no tensor {NORM} (32,)"),
     "tensor too many": (rewritten(lambda t: t.update(extra=torch.ones(2))), ValueError, "1 tensors that a mamba2"),
-    "wrong shape": (rewritten(lambda t: t.update({A_NORM: torch.ones(31)})), ValueError, f"{A_NORM} is (31,), its"),
+    "wrong shape": (rewritten(lambda t: t.update({NORM: torch.ones(31)})), ValueError, f"{NORM} is (31,), its"),
     "another vocabulary": (lambda d: edit_config(d, vocab_size=60), ValueError, "is (61, 32), its"),
-    "integers": (rewritten(lambda t: t.update({A_NORM: torch.ones(32).int()})), ValueError, f"{A_NORM} is I32, not"),
+    "integers": (rewritten(lambda t: t.update({NORM: torch.ones(32).int()})), ValueError, f"{NORM} is I32, not"),
     "8-bit floats": (
-        rewritten(lambda t: t.update({A_NORM: torch.ones(32).to(torch.float8_e4m3fn)})), ValueError, "is F8_E4M3",
+        rewritten(lambda t: t.update({NORM: torch.ones(32).to(torch.float8_e4m3fn)})), ValueError, "is F8_E4M3",
     ),
     "another family": (lambda d: edit_config(d, model_type="mamba"), ValueError, "its configuration says"),
     "more layers": (lambda d: edit_config(d, num_hidden_layers=3), ValueError, "has no tensor backbone.layers.2."),
@@ -106,7 +106,7 @@ BROKEN = {  # name: (what is done to a good directory, the error, what its messa
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A good directory."""
+    """A directory with a valid model."""
     directory = tmp_path_factory.mktemp("good")
     save_hf(directory, "mamba2", num_hidden_layers=2, n_groups=2)
     return directory
@@ -115,7 +115,7 @@ def good(tmp_path_factory):
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_directories(ranks, tp, broken, good, tmp_path):
-    """Every rank says the same, in one line, and sends nothing."""
+    """Every rank raises the same error of one line, and none hangs."""
     corrupt, error, words = BROKEN[broken]
     directory = tmp_path / "broken"
     shutil.copytree(good, directory)
@@ -131,9 +131,9 @@ def test_broken_directories(ranks, tp, broken, good, tmp_path):
     assert set(messages) == {messages[0]}
 
 
-A_BLOCK = "model.layers.0.shared_transformer."
-AN_ADAPTER = f"{A_BLOCK}feed_forward.gate_up_proj_adapter_list.0.0.weight"
-BROKEN_HYBRIDS = {  # of two hybrid layers, each with a block of its own
+BLOCK = "model.layers.0.shared_transformer."
+ADAPTER = f"{BLOCK}feed_forward.gate_up_proj_adapter_list.0.0.weight"
+BROKEN_HYBRIDS = {  # of a model with two hybrid layers, each with its own block
     "a use less": (
         lambda d: edit_config(d, layers_block_type=["hybrid", "linear_attention"]),
         "has no tensor model.layers.1.input_layernorm.weight (32,)",
@@ -147,11 +147,11 @@ BROKEN_HYBRIDS = {  # of two hybrid layers, each with a block of its own
         "layers_block_type has 2 layers, num_hidden_layers=3",
     ),
     "three blocks": (lambda d: edit_config(d, tie_word_embeddings=False, num_mem_blocks=1), "has no tensor"),
-    "no adapter": (rewritten(lambda t: t.pop(AN_ADAPTER)), f"has no tensor {AN_ADAPTER} (6, 32)"),
+    "no adapter": (rewritten(lambda t: t.pop(ADAPTER)), f"has no tensor {ADAPTER} (6, 32)"),
     "wider adapters": (lambda d: edit_config(d, adapter_rank=7), "its configuration says (7, 32)"),
     "adapters of attention": (
         lambda d: edit_config(d, use_shared_attention_adapter=True),
-        f"has no tensor {A_BLOCK}self_attn.linear_q_adapter_list.0.0.weight (6, 64)",
+        f"has no tensor {BLOCK}self_attn.linear_q_adapter_list.0.0.weight (6, 64)",
     ),
     "fewer key/value heads": (lambda d: edit_config(d, num_key_value_heads=2), "k_proj.weight is (64, 64), its"),
     "a wider MLP": (lambda d: edit_config(d, intermediate_size=52), "its configuration says (104, 32)"),
@@ -163,7 +163,7 @@ BROKEN_HYBRIDS = {  # of two hybrid layers, each with a block of its own
 
 @pytest.fixture(scope="module")
 def good_hybrid(tmp_path_factory):
-    """A good directory of Zamba2."""
+    """A directory with a valid Zamba2 model."""
     directory = tmp_path_factory.mktemp("hybrid")
     save_hf(directory, "zamba2", layers_block_type=["hybrid"] * 2, num_hidden_layers=2)
     edit_config(directory, hybrid_layer_ids=None)
@@ -195,12 +195,12 @@ def test_broken_directories_of_a_hybrid(ranks, tp, good_hybrid, tmp_path):
 
 
 def missing(name):
-    """A case: a directory without this tensor."""
+    """A case (corruption, expected words): the tensor is missing."""
     return rewritten(lambda t: t.pop(name)), f"has no tensor {name} ("
 
 
 def copied(change, name, copy):
-    """A case: a directory in which what is one tensor lies twice, the second copy changed."""
+    """A case (corruption, expected words): one tensor is stored under two names, and the second copy is changed."""
 
     def corrupt(tensors):
         tensors[copy] = change(tensors[name]).clone()
@@ -216,7 +216,7 @@ ZAMBA2 = "model.layers.{}.shared_transformer.feed_forward."
 
 @pytest.mark.parametrize("family", ("zamba", "zamba2"))
 def test_no_tensor_of_an_untied_block_is_taken_from_another_layer(family, tmp_path):
-    """Of no block, and of no adapter, also where it lies idle."""
+    """This holds for blocks and adapters, even for unused adapters."""
     save_hf(tmp_path, family, **UNTIED, **dict(use_shared_attention_adapter=True) if family == "zamba2" else {})
     whole = tensors_in(tmp_path)
     names = [name for name in whole if ".shared_transf" in name]
@@ -243,7 +243,7 @@ SEVERAL_NAMES = [  # (family, changes to the small model, (corruption, words))
 
 @pytest.mark.parametrize("tp", (1, 2))
 def test_a_tensor_is_never_taken_for_another(ranks, tp, tmp_path):
-    """An untied one is its own; of a tied one every copy is equal."""
+    """Untied tensors must all exist, and all copies of a tied tensor must be equal."""
     directories = [tmp_path / str(i) for i in range(len(SEVERAL_NAMES))]
     for directory, (family, changes, (corrupt, _)) in zip(directories, SEVERAL_NAMES, strict=True):
         save_hf(directory, family, **changes)
@@ -261,12 +261,12 @@ def test_a_tensor_is_never_taken_for_another(ranks, tp, tmp_path):
 
 @pytest.mark.parametrize("family", ("mamba", "zamba", "zamba2"))
 def test_equal_copies_of_tied_tensors_load(family, tmp_path):
-    """As older versions of transformers wrote them."""
+    """Older versions of transformers saved such copies."""
     changes = dict(TIED, num_mem_blocks=1) if family == "zamba2" else TIED if family == "zamba" else {}
     theirs = save_hf(tmp_path, family, **changes)
-    every = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
-    assert len(every) > len(tensors_in(tmp_path))
-    save_file(every, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    all_tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    assert len(all_tensors) > len(tensors_in(tmp_path))
+    save_file(all_tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(megatron_ssm.load(tmp_path)(ids), theirs(ids).logits, rtol=0, atol=3e-4)
@@ -277,7 +277,7 @@ def test_equal_copies_of_tied_tensors_load(family, tmp_path):
 
 @pytest.mark.parametrize("tp", (3, 4))
 def test_ranks_that_cannot_split_a_model(ranks, tp, good, tmp_path):
-    """8 heads over 3 ranks; 6 groups over 4."""
+    """8 heads do not divide over 3 ranks, nor 6 groups over 4."""
     directory = tmp_path / "model"
     save_hf(directory, "mamba2", num_hidden_layers=1, num_heads=12, hidden_size=48, n_groups=6)
     directory = good if tp == 3 else directory
@@ -310,18 +310,18 @@ def test_arguments_of_load(arguments, words, good):
 
 
 def no_room(directory):
-    """From now on this process can write no file longer than 20 kB."""
+    """Limit the files that this process writes to 20 kB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
 def a_file_in_the_way(directory):
-    """A folder that cannot be made."""
+    """A file prevents the creation of the folder."""
     shutil.rmtree(directory)
     directory.write_text("a file")
 
 
 def a_weight_that_cannot_be_replaced(directory):
-    """The last step, moving into place, fails."""
+    """A folder prevents the last step, which moves the weights into place."""
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors").mkdir()
 
@@ -329,7 +329,7 @@ def a_weight_that_cannot_be_replaced(directory):
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("prevent", (no_room, a_file_in_the_way, a_weight_that_cannot_be_replaced))
 def test_save_fails_on_every_rank(ranks, tp, dp, prevent, oracle, tmp_path):
-    """One line, no hang, nothing half-written; where only the disk is full, what was there can still be loaded."""
+    """Every rank raises one line, and no partial file is left; if the disk is full, the earlier files do not change."""
     oracle = oracle("mamba2-2-groups")
     target = tmp_path / "target"
     save_hf(target, "mamba", num_hidden_layers=1)

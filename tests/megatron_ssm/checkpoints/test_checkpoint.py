@@ -1,4 +1,4 @@
-"""Load and save; oracle: the bytes of the tensors that transformers wrote, and the logits it computes from ours."""
+"""Load and save. Oracles: the bytes of the tensors that transformers saved, and its logits for what we save."""
 
 import contextlib
 import copy
@@ -35,18 +35,18 @@ FEW = (
 @pytest.mark.parametrize("dtype", by_default((torch.bfloat16,), (torch.float32, torch.bfloat16)))
 @pytest.mark.parametrize("name", by_default(FEW, CASES))
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):
-    """In one file, and in several (from which it is loaded once more); transformers reads them to the same logits."""
+    """Saves one file and several, and loads and saves the latter again; transformers computes the same logits from them."""
     oracle = oracle(name, dtype)
-    one, several, again = tmp_path / "one", tmp_path / "a" / "few", tmp_path / "again"
+    one, several, resaved = tmp_path / "one", tmp_path / "a" / "few", tmp_path / "again"
 
     def run(rank):
         model = megatron_ssm.load(oracle.directory, dist.group.WORLD, dtype=dtype)
         megatron_ssm.save(model, one)
         megatron_ssm.save(model, several, file_bytes=6000)
-        megatron_ssm.save(megatron_ssm.load(several, dist.group.WORLD, dtype=dtype), again)
+        megatron_ssm.save(megatron_ssm.load(several, dist.group.WORLD, dtype=dtype), resaved)
 
     ranks(run, tp)
-    for directory in (one, several, again):
+    for directory in (one, several, resaved):
         assert_same_bytes(tensors_in(directory), tensors_in(oracle.directory))
         assert Config.read(directory) == Config.read(oracle.directory)
         assert not list(directory.glob(".*"))
@@ -78,7 +78,7 @@ def test_one_replica_writes(ranks, tp, dp, oracle, tmp_path):
 
 
 @pytest.mark.parametrize("tp,dp", [(1, 2), (2, 2)])
-def test_replicas_that_know_nothing_of_each_other_may_save_at_once(ranks, tp, dp, oracle, tmp_path):
+def test_replicas_without_a_data_group_may_save_at_once(ranks, tp, dp, oracle, tmp_path):
     source = oracle("mamba2-1-group").directory
 
     def run(rank):
@@ -107,7 +107,7 @@ def test_a_deep_copy_is_a_model(ranks, tp, name, oracle, tmp_path):
 
 @pytest.mark.parametrize("tp", (1, 2))
 def test_a_state_kept_in_fp32_is_saved_exactly(ranks, tp, oracle, tmp_path):
-    """A bf16 model of an fp32 checkpoint: its A_log, D and dt bias have no bf16 form, everything else has."""
+    """A bf16 model loaded from an fp32 checkpoint keeps A_log, D and dt bias in fp32, and all else in bf16."""
     oracle = oracle("mamba2-2-groups")
 
     def run(rank):
@@ -125,8 +125,8 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 @pytest.mark.parametrize("tp", (1, 2))
-def test_what_lies_beside_the_weights(ranks, tp, tmp_path):
-    """Tokenizer and generation files come along, old weights go, other files stay; also over the loaded directory."""
+def test_files_beside_the_weights(ranks, tp, tmp_path):
+    """Tokenizer and generation files are copied, old weights removed, other files kept; also in the source directory."""
     source, target = tmp_path / "source", tmp_path / "target"
     save_hf(source, "mamba", num_hidden_layers=1)
     for name in (*COMPANIONS, "README.md"):
@@ -153,7 +153,7 @@ def test_what_lies_beside_the_weights(ranks, tp, tmp_path):
 @pytest.mark.parametrize("umask", (0o022, 0o077))
 @pytest.mark.parametrize("file_bytes", (10**9, 6000))
 def test_permissions_are_those_of_the_umask(umask, file_bytes, oracle, tmp_path):
-    """Of every file, so that whoever may read config.json may read the weights."""
+    """All files have the same permissions, so whoever can read config.json can read the weights."""
     model = megatron_ssm.load(oracle("mamba2-2-groups").directory)
     before = os.umask(umask)
     try:
@@ -165,7 +165,7 @@ def test_permissions_are_those_of_the_umask(umask, file_bytes, oracle, tmp_path)
 
 @pytest.mark.parametrize("tp", (1, 2))
 def test_only_weights_of_an_earlier_model_are_removed(ranks, tp, oracle, tmp_path):
-    """A file of the user's is kept, also if its name begins with `model`."""
+    """Other files are kept, even if their names begin with `model`."""
     source, target = oracle("mamba2-2-groups").directory, tmp_path / "out"
     target.mkdir()
     kept, removed = ("model_ema.safetensors", "models.safetensors"), ("model-00003-of-00009.safetensors", INDEX)
@@ -181,7 +181,7 @@ FILE_BYTES = {"one file": 10**9, "several files": 6000}
 @pytest.mark.parametrize("earlier", FILE_BYTES)
 @pytest.mark.parametrize("new", FILE_BYTES)
 def test_an_interrupted_save_mixes_no_models(earlier, new, oracle, tmp_path, monkeypatch):
-    """Ended after any number of moved files: the weights that load are the earlier model's or the new one's, or none."""
+    """After any number of moved files, the directory holds the earlier model, the new model, or none that loads."""
     model = megatron_ssm.load(oracle("mamba2-2-groups").directory)
     with torch.no_grad():
         changed = copy.deepcopy(model)
@@ -189,7 +189,7 @@ def test_an_interrupted_save_mixes_no_models(earlier, new, oracle, tmp_path, mon
             parameter += 1
     megatron_ssm.save(model, tmp_path / "earlier", FILE_BYTES[earlier])
     expected = [{name: p.sum().item() for name, p in m.named_parameters()} for m in (model, changed)]
-    move, seen = os.replace, []
+    move, loaded_models = os.replace, []
 
     for moved in range(50):
         target, left = shutil.copytree(tmp_path / "earlier", tmp_path / str(moved)), [moved]
@@ -206,13 +206,13 @@ def test_an_interrupted_save_mixes_no_models(earlier, new, oracle, tmp_path, mon
             break
         with contextlib.suppress(FileNotFoundError):
             found = {name: p.sum().item() for name, p in megatron_ssm.load(target).named_parameters()}
-            seen.append(expected.index(found))
-    assert moved >= 2 and seen == sorted(seen)
+            loaded_models.append(expected.index(found))
+    assert moved >= 2 and loaded_models == sorted(loaded_models)
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 1), (1, 3)])
-def test_a_target_that_is_no_path(ranks, tp, dp, oracle, tmp_path):
-    """On the last rank, which would write nothing."""
+def test_a_target_that_is_not_a_path(ranks, tp, dp, oracle, tmp_path):
+    """The argument is wrong only on ranks that write nothing, and still all ranks raise."""
     source = oracle("mamba2-2-groups").directory
 
     def run(rank):
@@ -225,7 +225,7 @@ def test_a_target_that_is_no_path(ranks, tp, dp, oracle, tmp_path):
     assert others == [first] * (tp * dp - 1) and not (tmp_path / "out").exists()
 
 
-# Names that tensors have had
+# Earlier names of tensors
 
 
 def old_embedding(name):
@@ -253,7 +253,7 @@ RENAMED = [
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family, rename", RENAMED)
 def test_old_names_of_tensors(ranks, tp, family, rename, tmp_path):
-    """Saved again, they have today's names."""
+    """When the model is saved again, its tensors have today's names."""
     save_hf(tmp_path / "new", family, num_hidden_layers=3 if "zamba" in family else 1, tie_word_embeddings=True)
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     rewritten(lambda t: t.update({rename(name): t.pop(name) for name in list(t)}))(tmp_path / "old")
@@ -267,7 +267,7 @@ def test_old_names_of_tensors(ranks, tp, family, rename, tmp_path):
 
 
 def of_the_last_use(name):
-    """The same tensor of a shared block, under the name of the last layer that uses it: 1 and 4, 2 and 5."""
+    """The name of a shared block's tensor in its last use: layer 4 shares the block of layer 1, layer 5 that of 2."""
     layer = {"1": "4", "2": "5"}
     return re.sub(r"layers\.([12])(\.shared_trans)", lambda found: f"layers.{layer[found[1]]}{found[2]}", name)
 
@@ -276,7 +276,7 @@ def of_the_last_use(name):
 @pytest.mark.parametrize("family", ("zamba", "zamba2"))
 @pytest.mark.parametrize("copied", (True, False), ids=("also", "only"))
 def test_a_shared_block_under_the_name_of_another_use(ranks, tp, family, copied, tmp_path):
-    """Beside the first one's, and instead of it."""
+    """The tensors are stored under that name too, or only under that name."""
     extra = dict(use_shared_attention_adapter=True) if family == "zamba2" else {}
     save_hf(tmp_path / "first", family, **extra)
     shutil.copytree(tmp_path / "first", tmp_path / "other")
@@ -313,7 +313,7 @@ def test_a_tied_head_may_be_in_the_file(ranks, tp, tmp_path):
 
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "falcon", "zamba2-1-group", *FEW[3:]))
 def test_a_model_that_was_never_a_file(name, tmp_path):
-    """Built from a configuration, initialized, saved: transformers reads it, and computes what we do."""
+    """A model that was built, initialized and saved is read by transformers, which computes the same logits."""
     family, changes = CASES[name]
     save_hf(tmp_path / "shape", family, **with_layers(changes))
     model = megatron_ssm.initialize(megatron_ssm.build(Config.read(tmp_path / "shape")), seed=1)

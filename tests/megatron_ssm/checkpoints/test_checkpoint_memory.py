@@ -1,4 +1,4 @@
-"""Memory of load and save on models of over 400 MB; oracle: RssAnon of each rank, read from /proc by another process."""
+"""Memory of load and save for models of over 400 MB. Oracle: RssAnon of each rank, read by another process."""
 
 import ctypes
 import json
@@ -27,7 +27,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 
-# Prints, once its input closes, by how much the most was more than the first.
+# Samples a process's anonymous memory; prints the peak's growth over the first sample when stdin closes.
 SAMPLER = """
 import select, sys
 def anonymous():
@@ -42,23 +42,21 @@ print(max(most, anonymous()) - first)
 
 
 @contextmanager
-def growth():
-    """`.bytes`, afterwards: by how much this process's anonymous memory grew at its peak."""
-    grown = SimpleNamespace(bytes=None)
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 20
-    )  # M_MMAP_THRESHOLD: what is freed leaves at once, holes of a heap do not count
-    ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests freed would be used again, unseen
+def peak_growth():
+    """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards."""
+    result = SimpleNamespace(bytes=None)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory returns to the system at once
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise, reused memory of earlier tests would not count
     command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
         sampler.stdout.readline()
-        yield grown
-        grown.bytes = int(sampler.communicate()[0])
+        yield result
+        result.bytes = int(sampler.communicate()[0])
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def large(request, tmp_path_factory):
-    """A directory of 400 MB whose every tensor repeats one number, its own."""
+    """A directory of 400 MB. All elements of its i-th tensor are i."""
     directory, shape = tmp_path_factory.mktemp("large"), SHAPES[request.param]
     (directory / "config.json").write_text(json.dumps(shape))
     shapes = hf_shapes(layout(Config.from_dict(shape)))
@@ -69,7 +67,7 @@ def large(request, tmp_path_factory):
 
 
 def check_values(model):
-    """Every parameter repeats the number of its Hugging Face tensor."""
+    """Assert that all elements of each parameter are the number of its Hugging Face tensor."""
     numbers = {name: i for i, name in enumerate(hf_shapes(layout(model.config)))}
     for parameter in model.parameters():
         assert parameter.min() == parameter.max() == numbers[parameter.field.hf]
@@ -77,13 +75,13 @@ def check_values(model):
 
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_load_and_save_hold_little(ranks, tp, large, tmp_path):
-    """load: its parameters, two slices and SLACK; save: one file, one piece and SLACK on rank 0, less elsewhere."""
+    """load needs its parameters, two slices and SLACK; save one piece and SLACK, and on rank 0 also one file."""
 
     def run(rank):
-        with growth() as loading:
+        with peak_growth() as loading:
             model = megatron_ssm.load(large, dist.group.WORLD)
         check_values(model)
-        with growth() as saving:
+        with peak_growth() as saving:
             megatron_ssm.save(model, tmp_path / "saved", file_bytes=FILE_BYTES)
         sizes = [parameter.nbytes for parameter in model.parameters()]
         return sum(sizes), max(sizes), loading.bytes, saving.bytes

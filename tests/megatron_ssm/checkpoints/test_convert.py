@@ -1,4 +1,4 @@
-"""`convert`; oracle: transformers' logits, and state-spaces/mamba's own names and configuration, written out here."""
+"""`convert`. Oracles: transformers' logits, and the names and configurations of state-spaces/mamba, written out here."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def logits(directory, model):
 
 
 def test_state_spaces_to_hugging_face(case, tmp_path):
-    """transformers loads the result and computes the same; no tensor changes a bit."""
+    """transformers loads the result and computes the same logits; all tensors are bitwise equal."""
     model, _, theirs = case
     rows = convert(theirs, tmp_path / "out")
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_state_spaces_to_hugging_face(case, tmp_path):
 
 
 def test_hugging_face_to_state_spaces(case, tmp_path):
-    """The result has state-spaces' names, its bytes, and a configuration that means the same."""
+    """The result has state-spaces' names, the same bytes, and an equivalent configuration."""
     model, ours, _ = case
     rows = convert(ours, tmp_path / "out")
     state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
@@ -99,7 +99,7 @@ def test_hugging_face_to_state_spaces(case, tmp_path):
 
 
 def test_there_and_back(case, tmp_path):
-    """Byte for byte what it was, also in several files."""
+    """Converting back gives the original bytes, here in several files."""
     _, ours, _ = case
     convert(ours, tmp_path / "there")
     convert(tmp_path / "there", tmp_path / "back", file_bytes=20_000)
@@ -175,7 +175,7 @@ BROKEN_CONFIG = {
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A state-spaces directory that a test may spoil."""
+    """A state-spaces directory that a test may damage."""
     (family, changes), config = CASES["mamba"]
     directory = tmp_path / "theirs"
     directory.mkdir()
@@ -184,8 +184,8 @@ def theirs(tmp_path):
     return directory
 
 
-def refused(source, target, words):
-    """One line that says so, and nothing written."""
+def assert_refused(source, target, words):
+    """Assert that convert raises one line with these words and writes nothing."""
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         convert(source, target)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -194,37 +194,37 @@ def refused(source, target, words):
 
 @pytest.mark.parametrize("words", BROKEN_STATE)
 def test_broken_tensors(theirs, tmp_path, words):
-    """Missing, unmapped, misshapen, untied, of another kind."""
+    """Tensors are missing, unknown, of another shape, untied, or not stored as dense floats."""
     state = torch.load(theirs / "pytorch_model.bin", weights_only=True)
     BROKEN_STATE[words](state)
     torch.save(state, theirs / "pytorch_model.bin")
-    refused(theirs, tmp_path / "out", words)
+    assert_refused(theirs, tmp_path / "out", words)
 
 
 @pytest.mark.parametrize("words", BROKEN_CONFIG)
 def test_configurations_without_a_counterpart(theirs, tmp_path, words):
-    """What Hugging Face's classes cannot say, and what nobody knows."""
+    """Hugging Face's classes cannot express these settings, or the field is unknown or invalid."""
     (theirs / "config.json").write_text(json.dumps({**CASES["mamba"][1], **BROKEN_CONFIG[words]}))
-    refused(theirs, tmp_path / "out", words)
+    assert_refused(theirs, tmp_path / "out", words)
 
 
-class _Bomb:
+class _RunsCode:
     def __reduce__(self):
         return exec, ("raise SystemExit('code in a checkpoint was run')",)
 
 
 def test_damaged_files(theirs, tmp_path):
-    """A truncated file, and one with code in it, which is not run; no file at all; no configuration."""
+    """The file is truncated, contains code (which is not run), or is missing; or the configuration is missing."""
     path = theirs / "pytorch_model.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refused(theirs, tmp_path / "out", "is not a complete file of tensors")
-    path.write_bytes(pickle.dumps(_Bomb()))
-    refused(theirs, tmp_path / "out", "is not a complete file of tensors")
+    assert_refused(theirs, tmp_path / "out", "is not a complete file of tensors")
+    path.write_bytes(pickle.dumps(_RunsCode()))
+    assert_refused(theirs, tmp_path / "out", "is not a complete file of tensors")
     path.unlink()
-    refused(theirs, tmp_path / "out", "pytorch_model.bin does not exist")
+    assert_refused(theirs, tmp_path / "out", "pytorch_model.bin does not exist")
     (theirs / "config.json").unlink()
-    refused(theirs, tmp_path / "out", "no model configuration")
+    assert_refused(theirs, tmp_path / "out", "no model configuration")
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_damaged_files(theirs, tmp_path):
     ],
 )
 def test_hugging_face_models_without_a_counterpart(tmp_path, family, changes, words):
-    """Other families, other norms."""
+    """state-spaces' code has no such family, or no such setting."""
     hf_model(family, num_hidden_layers=2, **changes).save_pretrained(tmp_path / "hf")
-    refused(tmp_path / "hf", tmp_path / "out", words)
+    assert_refused(tmp_path / "hf", tmp_path / "out", words)
 
 
 def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
-    """An error while writing is raised, and the hidden files are gone."""
+    """An error during writing is raised, and the temporary files are removed."""
 
     def fail(*_, **__):
         raise OSError("No space left on device")
@@ -253,7 +253,7 @@ def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_onto_itself(theirs):
+def test_converting_onto_the_source(theirs):
     """The source is not overwritten."""
     with pytest.raises(ValueError, match="is the directory to be converted"):
         convert(theirs, theirs)
@@ -264,28 +264,28 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("there", ("a file", "config.json", "model.safetensors", "pytorch_model.bin", INDEX))
-def test_onto_what_is_there(theirs, case, tmp_path, capsys, there):
-    """A file, or a directory with a model or a part of one: exit code 2, one line, nothing touched. Others are taken."""
+@pytest.mark.parametrize("existing", ("a file", "config.json", "model.safetensors", "pytorch_model.bin", INDEX))
+def test_converting_onto_existing_files(theirs, case, tmp_path, capsys, existing):
+    """For a file, or a directory with files of a model: exit code 2, one line, and nothing is changed."""
     out = tmp_path / "out"
-    if there == "a file":
+    if existing == "a file":
         out.write_text("mine")
         words = f"{out} is not a directory"
     else:
         out.mkdir()
-        (out / there).write_text("mine")
-        words = f"{out} already holds a model ({there}); name another directory"
+        (out / existing).write_text("mine")
+        words = f"{out} already holds a model ({existing}); name another directory"
     for source in (theirs, case[1]):
         before = contents(source)
         assert main(["convert", "--model", str(source), "--out", str(out)]) == 2
         printed = capsys.readouterr()
         assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
         assert contents(source) == before
-        assert (out.read_text() if there == "a file" else contents(out)) in ("mine", {there: b"mine"})
+        assert (out.read_text() if existing == "a file" else contents(out)) in ("mine", {existing: b"mine"})
 
 
-def test_into_a_directory_with_other_things(theirs, tmp_path):
-    """They stay; an empty one is as good."""
+def test_converting_into_a_directory_with_other_files(theirs, tmp_path):
+    """The other files are kept."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
     convert(theirs, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Checkpoints that one rank alone cannot read or write. Oracle: every rank raises the same line, and none waits."""
+"""Checkpoints that only one rank cannot read or write. Oracle: all ranks raise the same line, and none hangs."""
 
 import shutil
 
@@ -40,14 +40,14 @@ DAMAGED_COPIES = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A good directory."""
+    """A directory with a valid model."""
     directory = tmp_path_factory.mktemp("good")
     save_hf(directory, "mamba2", num_hidden_layers=2, n_groups=2)
     return directory
 
 
-def copies_with_one(good, tmp_path, damage, damaged_rank, world):
-    """A copy of the directory for each rank, as on machines with a disk each; one of them is damaged."""
+def copies_for_ranks(good, tmp_path, damage, damaged_rank, world):
+    """A copy of the directory for each rank, as if each had its own disk; one copy is damaged."""
     copies = [shutil.copytree(good, tmp_path / str(rank)) for rank in range(world)]
     damage(copies[damaged_rank])
     return copies
@@ -57,7 +57,7 @@ def copies_with_one(good, tmp_path, damage, damaged_rank, world):
 @pytest.mark.parametrize("name", DAMAGED_COPIES)
 def test_load_fails_on_every_rank(ranks, world, name, good, tmp_path):
     damage, words = DAMAGED_COPIES[name]
-    copies = copies_with_one(good, tmp_path, damage, world - 1, world)
+    copies = copies_for_ranks(good, tmp_path, damage, world - 1, world)
 
     def run(rank):
         answer = attempt(megatron_ssm.load, copies[rank], dist.group.WORLD)
@@ -71,7 +71,7 @@ def test_load_fails_on_every_rank(ranks, world, name, good, tmp_path):
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), (1, 2)])
 def test_load_fails_on_every_replica(ranks, tp, dp, good, tmp_path):
-    copies = copies_with_one(good, tmp_path, lambda d: truncate(d / "model.safetensors"), 0, tp * dp)
+    copies = copies_for_ranks(good, tmp_path, lambda d: truncate(d / "model.safetensors"), 0, tp * dp)
 
     def run(rank):
         tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
@@ -85,7 +85,7 @@ def test_load_fails_on_every_replica(ranks, tp, dp, good, tmp_path):
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_load_different_models(ranks, world, good, tmp_path):
-    """Each directory is good by itself."""
+    """Each directory is valid on its own."""
     other = tmp_path / "other"
     save_hf(other, "mamba2", num_hidden_layers=1, n_groups=1, num_heads=12, hidden_size=48)
     good_for_all = tmp_path / "good"
@@ -113,16 +113,16 @@ def test_ranks_with_different_arguments_of_load(ranks, world, good):
 
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_tensor_that_one_rank_cannot_read(ranks, world, good, monkeypatch):
-    """The files are good when they are opened, and a read fails later, as on a disk that goes away."""
+    """The files are opened without an error, but a later read fails, as on a disk that is disconnected."""
     from megatron_ssm.checkpoints import hf
 
-    whole = hf._read
+    read_original = hf._read
 
     def run(rank):
         def read(parameter, tensor, ranks):
             if rank == world - 1 and parameter.field.name == "norm_f.weight":
                 raise OSError("Input/output error")
-            whole(parameter, tensor, ranks)
+            read_original(parameter, tensor, ranks)
 
         with monkeypatch.context() as patch:
             patch.setattr(hf, "_read", read)
@@ -153,7 +153,7 @@ def test_ranks_with_different_arguments_of_save(ranks, world, good, tmp_path):
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_a_training_checkpoint_that_one_rank_cannot_read(ranks, world, tmp_path):
-    """Without its table of contents, and with a file cut; then all resume from a good one."""
+    """The metadata is missing, or a file is truncated. Afterwards all ranks resume from a valid checkpoint."""
     trainer = tiny.trainer(tiny.options(num_layers=1))
     tiny.curve(trainer, 1)
     save_training(tmp_path / "good", 1, trainer.model, trainer.optimizer, {})
@@ -182,7 +182,7 @@ def test_a_training_checkpoint_that_one_rank_cannot_read(ranks, world, tmp_path)
 
 
 class PathOfRank:
-    """A path that is called the same on every rank and leads elsewhere on each, as on machines with a disk each."""
+    """A path with the same name on every rank but its own target on each, as if each had its own disk."""
 
     def __init__(self, name, target):
         self.name, self.target = name, target
@@ -196,7 +196,7 @@ class PathOfRank:
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_resume_from_different_steps(ranks, world, tmp_path):
-    """As where a rank does not see the newest checkpoint yet."""
+    """This happens if a rank does not see the newest checkpoint yet."""
     trainer = tiny.trainer(tiny.options(num_layers=1))
     for step in (1, 2):
         tiny.curve(trainer, 1)

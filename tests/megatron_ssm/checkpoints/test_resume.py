@@ -1,4 +1,4 @@
-"""Resumable checkpoints. Oracles: the run that was never interrupted, and torch's own reader of such checkpoints."""
+"""Resumable checkpoints. Oracles: a run that was never interrupted, and torch's own reader of such checkpoints."""
 
 import functools
 import json
@@ -33,31 +33,31 @@ MODELS = {
     "zamba": tiny.ZAMBA,
     "zamba2 untied": tiny.ZAMBA2_UNTIED,
 }
-AGREED = {"global_batch_size": 4, "vocab_size": tiny.VOCAB}
+RUN_SETTINGS = {"global_batch_size": 4, "vocab_size": tiny.VOCAB}
 
 
 def options(**changes):
-    """A tiny run of one layer, changed as asked."""
+    """The options of a tiny run with one layer, with `changes`."""
     return tiny.options(**{"num_layers": 1, **changes})
 
 
-def everything(trainer):
-    """The parameters, both moments and the optimizer's step counts, all of this rank."""
+def training_state(trainer):
+    """{name: tensor} of this rank's parameters, both moments and the optimizer's step counts."""
     state = trainer.optimizer.state
     held = {name: {"model": p.detach().clone(), **state[p]} for name, p in trainer.model.named_parameters()}
     return {f"{kind}.{name}": tensor for name, kinds in held.items() for kind, tensor in kinds.items()}
 
 
 def save_after(trainer, step, directory, vocab=tiny.VOCAB):
-    """Train to a step and save there; the curve so far."""
+    """Train to a step and save a checkpoint; returns the curve up to it."""
     curve = tiny.curve(trainer, step, vocab=vocab)
-    save_training(directory, step, trainer.model, trainer.optimizer, AGREED)
+    save_training(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
     return curve
 
 
 def resume(trainer, directory):
-    """Load the newest checkpoint into a trainer whose parameters are NaN before; its step."""
-    path, step = newest_checkpoint(directory, AGREED)
+    """Fill a trainer's parameters with NaN, then load the newest checkpoint; returns its step."""
+    path, step = newest_checkpoint(directory, RUN_SETTINGS)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.fill_(float("nan"))
@@ -66,7 +66,7 @@ def resume(trainer, directory):
 
 
 def assert_same(ours, theirs):
-    """Bitwise, entry by entry."""
+    """Assert that all entries are bitwise equal."""
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
@@ -77,30 +77,30 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("model", ("mamba", "mamba2 untied", "zamba2 untied"))
 def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
     run = options(**MODELS[model])
-    straight = tiny.trainer(run)
-    save_after(straight, 10, tmp_path)
-    rest = tiny.curve(straight, start=10)
+    uninterrupted = tiny.trainer(run)
+    save_after(uninterrupted, 10, tmp_path)
+    rest = tiny.curve(uninterrupted, start=10)
     resumed = tiny.trainer(run)
     assert resume(resumed, tmp_path) == 10
     assert torch.equal(tiny.curve(resumed, start=10), rest)
-    assert_same(everything(resumed), everything(straight))
+    assert_same(training_state(resumed), training_state(uninterrupted))
 
 
 def check_bitwise(ranks, tmp_path, tp, dp, model):
-    """10 steps, a checkpoint, 10 steps; and from the checkpoint again, in new processes."""
+    """Train 10 steps, save, train 10 more; repeat the last 10 from the checkpoint in new processes."""
     run = options(**MODELS[model])
 
-    def straight(rank):
+    def uninterrupted(rank):
         trainer = tiny.trainer_on(tp, run)
         save_after(trainer, 10, tmp_path)
-        return tiny.curve(trainer, start=10), everything(trainer)
+        return tiny.curve(trainer, start=10), training_state(trainer)
 
     def resumed(rank):
         trainer = tiny.trainer_on(tp, run)
         assert resume(trainer, tmp_path) == 10
-        return tiny.curve(trainer, start=10), everything(trainer)
+        return tiny.curve(trainer, start=10), training_state(trainer)
 
-    for (curve, ours), (other, theirs) in zip(ranks(straight, tp * dp), ranks(resumed, tp * dp), strict=True):
+    for (curve, ours), (other, theirs) in zip(ranks(uninterrupted, tp * dp), ranks(resumed, tp * dp), strict=True):
         assert torch.equal(curve, other)
         assert_same(ours, theirs)
 
@@ -145,13 +145,13 @@ def test_the_random_state_comes_back(ranks, tmp_path, tp):
 
 
 @functools.cache
-def one_rank(model, vocab):
-    """The oracle: the curve of 20 steps of one rank, the whole batch at once."""
+def one_rank_curve(model, vocab):
+    """The oracle: the curve of 20 steps on one rank, with the whole batch in one micro batch."""
     return tiny.curve(tiny.trainer(options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
 
 
 def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
-    """10 steps in layout `before`, a checkpoint, 10 steps as tp x dp: the losses and norms of one rank."""
+    """Train 10 steps in the layout `before`, save, and 10 more as tp x dp: the curve must be that of one rank."""
     run = options(**MODELS[model])
 
     def start(rank):
@@ -162,7 +162,7 @@ def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
         return tiny.curve(trainer, start=resume(trainer, directory), vocab=vocab)
 
     first, second = ranks(start, before[0] * before[1]), ranks(end, tp * dp)
-    for half, curve in zip((first, second), one_rank(model, vocab).split(10, dim=1), strict=True):
+    for half, curve in zip((first, second), one_rank_curve(model, vocab).split(10, dim=1), strict=True):
         assert all(torch.equal(other, half[0]) for other in half)
         assert (half[0] - curve).abs().max() <= EXACT
 
@@ -205,14 +205,14 @@ def test_every_other_layout(ranks, tmp_path, before, tp, dp, model):
     ],
 )
 def test_entries_are_whole_and_unpadded(ranks, tmp_path, tp, dp, model, vocab):
-    """One entry per field and moment, of the unsplit shape, each element written once; torch reads them back."""
+    """Each field and moment has one entry of its whole shape; each element is written once; torch reads them."""
     run = options(**MODELS[model])
     fields = [parameter.field for parameter in tiny.trainer(run, vocab=vocab).model.parameters()]
 
     def save(rank):
         trainer = tiny.trainer_on(tp, run, vocab)
         save_after(trainer, 2, tmp_path, vocab)
-        return everything(trainer)
+        return training_state(trainer)
 
     held = ranks(save, tp * dp)
     entries = dcp.FileSystemReader(tmp_path / "step-000002").read_metadata().state_dict_metadata
@@ -241,14 +241,14 @@ def test_old_checkpoints_are_removed(tmp_path):
     tiny.curve(trainer, 1)
 
     def names(step):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED)
+        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
         return sorted(os.listdir(tmp_path), key=lambda name: int(name[5:]))
 
     assert names(999_999) == ["step-999999"]
     assert names(999_999) == ["step-999999"]
     assert names(1_000_000) == ["step-999999", "step-1000000"]
     assert names(1_000_001) == ["step-1000000", "step-1000001"]
-    assert names(5) == ["step-000005", "step-1000001"]  # what was just written stays
+    assert names(5) == ["step-000005", "step-1000001"]  # the newly written one is kept
 
 
 def test_checkpoints_are_set_aside(tmp_path):
@@ -283,7 +283,7 @@ def no_room_on_this_rank(directory):
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 2), (4, 1)])
 @pytest.mark.parametrize("spoil", (in_the_way, name_taken, no_room_on_this_rank))
 def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spoil):
-    """It is rank 0 that cannot make or rename the folder, or the last rank whose file grows too large."""
+    """Rank 0 cannot create or rename the folder, or the file of the last rank is too large."""
     directory = tmp_path / "checkpoints"
 
     def save(rank):
@@ -292,7 +292,7 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
         if rank == (tp * dp - 1 if spoil is no_room_on_this_rank else 0):
             spoil(directory)
         with pytest.raises(Failure) as error:
-            save_training(directory, 1, trainer.model, trainer.optimizer, AGREED)
+            save_training(directory, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
         return str(error.value)
 
     lines = ranks(save, tp * dp)
@@ -303,13 +303,13 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
-    """As on machines with a disk each. Each rank writes its own file, and rank 0 finds only its own."""
+    """As if each had its own disk: each rank writes its file, and rank 0 finds only its own."""
 
     def save(rank):
         trainer = tiny.trainer_on(1, options(global_batch_size=2 * world))
         tiny.curve(trainer, 1)
         with pytest.raises(Failure) as error:
-            save_training(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, AGREED)
+            save_training(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
         return str(error.value)
 
     lines = ranks(save, world)
@@ -319,7 +319,7 @@ def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
-    """A run is ended while it removes an old checkpoint, of which one file is already gone. The next one cleans up."""
+    """A run ends after it has removed one file of an old checkpoint. The next run removes the rest."""
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
 
@@ -328,12 +328,12 @@ def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
         raise SystemExit
 
     for step in (1, 2):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, AGREED)
+        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", lambda path, **options: path.exists() and remove_one_file(path))
-        save_training(tmp_path, 3, trainer.model, trainer.optimizer, AGREED)
+        save_training(tmp_path, 3, trainer.model, trainer.optimizer, RUN_SETTINGS)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
-    save_training(tmp_path, 4, trainer.model, trainer.optimizer, AGREED)
+    save_training(tmp_path, 4, trainer.model, trainer.optimizer, RUN_SETTINGS)
     assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
 
 
@@ -345,17 +345,17 @@ def test_an_interrupted_checkpoint_is_not_found(tmp_path):
     tiny.curve(trainer, 1)
     (tmp_path / "step-000001").touch()
     with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
-        save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
+        save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
     (tmp_path / "step-000001").unlink()
     assert os.listdir(tmp_path) == [".step-000001"]
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):
-        newest_checkpoint(tmp_path, AGREED)
-    save_training(tmp_path, 1, trainer.model, trainer.optimizer, AGREED)
+        newest_checkpoint(tmp_path, RUN_SETTINGS)
+    save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
     assert os.listdir(tmp_path) == ["step-000001"]
     resumed = tiny.trainer(options())
     resume(resumed, tmp_path)
-    assert_same(everything(resumed), everything(trainer))
+    assert_same(training_state(resumed), training_state(trainer))
 
 
 def test_folders_that_are_no_checkpoints(tmp_path):
@@ -376,35 +376,35 @@ def test_a_damaged_training_json(tmp_path, text):
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "training.json").write_text(text)
     with pytest.raises(ValueError, match="step-000001/training.json is not a checkpoint's$"):
-        newest_checkpoint(tmp_path, AGREED)
+        newest_checkpoint(tmp_path, RUN_SETTINGS)
 
 
-def test_another_run_is_told_apart(tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     (tmp_path / "step-000001").mkdir()
-    (tmp_path / "step-000001" / "training.json").write_text(json.dumps({"step": 1, **AGREED}))
-    assert newest_checkpoint(tmp_path, AGREED) == (tmp_path / "step-000001", 1)
-    for wanted in ({**AGREED, "global_batch_size": 8}, {**AGREED, "new": 1}, {"vocab_size": tiny.VOCAB}):
+    (tmp_path / "step-000001" / "training.json").write_text(json.dumps({"step": 1, **RUN_SETTINGS}))
+    assert newest_checkpoint(tmp_path, RUN_SETTINGS) == (tmp_path / "step-000001", 1)
+    for wanted in ({**RUN_SETTINGS, "global_batch_size": 8}, {**RUN_SETTINGS, "new": 1}, {"vocab_size": tiny.VOCAB}):
         with pytest.raises(ValueError, match=r"cannot resume from .*step-000001: it has \w+=\S+, this run \S+$"):
             newest_checkpoint(tmp_path, wanted)
 
 
-def cut(path):
+def truncate(path):
     """Leave the first half of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def spoil(path):
-    """Overwrite a file with as many bytes of nothing."""
+    """Overwrite a file with zeros of the same size."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
 DAMAGE = {
-    "every shard cut": lambda path: [cut(file) for file in path.glob("*.distcp")],
-    "a shard cut": lambda path: cut(max(path.glob("*.distcp"))),
+    "every shard cut": lambda path: [truncate(file) for file in path.glob("*.distcp")],
+    "a shard cut": lambda path: truncate(max(path.glob("*.distcp"))),
     "a shard spoilt": lambda path: spoil(max(path.glob("*.distcp"))),
     "a shard missing": lambda path: max(path.glob("*.distcp")).unlink(),
     "no metadata": lambda path: (path / ".metadata").unlink(),
-    "metadata cut": lambda path: cut(path / ".metadata"),
+    "metadata cut": lambda path: truncate(path / ".metadata"),
     "metadata spoilt": lambda path: spoil(path / ".metadata"),
     "metadata garbage": lambda path: (path / ".metadata").write_bytes(b"\x80\x05garbage"),
     "metadata of something else": lambda path: (path / ".metadata").write_bytes(pickle.dumps([1, 2])),
@@ -413,7 +413,7 @@ DAMAGE = {
 
 
 def refusals(trainer, paths):
-    """The one line with which this rank refuses to load each checkpoint; anything but a ValueError fails the test."""
+    """The messages of the ValueErrors, one line each, that the checkpoints raise on this rank."""
     lines = []
     for path in paths:
         with pytest.raises(ValueError) as error:
@@ -432,7 +432,8 @@ def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
     paths = [tmp_path / name for name in DAMAGE]
     for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), paths), tp * dp):
         assert len(lines) == len(DAMAGE)
-        assert all(re.search(r"\.distcp has \d+ bytes, not \d+$", line) for line in lines[:2])  # without reading them
+        # Truncated shards are found by their size, without reading them.
+        assert all(re.search(r"\.distcp has \d+ bytes, not \d+$", line) for line in lines[:2])
 
 
 @pytest.mark.parametrize("tp", (1, 2))
@@ -442,7 +443,7 @@ def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, mo
     damaged = torch.zeros_like(torch.get_rng_state())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_rng_state", lambda: damaged)
-        save_training(tmp_path, 2, trainer.model, trainer.optimizer, AGREED)
+        save_training(tmp_path, 2, trainer.model, trainer.optimizer, RUN_SETTINGS)
     lines = ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000002"]), tp)
     assert all("Invalid mt19937 state" in line for (line,) in lines)
 
@@ -473,34 +474,34 @@ def call(module, name, argument):
 
 @pytest.mark.parametrize("module, name", [("os", "mkdir"), (FILESYSTEM, "os.mkdir"), ("pathlib", "os.mkdir")])
 def test_metadata_that_calls_something_is_refused_unexecuted(tmp_path, module, name):
-    made = tmp_path / "made"
-    pickle.loads(call(module, name, made))  # the attack works where nobody looks
-    made.rmdir()
-    (tmp_path / ".metadata").write_bytes(call(module, name, made))
+    created = tmp_path / "made"
+    pickle.loads(call(module, name, created))  # the attack works when it is unpickled
+    created.rmdir()
+    (tmp_path / ".metadata").write_bytes(call(module, name, created))
     assert f"its metadata names {module}.{name}" in refusals(tiny.trainer(options()), [tmp_path])[0]
-    assert not made.exists()
+    assert not created.exists()
 
 
 @pytest.mark.parametrize("name", ("Path", "FileSystem", "_split_by_size_and_type", "os", "pickle.loads"))
-def test_only_records_may_be_named(tmp_path, name):
-    """Not what DCP's module imports, nor what it does."""
+def test_metadata_may_name_only_record_classes(tmp_path, name):
+    """Neither imports nor functions of DCP's module are allowed."""
     (tmp_path / ".metadata").write_bytes(call(FILESYSTEM, name, 1))
     assert refusals(tiny.trainer(options()), [tmp_path])[0].endswith(f"its metadata names {FILESYSTEM}.{name}")
 
 
 def test_entries_of_bytes_are_refused(tmp_path):
-    """torch would unpickle what they hold."""
+    """torch would unpickle their contents."""
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
-    made = tmp_path / "made"
+    created = tmp_path / "made"
 
     class Attack:
         def __reduce__(self):
-            return os.mkdir, (str(made),)
+            return os.mkdir, (str(created),)
 
     entries = {f"model.{name}": parameter.detach() for name, parameter in trainer.model.named_parameters()}
     dcp.save({**entries, "rng": Attack()}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
-    dcp.load({"rng": None}, checkpoint_id=tmp_path / "step-000001", no_dist=True)  # it works where nobody looks
-    made.rmdir()
+    dcp.load({"rng": None}, checkpoint_id=tmp_path / "step-000001", no_dist=True)  # torch runs the attack
+    created.rmdir()
     assert refusals(trainer, [tmp_path / "step-000001"])[0].endswith(".BytesStorageMetadata")
-    assert not made.exists()
+    assert not created.exists()

@@ -1,4 +1,4 @@
-"""One GPU; oracle: the same model on the CPU. Needs CUDA."""
+"""Models on a GPU. Oracles: the same model on the CPU, and without CUDA graphs. The tests need CUDA."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def test_a_training_step():
 @pytest.mark.parametrize("name", ("mamba", "falcon", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group"))
 @torch.no_grad()
 def test_graphs_decode_as_the_model_does(name, oracle, monkeypatch):
-    """Rows of a larger cache, through two numbers of keys, beside others that are replayed in the same memory."""
+    """Decodes rows of a larger cache until the number of keys grows, with several graphs that share their memory."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 8)
     model = megatron_ssm.load(oracle(name).directory, device="cuda")
     tokens, usual = oracle(name).ids.cuda(), copy.deepcopy(model)
@@ -63,20 +63,20 @@ def test_graphs_decode_as_the_model_does(name, oracle, monkeypatch):
             logits = [each(part, None, cache.select(rows)) for each, cache in zip((model, usual), caches, strict=True)]
             torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
             kept.append((logits[0], logits[0].clone()))
-        for layer, its in zip(*(cache.layers for cache in caches), strict=True):
-            for tensor, other in zip(layer.tensors(), its.tensors(), strict=True):
+        for layer, other_layer in zip(*(cache.layers for cache in caches), strict=True):
+            for tensor, other in zip(layer.tensors(), other_layer.tensors(), strict=True):
                 torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4)
     assert model.graphs and all(torch.equal(*each) for each in kept)
     assert sum(len(rows.steps) for rows in model._graphs._of_thread.kept) >= 2
 
 
 def waits(x):
-    """What CUDA does not capture."""
+    """Synchronizes with the GPU, which CUDA refuses during a capture."""
     return x * (x.sum().item() < 1e9)
 
 
 def refuses(x):
-    """What CUDA knows nothing of: the capture can be ended."""
+    """Raises an error that leaves CUDA's capture intact, so that it can be ended."""
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("not in a graph")
     return x
@@ -85,11 +85,11 @@ def refuses(x):
 @pytest.mark.parametrize("offence", (waits, refuses))
 @torch.no_grad()
 def test_a_capture_that_fails_leaves_all_as_it_was(offence, oracle, monkeypatch, caplog):
-    """The step decodes as usual, with one warning, on the stream it was on; other graphs work."""
+    """The model decodes without graphs on its previous stream, after one warning; another model's graphs still work."""
     model, other = (megatron_ssm.load(oracle("mamba").directory, device="cuda") for _ in range(2))
     usual = copy.deepcopy(model)
     usual.graphs, forward, stream = False, MambaMixer.forward, torch.cuda.current_stream()
-    monkeypatch.setattr(MambaMixer, "forward", lambda this, x, *given: forward(this, offence(x), *given))
+    monkeypatch.setattr(MambaMixer, "forward", lambda mixer, x, *given: forward(mixer, offence(x), *given))
     tokens = oracle("mamba").ids.cuda()
     caches = [each.new_cache(2) for each in (model, usual, other)]
     for t in range(8):
@@ -108,8 +108,8 @@ def test_a_capture_that_fails_leaves_all_as_it_was(offence, oracle, monkeypatch,
 
 
 @torch.no_grad()
-def test_closing_gives_up_graphs(oracle):
-    """Also one that is referred to; the model decodes on as usual."""
+def test_closing_releases_graphs(oracle):
+    """Even a graph that is still referenced is reset; the model continues to decode without graphs."""
     model = megatron_ssm.load(oracle("mamba").directory, device="cuda")
     tokens, cache = oracle("mamba").ids.cuda(), model.new_cache(2)
     for t in range(4):
@@ -117,7 +117,7 @@ def test_closing_gives_up_graphs(oracle):
     ((graph, *_),) = model._graphs._of_thread.kept[0].steps.values()
     graph.pool()
     model.close()
-    with pytest.raises(RuntimeError):  # it has none
+    with pytest.raises(RuntimeError):  # it has been reset
         graph.pool()
     for t in range(4, 8):
         logits = model(tokens[:, t : t + 1], None, cache)
@@ -125,8 +125,8 @@ def test_closing_gives_up_graphs(oracle):
     torch.testing.assert_close(logits, model(tokens[:, :8])[:, -1:], rtol=0, atol=1e-3)
 
 
-def test_threads_make_graphs_at_once(oracle):
-    """Each of a model of its own."""
+def test_threads_capture_graphs_at_once(oracle):
+    """Each thread has its own model."""
     models = [megatron_ssm.load(oracle("mamba").directory, device="cuda") for _ in range(4)]
     tokens, start = oracle("mamba").ids.cuda(), threading.Barrier(len(models))
 
@@ -149,7 +149,7 @@ def test_threads_make_graphs_at_once(oracle):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("family", ("mamba2", "zamba2"))
 def test_a_command_on_two_gpus_ends(family):
-    """NCCL does not wait for graphs; the tokens are one GPU's."""
+    """NCCL must not wait for graphs at the end; the tokens are those of one GPU."""
     command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", checkpoint(family), "--prompt", "ab"]
     more = ["--max-new-tokens", "16", "--ignore-eos", "--json", "--device", "cuda"]
     outs = [

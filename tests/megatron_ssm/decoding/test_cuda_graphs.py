@@ -1,7 +1,7 @@
-"""Decoding by graphs, without a GPU; oracle: the same model that decodes as usual, on a cache of its own.
+"""Decoding by graphs, without a GPU. Oracle: the same model without graphs, on a cache of its own.
 
-In the place of a CUDA graph stands a list of torch's operations and the tensors they were called with: as there, what
-Python does between them is done once, nothing is computed while it is made, and it refuses what CUDA would.
+A list of torch operations and their tensors replaces the CUDA graph. Like a CUDA graph, it runs the Python code between
+the operations only once, leaves all tensors unchanged during the capture, and refuses what CUDA cannot capture.
 """
 
 import copy
@@ -34,30 +34,30 @@ from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
 from serving import checkpoint, families, ids, on_ranks, on_ranks_of_families
 
-LOOKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::lift_fresh"}
+READS_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::lift_fresh"}
 SEQUENCES, MORE = ids(4, 9), ids(4, 14, seed=4)
 LENGTHS = (9, 4, 1, 6)
 MASK = (torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)).long()
-ROOM = 24
+MAX_LENGTH = 24
 
 
-class Watch(TorchDispatchMode):
-    """Refuses operations that look at numbers, have a shape that depends on them, or bring them to another device."""
+class CaptureRules(TorchDispatchMode):
+    """Refuses operations that read values on the host, whose shapes depend on values, or that mix devices."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function._schema.name
         tensors = [t for t in tree_leaves((args, kwargs, result)) if torch.is_tensor(t)]
         indices = [t for t in tree_leaves(args[1:]) if torch.is_tensor(t)] if name.startswith("aten::index") else []
-        if name in LOOKS or len({t.device for t in tensors}) > 1 or any(t.dtype is torch.bool for t in indices):
+        if name in READS_VALUES or len({t.device for t in tensors}) > 1 or any(t.dtype is torch.bool for t in indices):
             raise RuntimeError(f"{function} cannot be captured")
         return result
 
 
-class Recorded(Watch):
-    """A graph: `replay` does the same operations to the same tensors. Made by a step inside `with`, after which `undo`.
+class RecordedGraph(CaptureRules):
+    """A graph whose `replay` repeats operations on the same tensors. Run a step inside `with` to record it, then `undo`.
 
-    memory: what it works in.
+    memory: the identifier of its memory pool.
     """
 
     def __init__(self, memory):
@@ -66,9 +66,9 @@ class Recorded(Watch):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        places = zip(function._schema.arguments, args, strict=False)
+        positional = zip(function._schema.arguments, args, strict=False)
         named = {argument.name: argument for argument in function._schema.arguments}
-        pairs = [*places, *((named[name], value) for name, value in kwargs.items())]
+        pairs = [*positional, *((named[name], value) for name, value in kwargs.items())]
         written = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
         self.before += [(tensor, tensor.clone()) for tensor in written]
         result = super().__torch_dispatch__(function, types, args, kwargs)
@@ -96,30 +96,30 @@ class Recorded(Watch):
         self.is_reset = True
 
 
-def alive(made):
-    """Of each graph that was made."""
-    return [graph() is not None and not graph().is_reset for graph in made]
+def alive(captured):
+    """[whether a captured graph exists and has not been reset, for each of them]"""
+    return [graph() is not None and not graph().is_reset for graph in captured]
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """The graphs that were made, on the CPU, of at least 4 keys."""
-    made = []
+def captured(monkeypatch):
+    """Weak references to the graphs that are captured, on the CPU and with at least 4 keys."""
+    captured = []
 
     def capture(step, device, streams, pool=None):
-        memory = id(streams)  # of one thread and model
-        shared = [graph().memory for graph, lives in zip(made, alive(made), strict=True) if lives]
+        memory = id(streams)  # one for each thread and model
+        shared = [graph().memory for graph, lives in zip(captured, alive(captured), strict=True) if lives]
         assert pool == (memory if memory in shared else None)
-        with (graph := Recorded(memory)):
+        with (graph := RecordedGraph(memory)):
             logits = step()
         graph.undo()
-        made.append(weakref.ref(graph))
+        captured.append(weakref.ref(graph))
         return graph, logits.fill_(float("nan"))
 
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graphs, "KEYS", 4)
     monkeypatch.setattr(cuda_graphs, "capture", capture)
-    return made
+    return captured
 
 
 def loaded(family, **options):
@@ -127,42 +127,42 @@ def loaded(family, **options):
 
 
 @torch.no_grad()
-def pair(model, rows=6, max_length=ROOM):
-    """Two caches whose first four rows have read their ends of SEQUENCES: one for graphs, one for the oracle."""
+def two_caches(model, rows=6, max_length=MAX_LENGTH):
+    """Two caches whose first four rows contain the unmasked ends of SEQUENCES: for the graphs and for the oracle."""
     cache = model.new_cache(rows, max_length)
     model(SEQUENCES, MASK, cache.select(range(4)))
     return cache, copy.deepcopy(cache)
 
 
 @torch.no_grad()
-def decoded(model, caches, rows, tokens):
-    """Logits of one token per row, which are the oracle's, as is the cache."""
+def decode_and_compare(model, caches, rows, tokens):
+    """The logits of one token per row; asserts that they and the cache equal the oracle's."""
     cache, other = caches
     logits = model(tokens, None, cache.select(rows))
     usual, usual.graphs = copy.deepcopy(model), False
-    same(logits, usual(tokens, None, other.select(rows)))
+    assert_near(logits, usual(tokens, None, other.select(rows)))
     assert cache.lengths.equal(other.lengths)
-    for layer, its in zip(cache.layers, other.layers, strict=True):
-        for tensor, oracle in zip(layer.tensors(), its.tensors(), strict=True):
-            same(tensor, oracle)
+    for layer, other_layer in zip(cache.layers, other.layers, strict=True):
+        for tensor, oracle in zip(layer.tensors(), other_layer.tensors(), strict=True):
+            assert_near(tensor, oracle)
     return logits
 
 
-def same(found, expected):
-    """To float64's rounding."""
+def assert_near(found, expected):
+    """Assert equality up to rounding."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 if found.dtype == torch.float64 else 1e-4)
 
 
-def replays(made):
-    return sum(graph().replays for graph in made if graph() is not None)
+def replays(captured):
+    return sum(graph().replays for graph in captured if graph() is not None)
 
 
 # What is captured
 
 
 def on_meta(family, size, monkeypatch):
-    """A model's second rank of `size`, without numbers: (model, ids, positions, keys, cache) of a step."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # does not know this device
+    """The arguments (model, ids, positions, keys, cache) of a step on meta tensors; the model is on rank 1 of `size`."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # autocast does not support the meta device
     for name in ("exact", "reduce"):
         monkeypatch.setattr(Ranks, name, lambda ranks, tensor, group: tensor.clone())
     monkeypatch.setattr(Ranks, "reduce_beside", lambda ranks, tensor, column, group: (tensor.clone(), column.clone()))
@@ -175,9 +175,9 @@ def on_meta(family, size, monkeypatch):
 @families
 @pytest.mark.parametrize("size", (1, 2))
 @torch.no_grad()
-def test_a_step_neither_looks_at_numbers_nor_moves_them(family, size, monkeypatch):
+def test_a_step_neither_reads_values_nor_moves_them(family, size, monkeypatch):
     given = on_meta(family, size, monkeypatch)
-    with Watch():
+    with CaptureRules():
         logits = cuda_graphs.step(*given)
     assert logits.shape == (3, 1, given[0].embeddings.width)
 
@@ -219,10 +219,10 @@ OFFENDERS = (
 
 @pytest.mark.parametrize("offender", OFFENDERS)
 @torch.no_grad()
-def test_a_step_that_does_is_found(offender, monkeypatch):
+def test_a_step_that_reads_or_moves_values_is_refused(offender, monkeypatch):
     given = on_meta("zamba2", 1, monkeypatch)
     offender(monkeypatch.setattr)
-    with Watch(), pytest.raises(Exception, match="cannot be captured|meta"):
+    with CaptureRules(), pytest.raises(Exception, match="cannot be captured|meta"):
         cuda_graphs.step(*given)
 
 
@@ -231,52 +231,52 @@ def test_a_step_that_does_is_found(offender, monkeypatch):
 
 @families
 @pytest.mark.parametrize("rows", ([1], [1, 2, 3], [0, 1, 2, 3]))
-def test_graphs_decode_as_the_model_does(family, rows, made):
-    """Rows of different lengths, through several numbers of keys; the caller keeps the logits."""
+def test_graphs_decode_as_the_model_does(family, rows, captured):
+    """Rows have different lengths, the number of keys grows several times, and the caller may keep the logits."""
     model = loaded(family)
-    caches = pair(model)
-    kept = [decoded(model, caches, rows, MORE[rows, t : t + 1]) for t in range(14)]
+    caches = two_caches(model)
+    kept = [decode_and_compare(model, caches, rows, MORE[rows, t : t + 1]) for t in range(14)]
     copies = [logits.clone() for logits in kept]
-    decoded(model, caches, rows, MORE[rows, :1])
+    decode_and_compare(model, caches, rows, MORE[rows, :1])
     assert all(map(torch.equal, kept, copies))
     lengths = [max(LENGTHS[row] for row in rows) + t + 1 for t in range(15)]
     keys = [cuda_graphs._keys_read(length, caches[0].capacity) for length in lengths]
-    assert replays(made) == sum(max(0, keys.count(each) - 2) for each in {*keys})
-    assert len(made) == sum(keys.count(each) > 2 for each in {*keys}) >= (2 if model.shared else 1)
+    assert replays(captured) == sum(max(0, keys.count(each) - 2) for each in {*keys})
+    assert len(captured) == sum(keys.count(each) > 2 for each in {*keys}) >= (2 if model.shared else 1)
 
 
 @pytest.mark.parametrize("longest, keys", ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 24), (24, 24)))
-def test_keys(longest, keys, made):
-    assert cuda_graphs._keys_read(longest, ROOM) == keys and cuda_graphs._keys_read(longest, None) == 0
+def test_number_of_keys_read(longest, keys, captured):
+    assert cuda_graphs._keys_read(longest, MAX_LENGTH) == keys and cuda_graphs._keys_read(longest, None) == 0
 
 
 @families
-def test_rows_may_be_exchanged_between_two_tokens(family, made):
-    """Forked, reordered, freed, restored, read on: the graphs hold, and see it."""
+def test_rows_may_be_exchanged_between_two_tokens(family, captured):
+    """Graphs stay valid, and use the new contents, after rows are forked, reordered, reset, prefilled and restored."""
     model = loaded(family)
-    caches, tokens = pair(model), iter(MORE.repeat(1, 3).T.unsqueeze(2))
-    shots = [cache.snapshot(1) for cache in caches]
+    caches, tokens = two_caches(model), iter(MORE.repeat(1, 3).T.unsqueeze(2))
+    snapshots = [cache.snapshot(1) for cache in caches]
 
-    def some():
+    def decode_four():
         for _ in range(4):
-            decoded(model, caches, range(4), next(tokens))
+            decode_and_compare(model, caches, range(4), next(tokens))
 
-    def begun(cache):
+    def restart_row(cache):
         cache.reset(2)
         with torch.no_grad():
             model(SEQUENCES[:1, :3], None, cache.select([2]))
 
     def on_both(change):
-        for cache, shot in zip(caches, shots, strict=True):
-            change(cache, shot)
-        some()
+        for cache, snapshot in zip(caches, snapshots, strict=True):
+            change(cache, snapshot)
+        decode_four()
 
-    some()
+    decode_four()
     on_both(lambda cache, _: cache.fork(0, 2))
     on_both(lambda cache, _: cache.reorder([3, 3, 0, 1, 5, 0]))
-    on_both(lambda cache, _: begun(cache))
-    on_both(lambda cache, shot: [cache.restore(row, shot) for row in (0, 1, 2, 3)])
-    assert len(made) <= 3 and replays(made) >= 10
+    on_both(lambda cache, _: restart_row(cache))
+    on_both(lambda cache, snapshot: [cache.restore(row, snapshot) for row in (0, 1, 2, 3)])
+    assert len(captured) <= 3 and replays(captured) >= 10
 
 
 def moved(model):
@@ -319,33 +319,33 @@ def edited(model):
         parameter.data.mul_(1.5)
 
 
-HOLD = (edited,)
-MADE_ANEW = (moved, replaced, with_other_eps, with_another_last_eps)
-AS_USUAL = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core)
+GRAPHS_STAY_VALID = (edited,)
+GRAPHS_ARE_RECAPTURED = (moved, replaced, with_other_eps, with_another_last_eps)
+NO_GRAPHS = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core)
 
 
-@pytest.mark.parametrize("change", (*HOLD, *MADE_ANEW, *AS_USUAL))
-def test_a_model_may_change_between_two_tokens(change, made):
+@pytest.mark.parametrize("change", (*GRAPHS_STAY_VALID, *GRAPHS_ARE_RECAPTURED, *NO_GRAPHS))
+def test_a_model_may_change_between_two_tokens(change, captured):
     model = loaded("zamba2")
-    caches = pair(model)
+    caches = two_caches(model)
     for t in range(4):
-        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
-    assert len(made) == 1 and replays(made) == 2
+        decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(captured) == 1 and replays(captured) == 2
     unchanged = copy.deepcopy(model)(MORE[:2, 4:5], None, copy.deepcopy(caches[0]).select([0, 1]))
     change(model)
-    logits = [decoded(model, caches, [0, 1], MORE[:2, t : t + 1]) for t in range(4, 7)]
+    logits = [decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1]) for t in range(4, 7)]
     assert (logits[0] - unchanged).abs().max() > 1e-3
-    assert len(made) == 1 + (change in MADE_ANEW)
-    assert replays(made) == (5 if change in HOLD else 1 if change in MADE_ANEW else 0)
+    assert len(captured) == 1 + (change in GRAPHS_ARE_RECAPTURED)
+    assert replays(captured) == (5 if change in GRAPHS_STAY_VALID else 1 if change in GRAPHS_ARE_RECAPTURED else 0)
 
 
-def test_where_calls_are_watched_or_trained_there_are_no_graphs(made):
+def test_no_graphs_with_hooks_gradients_or_autocast(captured):
     model = loaded("mamba2")
-    caches = pair(model)
+    caches = two_caches(model)
     handle = register_module_forward_hook(lambda *_: None)
     try:
         for t in range(4):
-            decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
+            decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
     finally:
         handle.remove()
     for t in range(4):
@@ -356,77 +356,77 @@ def test_where_calls_are_watched_or_trained_there_are_no_graphs(made):
     for t in range(4):
         with torch.no_grad():
             model(MORE[:2, t : t + 1], None, caches[0].select([0, 1]))
-    assert not made and not loaded("mamba2", graphs=False).graphs
+    assert not captured and not loaded("mamba2", graphs=False).graphs
 
 
 @pytest.mark.parametrize("family", ("mamba2", "zamba2"))
-def test_a_step_that_cannot_be_captured(family, made, caplog, monkeypatch):
-    """Decodes as usual from then on, and says once why; nothing is lost, also where graphs were made before."""
+def test_a_step_that_cannot_be_captured(family, captured, caplog, monkeypatch):
+    """The model decodes without graphs from then on and logs the reason once; earlier graphs do not matter."""
     model = loaded(family)
-    caches = pair(model)
+    caches = two_caches(model)
     for t in range(3):
-        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
-    assert len(made) == 1 and model.graphs
+        decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(captured) == 1 and model.graphs
     mixer = type(model.layers[1].mixer)
     forward = mixer.forward
     monkeypatch.setattr(mixer, "forward", lambda this, x, *given: forward(this, x * bool(x.sum() != 0), *given))
     with caplog.at_level(logging.WARNING, "megatron_ssm"):
         for t in range(3, 9):
-            decoded(model, caches, [2, 3], MORE[2:4, t : t + 1])
+            decode_and_compare(model, caches, [2, 3], MORE[2:4, t : t + 1])
     assert [record.message for record in caplog.records] == [
         "decoding without CUDA graphs: RuntimeError: aten._local_scalar_dense.default cannot be captured"
     ]
-    assert not model.graphs and len(made) == 1 and made[0]() is None
+    assert not model.graphs and len(captured) == 1 and captured[0]() is None
 
 
-def with_torch_as(patch, graph, end=None):
-    """In the place of torch's CUDA: `graph` opens a capture, `end(device, pool)` ends an allocator's; what it was told."""
-    told, now = [], ["ours"]
+def replace_torch_cuda(patch, graph, end=None):
+    """Replace torch.cuda: `graph` opens a capture, `end(device, pool)` ends it. Returns (calls, [current stream])."""
+    events, active = [], ["ours"]
 
     @contextmanager
     def on_a_stream(_, pool, stream, capture_error_mode):
-        now[0] = stream
-        told.append((pool, capture_error_mode))
+        active[0] = stream
+        events.append((pool, capture_error_mode))
         with graph():
             yield
 
     def ended(*given):
-        told.append(("end", *given))
+        events.append(("end", *given))
         if end is not None:
             end(*given)
 
     stubs = dict(
-        CUDAGraph=lambda: SimpleNamespace(reset=lambda: told.append("reset")), graph=on_a_stream,
+        CUDAGraph=lambda: SimpleNamespace(reset=lambda: events.append("reset")), graph=on_a_stream,
         graph_pool_handle=lambda: (0, 1), device=lambda device: nullcontext(), current_device=lambda: 0,
-        current_stream=lambda: now[0], Stream=lambda: "another", set_stream=lambda stream: now.__setitem__(0, stream),
+        current_stream=lambda: active[0], Stream=lambda: "another", set_stream=lambda stream: active.__setitem__(0, stream),
     )  # fmt: skip
     for name, stub in stubs.items():
         patch(torch.cuda, name, stub)
     patch(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
-    patch(torch._C, "_cuda_releasePool", lambda *given: told.append(("release", *given)), raising=False)
+    patch(torch._C, "_cuda_releasePool", lambda *given: events.append(("release", *given)), raising=False)
     patch(cuda_graphs, "_ABANDONED", [])
-    return told, now
+    return events, active
 
 
 @pytest.mark.parametrize("fails, ended", ((False, True), (True, True), (True, False)))
-def test_what_a_capture_that_fails_leaves_in_torch(fails, ended, monkeypatch):
-    """The stream is the one before; what was captured goes, what an allocator began is ended once, its memory freed."""
+def test_a_failed_capture_restores_torch(fails, ended, monkeypatch):
+    """The previous stream is current again, the graph is reset, and the allocator's pool is ended once and released."""
 
     def end(device, pool):
         if ended:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
-    told, now = with_torch_as(monkeypatch.setattr, nullcontext, end)
+    events, active = replace_torch_cuda(monkeypatch.setattr, nullcontext, end)
     streams = {}
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         assert cuda_graphs.capture(lambda: 1 // (not fails), "cuda:0", streams)[1] == 1
     expected = ["reset", ("end", 0, (0, 1)), ("release", 0, (0, 1))] if fails else []
-    assert told == [((0, 1), "thread_local"), *(expected[:2] if ended else expected)]
-    assert now == ["ours"] and streams == {"cuda:0": "another"} and len(cuda_graphs._ABANDONED) == fails
+    assert events == [((0, 1), "thread_local"), *(expected[:2] if ended else expected)]
+    assert active == ["ours"] and streams == {"cuda:0": "another"} and len(cuda_graphs._ABANDONED) == fails
 
 
 def test_threads_capture_one_after_the_other(monkeypatch):
-    """Also after one that failed."""
+    """A failed capture releases the lock too."""
     held = []
 
     @contextmanager
@@ -434,7 +434,7 @@ def test_threads_capture_one_after_the_other(monkeypatch):
         held.append(cuda_graphs._CAPTURING.locked())
         yield
 
-    with_torch_as(monkeypatch.setattr, graph)
+    replace_torch_cuda(monkeypatch.setattr, graph)
     with ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(cuda_graphs.capture, lambda n=n: 1 // (n % 4), "cuda:0", {}) for n in range(12)]
     assert [future.exception() is not None for future in futures] == [True, False, False, False] * 3
@@ -445,101 +445,101 @@ def test_threads_capture_one_after_the_other(monkeypatch):
 
 
 @torch.no_grad()
-def test_closing_gives_up_the_graphs_of_all_threads(made):
-    """Also those that something still refers to. The model then decodes as usual; a copy's graphs are the copy's."""
+def test_closing_releases_the_graphs_of_all_threads(captured):
+    """Even graphs that are still referenced. The model then decodes without graphs; a copy of it keeps its own graphs."""
     model = loaded("mamba2")
     other = copy.deepcopy(model)
-    ours, theirs, its = (pair(model) for _ in range(3))
+    ours, of_thread, of_copy = (two_caches(model) for _ in range(3))
 
     def decode(model, caches):
         for t in range(3):
-            decoded(model, caches, [0], MORE[:1, t : t + 1])
+            decode_and_compare(model, caches, [0], MORE[:1, t : t + 1])
 
     with ThreadPoolExecutor(1) as thread:
         decode(model, ours)
-        thread.submit(decode, model, theirs).result()
-        decode(other, its)
-        held = [graph() for graph in made]
+        thread.submit(decode, model, of_thread).result()
+        decode(other, of_copy)
+        held = [graph() for graph in captured]
         model.close()
         model.close()
         assert [graph.is_reset for graph in held] == [True, True, False]
         decode(model, ours)
-        thread.submit(decode, model, theirs).result()
-        decode(other, its)
-    assert len(made) == 3 and not model.graphs and [graph.replays for graph in held] == [1, 1, 4]
+        thread.submit(decode, model, of_thread).result()
+        decode(other, of_copy)
+    assert len(captured) == 3 and not model.graphs and [graph.replays for graph in held] == [1, 1, 4]
 
 
 # Caches
 
 
-def test_a_cache_that_moves_has_no_graphs_until_it_stays(made, monkeypatch):
+def test_a_growing_cache_has_no_graphs_until_it_stays_in_place(captured, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "KEYS", 32)
     model = loaded("zamba")
-    caches = pair(model, max_length=None)
+    caches = two_caches(model, max_length=None)
     for t in range(5):
-        decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
-    assert not made
+        decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert not captured
     for length in (20, 24):
         for cache in caches:
             cache.reserve(length)
         for t in range(5, 9):
-            decoded(model, caches, [0, 1], MORE[:2, t : t + 1])
-    assert len(made) == 2 and made[0]() is None and replays(made) >= 1
+            decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
+    assert len(captured) == 2 and captured[0]() is None and replays(captured) >= 1
 
 
-def test_no_room_left_is_an_error_before_anything_changes(made):
+def test_no_room_left_is_an_error_before_anything_changes(captured):
     model = loaded("zamba2")
-    caches = pair(model, max_length=12)
+    caches = two_caches(model, max_length=12)
     for t in range(3):
-        decoded(model, caches, [0], MORE[:1, t : t + 1])
+        decode_and_compare(model, caches, [0], MORE[:1, t : t + 1])
     with torch.no_grad(), pytest.raises(ValueError, match="13 tokens does not fit into a cache of max_length=12"):
         model(MORE[:1, :1], None, caches[0].select([0]))
-    decoded(model, caches, [1], MORE[:1, :1])
+    decode_and_compare(model, caches, [1], MORE[:1, :1])
 
 
-def test_few_rows_are_kept_and_those_used_last(made):
+def test_only_graphs_of_recently_used_rows_are_kept(captured):
     model = loaded("mamba")
-    caches = pair(model)
+    caches = two_caches(model)
     chosen = [[0], [1], [2], [3], [0, 1]]
     for _ in range(3):
         for rows in chosen[:4]:
-            decoded(model, caches, rows, MORE[rows, :1])
-    assert len(made) == 4 and all(graph() is not None for graph in made)
-    decoded(model, caches, [0], MORE[:1, 1:2])
-    decoded(model, caches, [0, 1], MORE[:2, 2:3])
-    assert [graph() is not None for graph in made] == [True, False, True, True]
-    decoded(model, caches, [1, 3], MORE[:2, 2:3])  # not one after the other
-    decoded(model, caches, [4, 3], MORE[:2, 2:3])
-    assert [graph() is not None for graph in made] == [True, False, True, True]
+            decode_and_compare(model, caches, rows, MORE[rows, :1])
+    assert len(captured) == 4 and all(graph() is not None for graph in captured)
+    decode_and_compare(model, caches, [0], MORE[:1, 1:2])
+    decode_and_compare(model, caches, [0, 1], MORE[:2, 2:3])
+    assert [graph() is not None for graph in captured] == [True, False, True, True]
+    decode_and_compare(model, caches, [1, 3], MORE[:2, 2:3])  # rows that are not adjacent have no graphs
+    decode_and_compare(model, caches, [4, 3], MORE[:2, 2:3])
+    assert [graph() is not None for graph in captured] == [True, False, True, True]
 
 
 @torch.no_grad()
-def test_what_has_decoded_can_go(made):
-    """A model and a cache at once; the graphs of a cache that went, when others have been used. Threads have their own."""
+def test_models_and_caches_are_freed_at_once(captured):
+    """The graphs of a freed cache are freed when PLANS others have been used. Each thread has its own graphs."""
     model, layers = loaded("mamba"), []
     for _ in range(cuda_graphs.PLANS + 1):
-        caches = pair(model)
+        caches = two_caches(model)
         for t in range(3):
-            decoded(model, caches, [0], MORE[:1, t : t + 1])
+            decode_and_compare(model, caches, [0], MORE[:1, t : t + 1])
         layers.append(weakref.ref(caches[0].layers[0]))
     assert [layer() is not None for layer in layers] == [False] * cuda_graphs.PLANS + [True]
-    assert alive(made) == [False] + [True] * cuda_graphs.PLANS
-    thread = threading.Thread(target=decoded, args=(model, caches, [0], MORE[:1, :1]))
+    assert alive(captured) == [False] + [True] * cuda_graphs.PLANS
+    thread = threading.Thread(target=decode_and_compare, args=(model, caches, [0], MORE[:1, :1]))
     thread.start()
     thread.join()
-    assert replays(made) == cuda_graphs.PLANS
+    assert replays(captured) == cuda_graphs.PLANS
     gc.disable()
     try:
-        gone = weakref.ref(model)
+        reference = weakref.ref(model)
         del model
-        assert gone() is None and not any(alive(made))
+        assert reference() is None and not any(alive(captured))
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("family", ("falcon_mamba", "zamba2"))
-def test_generation(family, made):
-    """Prompts of different lengths, by an engine of two slots and by `generate`: the same tokens as without."""
+def test_generation(family, captured):
+    """An engine of two slots and `generate` produce the same tokens as without graphs, for prompts of different lengths."""
     models = loaded(family), loaded(family, graphs=False)
     prompts = [row[-length:].tolist() for row, length in zip(SEQUENCES, LENGTHS, strict=True)]
 
@@ -551,16 +551,16 @@ def test_generation(family, made):
         return [request.tokens for request in requests]
 
     assert served(models[0]) == served(models[1])
-    served_by = len(made)
+    served_by = len(captured)
     assert torch.equal(*(generate(model, SEQUENCES, MASK, max_new_tokens=7) for model in models))
-    assert len(made) > served_by >= 1
+    assert len(captured) > served_by >= 1
 
 
 # Ranks
 
 
-class Empty:
-    """A graph of nothing: what its step was is done while it is made."""
+class EmptyGraph:
+    """A graph whose replay does nothing; its step runs only during the capture."""
 
     is_reset = False
 
@@ -575,8 +575,8 @@ class Empty:
         self.is_reset = True
 
 
-class Repeated(Empty):
-    """A graph that calls its step again; for ranks, whose sums are no operations that can be recorded."""
+class RepeatedGraph(EmptyGraph):
+    """A graph whose replay calls its step again, for ranks, because RecordedGraph cannot record sums over ranks."""
 
     def __init__(self, step, model, logits):
         self._step, self._counter, self._logits = step, model.counter, logits
@@ -588,8 +588,8 @@ class Repeated(Empty):
         cuda_graphs._take_back(self._counter, before)
 
 
-def repeating(model, cache, made, fails=()):
-    """A `capture` of such graphs of steps of a cache. fails: the numbers of those that are an error, at their end."""
+def capture_by_repeating(model, cache, captured, fails=()):
+    """A `capture` that returns RepeatedGraphs for a cache; those whose index is in `fails` raise an error at the end."""
 
     def capture(step, device, streams, pool=None):
         tensors = cuda_graphs._tensors(cache)
@@ -597,34 +597,34 @@ def repeating(model, cache, made, fails=()):
         logits = step().fill_(float("nan"))
         for tensor, numbers in zip(tensors, before, strict=True):
             tensor.copy_(numbers)
-        graph = Repeated(step, model, logits)
-        made.append(weakref.ref(graph))
-        if len(made) - 1 in fails:
+        graph = RepeatedGraph(step, model, logits)
+        captured.append(weakref.ref(graph))
+        if len(captured) - 1 in fails:
             raise RuntimeError("no room")
         return graph, logits
 
     return capture
 
 
-def as_on_gpus(patch, capture):
-    """Let models on the CPU decode by graphs that `capture` makes, also where ranks add up by gloo."""
+def use_graphs_on_cpu(patch, capture):
+    """Let models on the CPU decode by the graphs of `capture`, even if their ranks communicate by gloo."""
     for name, value in dict(DEVICE="cpu", KEYS=4, capture=capture, _is_capturable=lambda model: True).items():
         patch.setattr(cuda_graphs, name, value)
 
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
-    """And count what graphs send."""
+    """They count the bytes that replays send too."""
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graphs, "KEYS", 4)
 
     def run(model):
-        assert cuda_graphs._is_capturable(model) == (world == 1)  # gloo's sums are the host's
-        made = []
+        assert cuda_graphs._is_capturable(model) == (world == 1)  # gloo computes its sums on the host
+        captured = []
         with monkeypatch.context() as patch:
             patch.setattr(cuda_graphs.dist, "get_backend", lambda group: "nccl")
-            caches = pair(model)
-            patch.setattr(cuda_graphs, "capture", repeating(model, caches[0], made))
+            caches = two_caches(model)
+            patch.setattr(cuda_graphs, "capture", capture_by_repeating(model, caches[0], captured))
             for t in range(8):
                 results = []
                 for model.graphs, cache in zip((True, False), caches, strict=True):
@@ -632,32 +632,32 @@ def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
                     with torch.no_grad():
                         logits = model(MORE[1:4, t : t + 1], None, cache.select([1, 2, 3]))
                     results.append((logits, copy.deepcopy(model.counter)))
-                (found, sent), (expected, its) = results
-                same(found, expected)
-                assert sent == its and bool(sent.sent) == (world > 1)
-            assert len(made) == 1
+                (found, sent), (expected, expected_counter) = results
+                assert_near(found, expected)
+                assert sent == expected_counter and bool(sent.sent) == (world > 1)
+            assert len(captured) == 1
 
     on_ranks_of_families(ranks, world, run)
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))
-def test_ranks_give_up_graphs_together(ranks, world, monkeypatch, caplog):
-    """The second capture fails, on the last rank: no rank has graphs from then on, and no token is lost or sends more."""
+def test_ranks_stop_using_graphs_together(ranks, world, monkeypatch, caplog):
+    """When the second capture fails on the last rank, all ranks decode without graphs; logits and traffic are unchanged."""
 
     def run(model):
-        last, made, told = dist.get_rank() == world - 1, [], []
+        last, captured, events = dist.get_rank() == world - 1, [], []
 
-        def told_ranks(*given):
-            told.append(given)
+        def recorded(*given):
+            events.append(given)
             return whole.all_reduce(*given)
 
         caplog.clear()
         with monkeypatch.context() as patch:
-            caches, usual, whole = pair(model), copy.deepcopy(model), cuda_graphs.collectives
+            caches, usual, whole = two_caches(model), copy.deepcopy(model), cuda_graphs.collectives
             usual.graphs = False
-            as_on_gpus(patch, repeating(model, caches[0], made, fails=(1,) if last else ()))
-            patch.setattr(cuda_graphs, "KEYS", ROOM)
-            patch.setattr(cuda_graphs, "collectives", SimpleNamespace(all_reduce=told_ranks, Counter=whole.Counter))
+            use_graphs_on_cpu(patch, capture_by_repeating(model, caches[0], captured, fails=(1,) if last else ()))
+            patch.setattr(cuda_graphs, "KEYS", MAX_LENGTH)
+            patch.setattr(cuda_graphs, "collectives", SimpleNamespace(all_reduce=recorded, Counter=whole.Counter))
             for t, rows in enumerate([[1, 2, 3]] * 4 + [[0]] * 4 + [[1, 2, 3]] * 2):
                 results = []
                 for each, cache in zip((model, usual), caches, strict=True):
@@ -665,12 +665,12 @@ def test_ranks_give_up_graphs_together(ranks, world, monkeypatch, caplog):
                     with torch.no_grad():
                         logits = each(MORE[rows, t : t + 1], None, cache.select(rows))
                     results.append((logits, copy.deepcopy(model.counter)))
-                (found, sent), (expected, its) = results
-                same(found, expected)
-                assert sent == its and model.graphs == (t < 6), t
+                (found, sent), (expected, expected_counter) = results
+                assert_near(found, expected)
+                assert sent == expected_counter and model.graphs == (t < 6), t
         gc.collect()
-        assert len(made) == 2 and not any(alive(made))
-        assert len(told) == (2 if world > 1 else 0)
+        assert len(captured) == 2 and not any(alive(captured))
+        assert len(events) == (2 if world > 1 else 0)
         reason = "RuntimeError: no room" if last else "another rank could not capture a step"
         assert [record.message for record in caplog.records] == [f"decoding without CUDA graphs: {reason}"]
 
@@ -679,31 +679,31 @@ def test_ranks_give_up_graphs_together(ranks, world, monkeypatch, caplog):
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_ranks_keep_the_same_graphs(ranks, world, monkeypatch):
-    """Also where a cache of one rank is gone, which its graphs do not keep, and the others' is not."""
+    """Even when one rank has freed a cache, which its graphs do not keep alive, and the others have not."""
 
     @torch.no_grad()
     def run(model):
-        made, counts = [], []
+        captured, counts = [], []
 
         def capture(step, device, streams, pool=None):
-            graph, logits = Empty(), step()
-            made.append(weakref.ref(graph))
+            graph, logits = EmptyGraph(), step()
+            captured.append(weakref.ref(graph))
             return graph, logits
 
         def decode(cache):
             for t in range(4):
                 model(MORE[:1, t : t + 1], None, cache)
-            counts.append((len(made), sum(alive(made))))
+            counts.append((len(captured), sum(alive(captured))))
 
         with monkeypatch.context() as patch:
-            as_on_gpus(patch, capture)
+            use_graphs_on_cpu(patch, capture)
             caches = [model.new_cache(1) for _ in range(cuda_graphs.PLANS + 1)]
-            *_, gone, another = caches
+            *_, freed, another = caches
             for cache in caches[:-1]:
                 decode(cache)
-            layer = weakref.ref(gone.layers[0])
+            layer = weakref.ref(freed.layers[0])
             if dist.get_rank() == 0:
-                del cache, gone, caches[-2]
+                del cache, freed, caches[-2]
                 assert layer() is None
             for cache in (another, caches[0], caches[2]):
                 decode(cache)
@@ -714,38 +714,38 @@ def test_ranks_keep_the_same_graphs(ranks, world, monkeypatch):
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_closed_ranks_decode_on(ranks, world, monkeypatch):
-    """Without graphs, if they share no memory."""
+def test_ranks_decode_without_graphs_after_close(ranks, world, monkeypatch):
+    """Here the ranks share no memory."""
 
     def run(model):
-        made = []
+        captured = []
         with monkeypatch.context() as patch:
-            caches = pair(model)
-            as_on_gpus(patch, repeating(model, caches[0], made))
+            caches = two_caches(model)
+            use_graphs_on_cpu(patch, capture_by_repeating(model, caches[0], captured))
             for t in range(4):
-                decoded(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
-            assert alive(made) == [True]
+                decode_and_compare(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
+            assert alive(captured) == [True]
             model.close()
-            assert not any(alive(made))
+            assert not any(alive(captured))
             for t in range(4, 9):
-                decoded(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
-        return len(made)
+                decode_and_compare(model, caches, [1, 2, 3], MORE[1:4, t : t + 1])
+        return len(captured)
 
     assert on_ranks(ranks, world, checkpoint("mamba2"), run, shared_memory=False) == 1
 
 
 @pytest.mark.parametrize("fails", (False, True))
 @pytest.mark.parametrize("world", (1, 2))
-def test_the_command_gives_up_its_graphs_before_its_groups(ranks, world, fails, monkeypatch):
-    """Also after an exception, whose traceback refers to a graph: NCCL would wait for it."""
+def test_the_command_releases_its_graphs_before_its_groups(ranks, world, fails, monkeypatch):
+    """Also after an exception whose traceback references a graph, because NCCL would wait for that graph."""
     directory = checkpoint("mamba2")
     command = ["generate", "--model", str(directory), "--prompt", "ab", "--max-new-tokens", "7", "--ignore-eos"]
 
     def run(rank):
-        made, ends = [], []
+        captured, ends = [], []
 
         def capture(step, device, streams, pool=None):
-            made.append(graph := Empty())
+            captured.append(graph := EmptyGraph())
             return graph, step()
 
         def replay(graph):
@@ -754,21 +754,21 @@ def test_the_command_gives_up_its_graphs_before_its_groups(ranks, world, fails, 
             return 1 // (not fails or graph.replays < 3)
 
         def shut_down():
-            ends.append([graph.is_reset for graph in made])
+            ends.append([graph.is_reset for graph in captured])
             groups.shut_down()
 
-        as_on_gpus(monkeypatch, capture)
-        monkeypatch.setattr(Empty, "replay", replay)
+        use_graphs_on_cpu(monkeypatch, capture)
+        monkeypatch.setattr(EmptyGraph, "replay", replay)
         monkeypatch.setattr(commands, "shut_down", shut_down)
         monkeypatch.setenv("WORLD_SIZE", str(world))
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             commands.generate(parser().parse_args([*command, "--device", "cpu", "--json"]))
-        return ends, made[0].replays, dist.is_initialized()
+        return ends, captured[0].replays, dist.is_initialized()
 
     assert ranks(run, world) == [([[True]], 3 if fails else 4, False)] * world
 
 
-def test_a_callers_sum_is_not_captured():
+def test_a_custom_reduce_is_not_captured():
     model = loaded("mamba2")
     assert cuda_graphs._is_capturable(model)
     object.__setattr__(model.ranks, "format", lambda tensor, group: dist.all_reduce(tensor, group=group))

@@ -1,6 +1,6 @@
-"""Whether steps are made, kept and made anew as they should; oracle: a copy of the model that has decoded nothing.
+"""When native decoding steps are created, reused and recreated. Oracle: a copy of the model that has decoded nothing.
 
-A model's layers tell C where their tensors lie; here these move, change and go away between two tokens.
+A step keeps the addresses of its layer's tensors; here the tensors move, change and are freed between two tokens.
 """
 
 import copy
@@ -25,59 +25,59 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """One entry for each token that goes through a layer by step.c."""
+def native_calls(monkeypatch):
+    """A list with one entry for each token and layer that step.c computes."""
     return counted(native_step.NativeLayers, monkeypatch.setattr)
 
 
 def moved(model):
-    """Every parameter's numbers are elsewhere, and others; fields lie apart."""
+    """Every parameter has new data at a new address, so the fields of a matrix are no longer adjacent."""
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.5
 
 
 def moved_together(model):
-    """As `.to()` moves them."""
+    """All parameters move in one call, as by `.to()`."""
     model._apply(lambda tensor: tensor * 1.5)
 
 
 def replaced(model):
-    """A parameter is another one."""
+    """A parameter is replaced by another object."""
     mixer = model.layers[1].mixer
     mixer.A_log = torch.nn.Parameter(mixer.A_log + 1)
 
 
 def called_otherwise(model):
-    """A layer is called by a function of its own."""
+    """A layer has a forward function of its own."""
     out_proj = model.layers[1].mixer.out_proj
     forward = out_proj.forward
     out_proj.forward = lambda x: 2 * forward(x)
 
 
 def rounded(model):
-    """Another type."""
+    """The parameters have another dtype."""
     model.bfloat16()
 
 
 def edited(model):
-    """Other numbers in the same places."""
+    """The parameters have other values at the same addresses."""
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
 
 
 def stretched(model):
-    """One number for all channels, at the same address."""
+    """A parameter is an expanded view of one number, at the same address."""
     mixer = model.layers[1].mixer
     mixer.D.data = mixer.D.data[:1].expand_as(mixer.D)
 
 
 def with_other_eps(model):
-    """A number that is no tensor."""
+    """A setting that is not a tensor changes."""
     model.layers[1].norm.eps = 0.5
 
 
 def of_another_kind(model):
-    """A block is of a class with its own forward."""
+    """A block has another class, with its own forward."""
 
     class Doubled(Block):
         def forward(self, *given):
@@ -86,7 +86,7 @@ def of_another_kind(model):
     model.layers[0].__class__ = Doubled
 
 
-ANY = (
+COMMON_CHANGES = (
     moved,
     moved_together,
     replaced,
@@ -99,7 +99,7 @@ ANY = (
     with_other_eps,
 )
 CHANGES = [
-    *product(("mamba", "mamba2"), (*ANY, of_another_kind)),
+    *product(("mamba", "mamba2"), (*COMMON_CHANGES, of_another_kind)),
     ("zamba2", moved),
     ("zamba2", moved_together),
 ]
@@ -113,12 +113,12 @@ def test_a_model_may_change_between_two_tokens(family, change, tmp_path):
     cache = model.new_cache(2)
     for tokens in IDS.split([4, 1, 1, 1, 1, 1], dim=1)[:4]:
         model(tokens, cache=cache)
-    copied, its_cache = copy.deepcopy(model), copy.deepcopy(cache)
+    copied, copied_cache = copy.deepcopy(model), copy.deepcopy(cache)
     before = copy.deepcopy(model)(IDS[:, :1], cache=copy.deepcopy(cache))
     for changed in (model, copied):
         change(changed)
     logits = model(IDS[:, :1], cache=cache)
-    torch.testing.assert_close(logits, copied(IDS[:, :1], cache=its_cache), rtol=0, atol=0)
+    torch.testing.assert_close(logits, copied(IDS[:, :1], cache=copied_cache), rtol=0, atol=0)
     assert (logits - before).abs().max() > 1e-3
 
 
@@ -138,12 +138,12 @@ def test_rows_may_leave_a_cache(tmp_path):
 
 
 @torch.no_grad()
-def test_layers_of_two_types(tmp_path, taken):
-    """What steps work in is each one's own."""
+def test_layers_of_two_types(tmp_path, native_calls):
+    """Each layer's step has buffers of its own dtype."""
     model = megatron_ssm.load(saved(tmp_path, "mamba", residual_in_fp32=True), dtype=torch.bfloat16)
     model.layers[1].float()
     by_steps = one_by_one(model, model)
-    assert len(taken) == 2 * 5
+    assert len(native_calls) == 2 * 5
     for layer in model.layers:
         layer.norm.register_forward_hook(lambda *_: None)
     torch.testing.assert_close(by_steps, one_by_one(model, model), rtol=0, atol=0.02)
@@ -160,7 +160,7 @@ def test_the_default_device_does_not_matter(tmp_path):
 
 
 @torch.no_grad()
-def test_what_hooks_keep_does_not_change(tmp_path):
+def test_tensors_kept_by_hooks_do_not_change(tmp_path):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     kept, copies = [], []
 
@@ -175,7 +175,7 @@ def test_what_hooks_keep_does_not_change(tmp_path):
 
 
 class Keeping(Convolution):
-    """Keeps what it gave."""
+    """Keeps its last result and a copy of it."""
 
     def forward(self, *given, **named):
         self.kept = super().forward(*given, **named)
@@ -185,8 +185,8 @@ class Keeping(Convolution):
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", ("hook", "hook for all", "another module"))
-def test_what_the_convolution_gave_does_not_change_where_it_may_be_kept(tmp_path, how):
-    """Elsewhere the scan writes over it."""
+def test_convolution_outputs_that_may_be_kept_do_not_change(tmp_path, how):
+    """Where nobody can keep it, the scan overwrites the output of the convolution."""
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     kept = []
 
@@ -214,8 +214,8 @@ def test_what_the_convolution_gave_does_not_change_where_it_may_be_kept(tmp_path
 @pytest.mark.parametrize(
     "family, dtype", (("mamba", torch.bfloat16), ("mamba", torch.float64), ("mamba2", torch.bfloat16))
 )
-def test_a_callers_sum_may_be_of_another_type(ranks, tp, family, dtype, tmp_path):
-    """And may keep what it is given."""
+def test_a_custom_reduce_may_return_another_dtype(ranks, tp, family, dtype, tmp_path):
+    """It may also keep the tensors that it receives: they do not change later."""
     directory = saved(tmp_path, family, n_groups=1) if family == "mamba2" else saved(tmp_path, family)
 
     def run(rank):
@@ -243,32 +243,32 @@ def test_a_callers_sum_may_be_of_another_type(ranks, tp, family, dtype, tmp_path
 @torch.no_grad()
 def test_steps_are_kept_for_several_caches(tmp_path, monkeypatch):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
-    made, of = [], native_step.NativeLayer.of
-    monkeypatch.setattr(native_step.NativeLayer, "of", lambda *given: (made.append(1), of(*given))[1])
+    created, of = [], native_step.NativeLayer.of
+    monkeypatch.setattr(native_step.NativeLayer, "of", lambda *given: (created.append(1), of(*given))[1])
     caches = [model.new_cache(2) for _ in range(3)]
     for cache in caches:
         model(IDS[:, :4], cache=cache)
     for t in range(4, 9):
         assert len({model(IDS[:, t : t + 1], cache=cache).sum().item() for cache in caches}) == 1
-    assert len(made) == 3 * 2
+    assert len(created) == 3 * 2
 
 
 @torch.no_grad()
-def test_a_model_that_has_decoded_can_go(tmp_path):
-    """At once, without a search for cycles: another one may need its memory."""
+def test_a_model_that_has_decoded_is_freed_at_once(tmp_path):
+    """Without the garbage collector's search for cycles, because the next model may need the memory."""
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     one_by_one(model, model)
     gc.disable()
     try:
-        gone = weakref.ref(model)
+        reference = weakref.ref(model)
         del model
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
 @torch.no_grad()
-def test_where_calls_are_watched_layers_are_called(tmp_path, taken):
+def test_autocast_and_global_hooks_disable_native_steps(tmp_path, native_calls):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one_by_one(model, model)
@@ -278,13 +278,13 @@ def test_where_calls_are_watched_layers_are_called(tmp_path, taken):
         one_by_one(model, model)
     finally:
         handle.remove()
-    assert not taken and called.count(model.layers[0].norm) == 6
+    assert not native_calls and called.count(model.layers[0].norm) == 6
     one_by_one(model, model)
-    assert taken
+    assert native_calls
 
 
 @torch.no_grad()
-def test_copies_threads_and_several_caches_do_not_meet(tmp_path):
+def test_copies_threads_and_caches_do_not_interfere(tmp_path):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     expected = one_by_one(model, model)
     first, second = model.new_cache(2), model.new_cache(3)
@@ -304,12 +304,12 @@ def test_copies_threads_and_several_caches_do_not_meet(tmp_path):
 
 
 @torch.no_grad()
-def test_parameters_that_lie_apart(tmp_path, taken):
-    """As an optimizer with a buffer of its own leaves them."""
+def test_fields_that_are_not_adjacent_in_memory(tmp_path, native_calls):
+    """An optimizer that moves parameters into its own buffer leaves them like this."""
     model = megatron_ssm.load(saved(tmp_path, "mamba2"))
     expected = one_by_one(model, model)
-    taken.clear()
+    native_calls.clear()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
-    assert not taken
+    assert not native_calls

@@ -1,4 +1,4 @@
-"""One token by the kernels of step.c; oracle: the same model without C kernels, or given the whole sequence at once."""
+"""Single tokens computed by step.c. Oracles: the same model without C kernels, or on the whole sequence at once."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """One entry for each token that goes through a layer by step.c."""
+def native_calls(monkeypatch):
+    """A list with one entry for each token and layer that step.c computes."""
     return counted(native_step.NativeLayers, monkeypatch.setattr)
 
 
-SHAPES = [  # family, changes, whether step.c takes them
+SHAPES = [  # (family, changes, whether step.c supports them)
     ("mamba", dict(use_bias=True), True),
     ("mamba", dict(conv_kernel=8, state_size=256), True),
     ("mamba", dict(conv_kernel=9), False),
@@ -32,16 +32,16 @@ SHAPES = [  # family, changes, whether step.c takes them
 
 
 @pytest.mark.parametrize("family, changes, by_c", SHAPES)
-def test_what_is_too_large_for_c_is_left_to_torch(family, changes, by_c, tmp_path, taken, monkeypatch):
+def test_what_is_too_large_for_c_is_left_to_torch(family, changes, by_c, tmp_path, native_calls, monkeypatch):
     model = megatron_ssm.load(saved(tmp_path, family, **changes))
     ours = one_by_one(model, model)
-    assert bool(taken) == by_c
+    assert bool(native_calls) == by_c
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     torch.testing.assert_close(ours, one_by_one(model, model), rtol=0, atol=5e-5)
 
 
 BOTH_HYBRID = dict(layers_block_type=["hybrid"] * 2)
-ALIKE = [
+MODELS = [
     ("mamba", dict(residual_in_fp32=True, use_bias=True)),
     ("mamba", dict(residual_in_fp32=False)),
     ("falcon_mamba", dict()),
@@ -54,9 +54,9 @@ ALIKE = [
 
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("options", (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full)), ids=str)
-@pytest.mark.parametrize("family, changes", [*ALIKE, ("mamba2", dict(n_groups=1))])
-def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path):
-    """Oracle: the same model with its layers called, as hooks make it."""
+@pytest.mark.parametrize("family, changes", [*MODELS, ("mamba2", dict(n_groups=1))])
+def test_native_steps_equal_blocks(ranks, tp, options, family, changes, tmp_path):
+    """Oracle: the same model with hooks, which make it call its layers."""
     directory = saved(tmp_path, family, **changes)
 
     def run(rank):
@@ -74,12 +74,12 @@ def test_steps_are_what_blocks_are(ranks, tp, options, family, changes, tmp_path
 
 
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
-def test_layers_with_hooks_or_in_the_place_of_others_are_called(family, tmp_path, taken):
+def test_hooked_and_replaced_layers_are_called(family, tmp_path, native_calls):
     model = megatron_ssm.load(saved(tmp_path, family))
     called = []
     handle = model.layers[0].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))
     one_by_one(model, model)
-    assert (len(called), len(taken)) == (6, 5)  # the other layer's
+    assert (len(called), len(native_calls)) == (6, 5)  # the other layer's
     handle.remove()
 
     class Adapted(torch.nn.Module):
@@ -100,8 +100,8 @@ def test_layers_with_hooks_or_in_the_place_of_others_are_called(family, tmp_path
 
 
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
-def test_a_mixer_in_the_place_of_another(family, tmp_path, taken):
-    """With what a block needs, and no more."""
+def test_a_replaced_mixer(family, tmp_path, native_calls):
+    """The new mixer has only the attributes that a block needs."""
     model = megatron_ssm.load(saved(tmp_path, family))
     expected = one_by_one(model, model)
 
@@ -114,9 +114,9 @@ def test_a_mixer_in_the_place_of_another(family, tmp_path, taken):
             return self.inner(*given)
 
     model.layers[0].mixer = Wrapped(model.layers[0].mixer)
-    taken.clear()
+    native_calls.clear()
     torch.testing.assert_close(one_by_one(model, model), expected, rtol=0, atol=5e-5)
-    assert len(taken) == 5  # the other layer's
+    assert len(native_calls) == 5  # the other layer's
 
 
 def test_inference_mode_and_then_not(tmp_path):
@@ -127,7 +127,7 @@ def test_inference_mode_and_then_not(tmp_path):
 
 
 def compiled_logits(model):
-    """Of IDS by a compiled model, read at once and with a cache."""
+    """A compiled model's logits of IDS, in one call and with a cache."""
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         return compiled(IDS), one_by_one(compiled, model)
@@ -135,7 +135,7 @@ def compiled_logits(model):
 
 @torch.no_grad()
 def test_a_compiled_model(tmp_path):
-    """torch.compile traces the torch twins: addresses that it took along would outlive their tensors."""
+    """torch.compile traces the torch operators, because addresses in its graph would outlive their tensors."""
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     torch.testing.assert_close(torch.compile(model, backend="eager")(IDS), model(IDS), rtol=0, atol=5e-5)
 
@@ -144,7 +144,7 @@ def test_a_compiled_model(tmp_path):
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 def test_compiled_models(ranks, tp, family, tmp_path):
-    """On several ranks the shared memory's calls are left out of what is traced."""
+    """On several ranks, torch.compile does not trace the calls into shared memory."""
     model = megatron_ssm.load(directory := saved(tmp_path, family))
     expected = one_by_one(model, model)
     for logits in ranks(lambda rank: compiled_logits(megatron_ssm.load(directory, dist.group.WORLD)), tp, timeout=120):
@@ -155,13 +155,13 @@ def test_compiled_models(ranks, tp, family, tmp_path):
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("default", (torch.float64, torch.bfloat16), ids=str)
 def test_torchs_default_dtype_does_not_matter(ranks, tp, default, tmp_path):
-    """The norm's sums of squares, which ride between ranks, are float32 whatever it is."""
+    """The norm's sums of squares, which are summed over the ranks, are always float32."""
     directory = saved(tmp_path, "mamba2", n_groups=1)
     model = megatron_ssm.load(directory)
     expected = one_by_one(model, model)
 
     def run(rank):
-        torch.set_default_dtype(default)  # this process is a rank, and ends with the test
+        torch.set_default_dtype(default)  # only in the process of this rank
         model = megatron_ssm.load(directory, dist.group.WORLD)
         return one_by_one(model, model)
 

@@ -1,6 +1,6 @@
-"""Loss and gradients; oracle: transformers' autograd, in float64 throughout and in fp32.
+"""Loss and gradients. Oracle: transformers' autograd, entirely in float64, or in fp32.
 
-In float64 every number of ranks is within 5e-11 of it, and so any two within 1e-10 of each other.
+In float64, any number of ranks is within 5e-11 of transformers, so any two are within 1e-10 of each other.
 """
 
 from functools import cache
@@ -25,19 +25,19 @@ FEW = (
 
 
 def shifted(ids, ignored=0.0, value=-100, seed=5):
-    """(inputs, labels) of predicting each next id; a part of the labels is set to the ignored value."""
+    """(inputs, labels) for predicting the next id; a fraction `ignored` of the labels is set to `value`."""
     inputs, labels = ids[:, :-1], ids[:, 1:].clone()
     drawn = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed))
     return inputs, labels.masked_fill(drawn < ignored, value)
 
 
 def cross_entropy(logits, labels, ignore_index=-100):
-    """The loss of whole logits."""
+    """The loss of logits over the whole vocabulary."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index)
 
 
 def gradients(model):
-    """{our name: this rank's gradient}; every parameter must have one, but for adapters that no layer uses."""
+    """{our name: this rank's gradient}; asserts that only adapters that no layer uses have none."""
     idle = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert idle == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert all(".use.idle." in name for name in idle)
@@ -53,24 +53,24 @@ def run_loss(oracle, inputs, labels, group=None, dtype=torch.float64, **keywords
 
 
 def whole(oracle, shards):
-    """{Hugging Face name: whole gradient} from each rank's; those that several ranks hold must be the same bits."""
+    """{Hugging Face name: whole gradient} from all ranks' parts; replicated gradients must be bitwise equal."""
     fields = layout(megatron_ssm.Config.read(oracle.directory))
     return assemble([field for field in fields if field.name in shards[0]], shards)
 
 
 @cache
-def of_transformers(oracle, ignored=0.0):
-    """transformers' loss and {name: gradient}, its logits compared with labels that are shifted already."""
+def transformers_loss(oracle, ignored=0.0):
+    """(loss, {name: gradient}) of transformers, from its logits and labels that are already shifted."""
     model, (inputs, labels) = oracle.model, shifted(oracle.ids, ignored)
     model.zero_grad(set_to_none=True)
     with precisely(oracle.dtype):
         loss = cross_entropy(model(inputs, use_cache=False).logits, labels)
         loss.backward()
-    return loss.detach().double(), gradients_of_transformers(model)
+    return loss.detach().double(), transformers_gradients(model)
 
 
-def gradients_of_transformers(model):
-    """{Hugging Face name: gradient}; where shared blocks are not tied, some adapters are unused and have none."""
+def transformers_gradients(model):
+    """{Hugging Face name: gradient}; adapters that are unused because blocks are untied have none."""
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -82,7 +82,7 @@ def errors(ours, theirs):
 
 
 def assert_near(ours, theirs, tolerance):
-    """Every tensor is."""
+    """Assert that the error of every tensor is at most the tolerance."""
     __tracebackhide__ = True
     wrong = {name: error for name, error in errors(ours, theirs).items() if not error <= tolerance}
     assert not wrong, f"beyond {tolerance}: {wrong}"
@@ -91,11 +91,11 @@ def assert_near(ours, theirs, tolerance):
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", MARKED)
 def test_every_gradient_of_the_loss(ranks, tp, name, oracle):
-    """With a fifth of the labels ignored."""
+    """A fifth of the labels is ignored."""
     oracle = oracle(name, torch.float64)
     inputs, labels = shifted(oracle.ids, ignored=0.2)
     results = ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD), tp)
-    loss, theirs = of_transformers(oracle, ignored=0.2)
+    loss, theirs = transformers_loss(oracle, ignored=0.2)
     assert all(torch.equal(results[0][0], other) for other, _ in results)
     torch.testing.assert_close(results[0][0], loss, rtol=EXACT, atol=0)
     assert_near(whole(oracle, [shard for _, shard in results]), theirs, EXACT)
@@ -104,20 +104,20 @@ def test_every_gradient_of_the_loss(ranks, tp, name, oracle):
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", FEW)
 def test_every_gradient_in_fp32(ranks, tp, name, oracle):
-    """The worst is about as near to the float64 ones as the worst of transformers' in fp32."""
-    exact = of_transformers(oracle(name, torch.float64))[1]
+    """Our largest error against float64 is about as small as that of transformers in fp32."""
+    exact = transformers_loss(oracle(name, torch.float64))[1]
     oracle = oracle(name)
     inputs, labels = shifted(oracle.ids)
     results = ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD, torch.float32), tp)
     found = whole(oracle, [shard for _, shard in results])
-    ours, theirs = (max(errors(g, exact).values()) for g in (found, of_transformers(oracle)[1]))
+    ours, theirs = (max(errors(g, exact).values()) for g in (found, transformers_loss(oracle)[1]))
     assert ours <= 2.5 * theirs
 
 
 @pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", FEW)
 def test_gradients_through_whole_logits(ranks, tp, name, oracle):
-    """model(ids) gathers the logits on every rank; each rank then computes the same loss of them."""
+    """model(ids) gathers the logits on every rank, and each rank computes the same loss from them."""
     oracle = oracle(name, torch.float64)
     shape = (*oracle.ids.shape, oracle.vocab)
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -131,13 +131,13 @@ def test_gradients_through_whole_logits(ranks, tp, name, oracle):
     oracle.model.zero_grad(set_to_none=True)
     with precisely(oracle.dtype):
         (oracle.model(oracle.ids, use_cache=False).logits * weights).sum().backward()
-    assert_near(found, gradients_of_transformers(oracle.model), EXACT)
+    assert_near(found, transformers_gradients(oracle.model), EXACT)
 
 
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group"))
 def test_loss_is_that_of_transformers(ranks, tp, name, oracle):
-    """transformers shifts the labels itself; ours come shifted. In fp32."""
+    """transformers shifts the labels itself; ours are already shifted."""
     oracle = oracle(name)
     with torch.no_grad():
         expected = oracle.model(oracle.ids, labels=oracle.ids, use_cache=False).loss
@@ -147,20 +147,20 @@ def test_loss_is_that_of_transformers(ranks, tp, name, oracle):
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
 def test_ignored_labels(ranks, tp, oracle):
-    """Another ignored value, also one that is an id; and a batch where every label is ignored has loss 0, not NaN."""
+    """The ignored value may be an id. If all labels are ignored, the loss is 0, not NaN."""
     oracle = oracle("mamba2-2-groups", torch.float64)
     inputs, labels = shifted(oracle.ids, ignored=0.5, value=7)
 
     def run(rank):
         seven, _ = run_loss(oracle, inputs, labels, dist.group.WORLD, ignore_index=7)
-        far, _ = run_loss(oracle, inputs, labels.masked_fill(labels == 7, -1), dist.group.WORLD, ignore_index=-1)
-        return seven, far, *run_loss(oracle, inputs, torch.full_like(labels, -100), dist.group.WORLD)
+        minus_one, _ = run_loss(oracle, inputs, labels.masked_fill(labels == 7, -1), dist.group.WORLD, ignore_index=-1)
+        return seven, minus_one, *run_loss(oracle, inputs, torch.full_like(labels, -100), dist.group.WORLD)
 
     with torch.no_grad():
         expected = cross_entropy(oracle.logits(inputs), labels, ignore_index=7)
-    for seven, far, none, none_gradients in ranks(run, tp):
+    for seven, minus_one, none, none_gradients in ranks(run, tp):
         torch.testing.assert_close(seven, expected, rtol=EXACT, atol=0)
-        assert torch.equal(seven, far)
+        assert torch.equal(seven, minus_one)
         assert none == 0 and all(not grad.any() for grad in none_gradients.values())
 
 
@@ -181,7 +181,7 @@ def test_labels_outside_the_vocabulary(ranks, tp, oracle):
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-2-groups-adapters-rope"))
 def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
-    """Each replica has other rows, and another number of ignored labels: losses and summed gradients of one batch."""
+    """Replicas have different rows and numbers of ignored labels, but the loss and gradients are those of one batch."""
     oracle = oracle(name, torch.float64)
     ids = torch.randint(oracle.vocab, (dp, 30), generator=torch.Generator().manual_seed(4))
     rows = [shifted(ids[i : i + 1], ignored=0.4 * i, seed=i) for i in range(dp)]
@@ -210,7 +210,7 @@ def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 5), (2, 4), (10,)], ids=str)
 def test_labels_of_another_shape(shape, oracle):
-    """Some of them would be broadcast, which gives a loss of something else."""
+    """Some of these shapes would be broadcast and give a wrong loss."""
     model = megatron_ssm.load(oracle(FEW[0]).directory)
     with pytest.raises(ValueError, match=r"labels \(.*\) are not shaped like input_ids \(2, 5\)"):
         model.loss(torch.ones(2, 5, dtype=torch.int64), torch.ones(shape, dtype=torch.int64))

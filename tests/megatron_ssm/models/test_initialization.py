@@ -1,4 +1,4 @@
-"""New parameters; oracles: the same draw on one rank, and the distributions that the docstrings name."""
+"""Initial parameters. Oracles: the same seed on one rank, and the distributions that the docstrings name."""
 
 import math
 
@@ -27,12 +27,12 @@ MODELS = {
     "zamba2-2-groups": dict(ZAMBA2, mamba_ngroups=2, tie_word_embeddings=False),
     "zamba2-2-blocks": dict(ZAMBA2, num_mem_blocks=2, add_bias_linear=True),
 }
-OURS = [name for name in MODELS if "zamba" not in name]  # whose tensors have these names
+MAMBAS = [name for name in MODELS if "zamba" not in name]  # their tensors have the names used below
 ZAMBAS = [name for name in MODELS if "zamba" in name]
 
 
-def drawn(name, seed=0, group=None):
-    """{our name: this rank's part} of a new model whose parameters were NaN before."""
+def initialized(name, seed=0, group=None):
+    """{our name: this rank's part} of a model that is filled with NaN and then initialized."""
     model = build(Config.from_dict(MODELS[name]), group)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,17 +49,17 @@ def whole(name, shards):
 @pytest.mark.parametrize("tp", (2, 4))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_number_of_ranks_changes_no_bit(ranks, tp, name):
-    together = whole(name, ranks(lambda rank: drawn(name, 3, dist.group.WORLD), tp))
-    alone = whole(name, [drawn(name, 3)])
+    together = whole(name, ranks(lambda rank: initialized(name, 3, dist.group.WORLD), tp))
+    alone = whole(name, [initialized(name, 3)])
     assert all(torch.equal(together[tensor], alone[tensor]) for tensor in alone)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_seed_decides(name):
-    """The same seed, whatever torch's own generator did in between; another one changes all that is random."""
-    first = drawn(name, 1)
+    """The same seed gives the same values, whatever torch's generator does; another seed changes all random values."""
+    first = initialized(name, 1)
     torch.rand(3)
-    again, other = drawn(name, 1), drawn(name, 2)
+    again, other = initialized(name, 1), initialized(name, 2)
     fixed = (".D", "norm.weight", "norm_weight", "norm_f.weight", ".bias")
     fixed += (".A_log",) if name in ("mamba", "falcon", "zamba-2-heads") else ()
     for parameter, values in first.items():
@@ -69,27 +69,29 @@ def test_the_seed_decides(name):
 
 @pytest.mark.parametrize("seed", (0, 1234, 2**31 - 1, 2**32 - 1))
 def test_any_seed(seed):
-    assert drawn("mamba", seed)["embeddings.weight"].isfinite().all()
+    assert initialized("mamba", seed)["embeddings.weight"].isfinite().all()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_two_layers_or_fields_are_alike(name):
-    drawn_once = [t.flatten()[:16] for n, t in drawn(name).items() if n.endswith(("z", "x", "B", "C", "dt", ".weight"))]
-    random = [values for values in drawn_once if values.unique().numel() > 2]
+    first_16 = [
+        t.flatten()[:16] for n, t in initialized(name).items() if n.endswith(("z", "x", "B", "C", "dt", ".weight"))
+    ]
+    random = [values for values in first_16 if values.unique().numel() > 2]
     assert len(random) > 8
     assert all(not torch.equal(a, b) for i, a in enumerate(random) for b in random[:i] if a.shape == b.shape)
 
 
 def assert_uniform(values, bound):
-    """Within the bound and of its standard deviation, bound / sqrt(3)."""
+    """Assert that values lie within the bound and have the standard deviation bound / sqrt(3)."""
     assert values.abs().max() <= bound
     assert values.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
     assert abs(values.mean()) <= 0.1 * bound
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", MAMBAS)
 def test_the_distributions(name):
-    tensors = whole(name, [drawn(name)])
+    tensors = whole(name, [initialized(name)])
     layers, inner, width = SHAPE["num_hidden_layers"], 128, 64
     kind_1 = name in ("mamba", "falcon")
     assert tensors["backbone.embeddings.weight"].std() == pytest.approx(0.02, rel=0.05)
@@ -115,8 +117,8 @@ def test_the_distributions(name):
 
 @pytest.mark.parametrize("name", ZAMBAS)
 def test_the_distributions_of_a_shared_block(name):
-    """Each field by its own inputs, never by how Hugging Face stores it (x_proj of a head has only its channels)."""
-    fields, residual = drawn(name), math.sqrt(3)
+    """The bound of a field depends on its number of inputs, not on the layout in which Hugging Face stores it."""
+    fields, residual = initialized(name), math.sqrt(3)
     assert_uniform(fields["shared.0.qkv.weight.q"], 128**-0.5)
     assert_uniform(fields["shared.0.gate_up.weight.up"], 64**-0.5)
     assert_uniform(fields["shared.0.o_proj.weight"], 128**-0.5 / residual)
@@ -135,8 +137,8 @@ def test_the_distributions_of_a_shared_block(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_new_model_knows_nothing(name):
-    """Its loss is that of guessing, log(vocabulary)."""
+def test_a_new_model_predicts_uniformly(name):
+    """Its loss is log(vocabulary), that of a uniform guess."""
     model = initialize(build(Config.from_dict(MODELS[name])))
     ids = torch.randint(211, (4, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Logits; oracle: transformers in fp32 with weights drawn again, one-shot prefill and its own cached decoding."""
+"""Logits. Oracle: transformers in fp32 with random weights, in one prefill and in its own cached decoding."""
 
 import random
 
@@ -15,7 +15,7 @@ from hf import CONFIGS
 
 __all__ = ["oracle"]
 
-UNCLAMPED = 5e-3  # of Zamba2's logits where the pieces of a prompt are single tokens
+UNCLAMPED = 5e-3  # error of Zamba2's logits if a prompt is given in single tokens
 BIASED = (
     "mamba-biases-untied", "mamba2-1-group-biases-tied", "mamba2-2-groups-biases-tied", "falcon-biases-untied",
     "zamba-2-heads-biases", "zamba2-4-groups-biases-adapters-untied",
@@ -29,14 +29,14 @@ def tokens_one_by_one(model, ids, cache, steps):
 
 
 def random_cuts(seed, seq, smallest):
-    """Where five pieces of a sequence begin and end: two of them `smallest` tokens, the others random."""
+    """The boundaries of five pieces of a sequence, of which two have `smallest` tokens and the others a random length."""
     draw = random.Random(seed)
     inner = sorted(draw.sample(range(smallest, seq - 3 * smallest, smallest), 2))
     return [0, inner[0], inner[0] + smallest, inner[1] + smallest, inner[1] + 2 * smallest, seq]
 
 
 def in_chunks(model, ids, cuts, mask=None):
-    """The logits of a prefill in the given chunks; the mask goes with the first."""
+    """The logits of a prefill in the given chunks; the mask is passed with the first."""
     cache = model.new_cache(len(ids))
     chunks = [
         model(ids[:, start:stop], None if start or mask is None else mask[:, :stop], cache)
@@ -45,15 +45,15 @@ def in_chunks(model, ids, cuts, mask=None):
     return torch.cat(chunks, dim=1)
 
 
-def own_error(oracle) -> float:
-    """The largest error of a logit of transformers, which is near the tolerance on some processors."""
+def transformers_error(oracle) -> float:
+    """The largest error of transformers' own logits, which is close to the tolerance on some processors."""
     return (oracle.whole - oracle.exact).abs().max().item()
 
 
 def check_against_transformers(ranks, tp, oracle, tolerance, times=2.5):
-    """Prefill, decoding, and prefill in random chunks, on `tp` ranks, each of which must return the same logits.
+    """Compare prefill, decoding, and prefill in random chunks on `tp` ranks, which must all return the same logits.
 
-    Also: the prefill is about as near to our float64 logits as transformers' is (root mean square).
+    The RMS error of the prefill against float64 must also be at most `times` that of transformers.
     """
     ids = oracle.ids
     cuts = random_cuts(f"{oracle.name} {tp}", SEQ, oracle.smallest_piece)
@@ -82,16 +82,16 @@ def check_against_transformers(ranks, tp, oracle, tolerance, times=2.5):
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, 4))
 @pytest.mark.parametrize("name", MARKED)
 def test_prefill_decode_and_chunks(ranks, tp, name, oracle):
-    """Twice the tolerance at most, where transformers itself errs: by 7.5e-5 for Zamba of 8 heads on a Cascade Lake."""
+    """Up to twice the tolerance if transformers itself has a large error (Zamba of 8 heads on a Cascade Lake: 7.5e-5)."""
     tolerance = oracle(name).tolerance
-    allowed = min(max(tolerance, 2 * own_error(oracle(name))), 2 * tolerance)
+    allowed = min(max(tolerance, 2 * transformers_error(oracle(name))), 2 * tolerance)
     check_against_transformers(ranks, tp, oracle(name), allowed)
 
 
 @pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", ("zamba2-1-group", "zamba2-grouped-rope-1-use"))
 def test_a_clamped_prompt_token_by_token(ranks, tp, name, oracle):
-    """Its steps are not clamped, as in transformers: near a one-shot prefill, and nearer to transformers' own steps."""
+    """As in transformers, single tokens are not clamped, so the logits are closer to its steps than to its prefill."""
     oracle = oracle(name)
     ids = oracle.ids[:, :10]
 
@@ -110,7 +110,7 @@ def test_a_clamped_prompt_token_by_token(ranks, tp, name, oracle):
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("name", ("mamba", "mamba2-dt-limit", "zamba-2-heads-biases", "zamba2-2-groups-adapters-rope"))
 def test_a_sequence_of_one_token(ranks, tp, name, oracle):
-    """The first token is a prefill, clamped to time_step_limit, even when it is alone; the following are decoded."""
+    """A single first token is a prefill, clamped to time_step_limit; the following tokens are decoded."""
     oracle = oracle(name)
     ids = oracle.ids[:, : 1 + DECODED]
 
@@ -129,9 +129,9 @@ def test_a_sequence_of_one_token(ranks, tp, name, oracle):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("seed", by_default(range(2), range(60)))
 def test_random_configurations(ranks, tp, family, seed, oracle):
-    """Some are ill-conditioned (a norm over two channels): transformers' own error is allowed for, and luck in it."""
+    """Some are ill-conditioned (a norm over two channels), so 4 times transformers' own error is added to the tolerance."""
     oracle = oracle((family, seed))
-    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 4 * own_error(oracle), times=4)
+    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 4 * transformers_error(oracle), times=4)
 
 
 # Left padding
@@ -139,8 +139,8 @@ def test_random_configurations(ranks, tp, family, seed, oracle):
 
 @pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", BIASED)
-def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
-    """Rows of 40, 35 and 1 tokens, then 6 more: one call, chunks, and decoding after it, against each row alone."""
+def test_left_padding_changes_no_row(ranks, tp, name, oracle):
+    """Rows of 40, 35 and 1 tokens and 6 more, in one call, in chunks, and decoded, equal each row alone."""
     oracle = oracle(name)
     lengths, prompt, more = (40, 35, 1), 40, 6
     cuts = [0, 41, 41 + oracle.smallest_piece, prompt + more]
@@ -169,8 +169,8 @@ def test_padding_on_the_left_changes_no_row(ranks, tp, name, oracle):
             torch.testing.assert_close(then[row], decoded[row][0], rtol=0, atol=oracle.tolerance)
 
 
-def refused(model, *arguments, **keywords):
-    """The message of the ValueError that a call must raise, on one line."""
+def error_message(model, *arguments, **keywords):
+    """The message of the ValueError that a call must raise; asserts that it is one line."""
     with pytest.raises(ValueError) as caught:
         model(*arguments, **keywords)
     assert "\n" not in str(caught.value)
@@ -179,8 +179,8 @@ def refused(model, *arguments, **keywords):
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", ("mamba2-2-groups", "zamba2-1-group"))
-def test_masks_and_ids_that_cannot_be_meant(ranks, tp, name, oracle):
-    """Refused on every rank alike, before anything is sent; the model can still be used."""
+def test_invalid_masks_and_ids(ranks, tp, name, oracle):
+    """Every rank raises the same error before anything is sent, and the model can still be used."""
     oracle = oracle(name)
     ids = oracle.ids[:, :4]
 
@@ -194,23 +194,23 @@ def test_masks_and_ids_that_cannot_be_meant(ranks, tp, name, oracle):
             model(ids, cache=cache)
         model.counter.reset()
         found = [
-            refused(model, ids, mask(1, 1, 1, 0)),
-            refused(model, ids, mask(0, 1, 0, 1)),
-            refused(model, ids, mask(1, 1, 2, 1)),
-            refused(model, ids, mask(-1, 1, 1, 1)),
-            refused(model, ids, mask(0.5, 1.0, 1.0, 1.0)),
-            refused(model, ids, mask(0, 0, 0, 0)),
-            refused(model, ids, mask(0, 1, 1, 1), cache),
-            refused(model, ids, mask(1, 1, 1, 1)[:, :3]),
-            refused(model, ids[:, :0]),
-            refused(model, ids[0]),
-            refused(model, ids[:1], cache=cache),
-            refused(model, ids + oracle.vocab),
-            refused(model, ids - oracle.vocab),
+            error_message(model, ids, mask(1, 1, 1, 0)),
+            error_message(model, ids, mask(0, 1, 0, 1)),
+            error_message(model, ids, mask(1, 1, 2, 1)),
+            error_message(model, ids, mask(-1, 1, 1, 1)),
+            error_message(model, ids, mask(0.5, 1.0, 1.0, 1.0)),
+            error_message(model, ids, mask(0, 0, 0, 0)),
+            error_message(model, ids, mask(0, 1, 1, 1), cache),
+            error_message(model, ids, mask(1, 1, 1, 1)[:, :3]),
+            error_message(model, ids[:, :0]),
+            error_message(model, ids[0]),
+            error_message(model, ids[:1], cache=cache),
+            error_message(model, ids + oracle.vocab),
+            error_message(model, ids - oracle.vocab),
         ]
         assert not model.counter.calls
         with torch.no_grad():
-            model(ids, mask(1, 1, 1, 1), cache)  # a mask of ones is none
+            model(ids, mask(1, 1, 1, 1), cache)  # a mask of ones is like no mask
         return found
 
     found, *others = ranks(run, tp)
@@ -251,7 +251,7 @@ def test_logits_to_keep_is_not_negative(oracle):
 
 @pytest.mark.parametrize("tp", (1, 4))
 @pytest.mark.parametrize("name", (*BIASED[:5], "zamba2-grouped-rope-1-use"))
-def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
+def test_bf16_is_close_to_fp32(ranks, tp, name, oracle):
     oracle = oracle(name)
 
     @torch.no_grad()
@@ -271,7 +271,7 @@ def test_bf16_is_near_its_fp32_twin(ranks, tp, name, oracle):
         assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.95
 
 
-class OnlyFloat64(TorchDispatchMode):
+class AssertsFloat64(TorchDispatchMode):
     """Fails on any operation whose result has another floating-point dtype."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -283,9 +283,9 @@ class OnlyFloat64(TorchDispatchMode):
 
 
 def float64_logits(oracle, group=None):
-    """Our float64 model's: one call, decoding, and padding on the left."""
+    """The logits of our float64 model in one call, in decoding, and with left padding."""
     model = megatron_ssm.load(oracle.directory, group, dtype=torch.float64)
-    with OnlyFloat64():
+    with AssertsFloat64():
         cache, mask = model.new_cache(2), torch.ones_like(oracle.ids)
         mask[1, :7] = 0
         model.loss(oracle.ids, oracle.ids).backward()
@@ -298,7 +298,7 @@ def float64_logits(oracle, group=None):
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", (*BIASED, "mamba2-4-groups"))
 def test_float64_is_float64_throughout(ranks, tp, name, oracle):
-    """Every operation is, loss and backward included; then TP N equals our own TP 1 to 1e-10."""
+    """Every operation, also of loss and backward, is in float64, and TP N equals TP 1 to 1e-10."""
     oracle = oracle(name)
     alone = float64_logits(oracle)
     for logits in ranks(lambda rank: float64_logits(oracle, dist.group.WORLD), tp):

@@ -1,4 +1,4 @@
-"""Models whose block outputs are summed in fewer bytes; oracles: the exact model, and every other rank's bits."""
+"""Models whose block outputs are reduced in fewer bytes. Oracles: the exact model, and the bits of the other ranks."""
 
 import json
 import os
@@ -31,22 +31,22 @@ __all__ = ["oracle"]
 ROOT = Path(__file__).resolve().parents[3]
 HIDDEN, STATE = SMALL["hidden_size"], 8
 LOSSY = ("fp16", "bf16", "int8")
-# Of the logits, relative to those of the exact model: ||difference|| / ||logits||.
+# Bounds on the relative error of the logits, ||difference|| / ||logits of the exact model||.
 BOUNDS = {"fp16": 3e-3, "bf16": 2e-2, "int8": 6e-2}
-AMPLIFIES = {"zamba2": 3}  # rounding, more than the others
-# Each kind of mixer, and both shared blocks.
+AMPLIFICATION = {"zamba2": 3}  # how much more these models amplify rounding errors
+# These cover each kind of mixer and both kinds of shared block.
 FEW = ("mamba", "falcon", "mamba2-1-group", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group")
-cells = pytest.mark.parametrize("tp", (2, 4))
+worlds = pytest.mark.parametrize("tp", (2, 4))
 models = pytest.mark.parametrize("name", by_default(FEW, CASES))
 
 
 def bound(name, format):
-    """Of a model's logits."""
-    return BOUNDS[format] * AMPLIFIES.get(CASES[name][0], 1)
+    """The bound on the relative error of a model's logits."""
+    return BOUNDS[format] * AMPLIFICATION.get(CASES[name][0], 1)
 
 
-def outputs(name):
-    """How many block outputs a model sums: of each mixer, and of attention and MLP of each use of a shared block."""
+def block_outputs(name):
+    """How many block outputs a model reduces: one per mixer, and two (attention, MLP) per use of a shared block."""
     family, changes = CASES[name]
     if "layers_block_type" in changes:
         kinds = changes["layers_block_type"]
@@ -57,12 +57,13 @@ def outputs(name):
 
 
 def relative(got, exact):
+    """||got - exact|| / ||exact||."""
     return ((got - exact).double().norm() / exact.double().norm()).item()
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    """`auto` measures little."""
+def short_measurements(monkeypatch):
+    """Keep the measurements of `auto` short."""
     monkeypatch.setattr("sparsefusion.reduction.quantized.AUTO_SIZES", [2048, 65536])
     monkeypatch.setattr("sparsefusion.fabric.measurement.BUDGET_S", 0.0)
 
@@ -73,16 +74,16 @@ def quickly(monkeypatch):
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @models
 def test_logits(ranks, tp, name, oracle):
-    """The same bits on every rank; near the exact model's, and not the same; "fp32" is a callable that sums exactly."""
-    place, ids = oracle(name).directory, oracle(name).ids
+    """Logits are bitwise equal on all ranks, and close but not equal to the exact model's. "callable" sums exactly."""
+    source, ids = oracle(name).directory, oracle(name).ids
 
     @torch.no_grad()
     def logits(rank):
-        exact = megatron_ssm.load(place, dist.group.WORLD)
+        exact = megatron_ssm.load(source, dist.group.WORLD)
         formats = {format: format for format in ("fp32", *LOSSY, "auto")}
         formats["callable"] = lambda tensor, group: exact.ranks.exact(tensor, group)
         formats["native"] = partial(all_reduce, format="fp16", algorithm="native")
-        return {key: megatron_ssm.load(place, dist.group.WORLD, reduce=each)(ids) for key, each in formats.items()}
+        return {key: megatron_ssm.load(source, dist.group.WORLD, reduce=each)(ids) for key, each in formats.items()}
 
     first, *others = ranks(logits, tp)
     for key, tensor in first.items():
@@ -97,14 +98,14 @@ def test_logits(ranks, tp, name, oracle):
     assert 0 < relative(first["native"], exact) <= 2 * bound(name, "fp16")
 
 
-@cells
+@worlds
 def test_a_model_in_float64(ranks, tp, oracle):
-    """ "fp32" leaves it exact, the others have their own errors."""
-    place, ids = oracle("mamba2-1-group", torch.float64).directory, oracle("mamba2-1-group").ids
+    """With "fp32" its sums stay float64; the other formats round as usual."""
+    source, ids = oracle("mamba2-1-group", torch.float64).directory, oracle("mamba2-1-group").ids
 
     @torch.no_grad()
     def logits(rank):
-        load = partial(megatron_ssm.load, place, dist.group.WORLD, dtype=torch.float64)
+        load = partial(megatron_ssm.load, source, dist.group.WORLD, dtype=torch.float64)
         return {format: load(reduce=format)(ids) for format in ("fp32", *LOSSY)}
 
     exact = oracle("mamba2-1-group", torch.float64).whole
@@ -115,14 +116,14 @@ def test_a_model_in_float64(ranks, tp, oracle):
             assert 1e-6 < relative(found[format], exact) <= BOUNDS[format], format
 
 
-# What is summed in which way
+# Which sums are rounded
 
 
-@cells
+@worlds
 @models
 def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
-    """Everything else, in forward and in backward, is summed exactly: x_proj, the embedding, the norms' squares."""
-    place, ids = oracle(name).directory, oracle(name).ids
+    """All other sums are exact: those of x_proj, the embedding and the norms' squares, and all of backward."""
+    source, ids = oracle(name).directory, oracle(name).ids
     family, changes = CASES[name]
 
     def shapes(rank):
@@ -143,18 +144,18 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sums, "all_reduce", reducing)
             patch.setattr(Ranks, "exact", summing)
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce="int8", shared_memory=False)
+            model = megatron_ssm.load(source, dist.group.WORLD, reduce="int8", shared_memory=False)
             loss = model.local_logits(ids)[..., :1].sum()
             forward = list(rounded), list(beside), list(exact)
             loss.backward()
         return *forward, len(rounded)
 
-    lead = tuple(ids.shape)
+    batch_shape = tuple(ids.shape)
     groups = changes.get("n_groups", changes.get("mamba_ngroups", 1)) if family in ("mamba2", "zamba2") else 0
     for rounded, beside, exact, in_all in ranks(shapes, tp):
-        assert rounded == [(*lead, HIDDEN)] * outputs(name) and in_all == len(rounded)
-        assert set(beside) <= {(*lead, 1)} and bool(beside) == (groups == 1)
-        assert exact[0] == (*lead, HIDDEN) and exact.count((*lead, HIDDEN)) == 1  # the embedding
+        assert rounded == [(*batch_shape, HIDDEN)] * block_outputs(name) and in_all == len(rounded)
+        assert set(beside) <= {(*batch_shape, 1)} and bool(beside) == (groups == 1)
+        assert exact[0] == (*batch_shape, HIDDEN) and exact.count((*batch_shape, HIDDEN)) == 1  # the embedding
         width = {shape[-1] for shape in exact[1:]}
         if 1 < groups < tp:
             assert width == {groups}
@@ -164,9 +165,9 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
             assert len(width) == 1 and 2 * STATE < width.pop() < HIDDEN  # x_proj: dt's rank and two states
 
 
-@cells
+@worlds
 def test_sums_of_squares_are_exact(ranks, tp, oracle):
-    """Of Mamba-2 with one group: the first block's, whose input is exact, are those of the exact model."""
+    """In Mamba-2 with one group, the first block, whose input is exact, has the sums of squares of the exact model."""
     case = oracle("mamba2-1-group")
 
     @torch.no_grad()
@@ -175,13 +176,13 @@ def test_sums_of_squares_are_exact(ranks, tp, oracle):
         for format in ("fp32", *LOSSY):
             squares, reduce = [], sums.all_reduce
 
-            def noting(*arguments, reduce=reduce, squares=squares, **keywords):
+            def recording(*arguments, reduce=reduce, squares=squares, **keywords):
                 total, column = reduce(*arguments, **keywords)
                 squares.append(column)
                 return total, column
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sums, "all_reduce", noting)
+                patch.setattr(sums, "all_reduce", recording)
                 load(reduce=format).local_logits(case.ids)
             found.append(squares[0])
         return found
@@ -191,12 +192,12 @@ def test_sums_of_squares_are_exact(ranks, tp, oracle):
             torch.testing.assert_close(squares, exact, rtol=1e-6, atol=0)
 
 
-@cells
+@worlds
 def test_auto_measures_when_the_model_is_loaded(ranks, tp, oracle, monkeypatch):
-    """Once for each group; a later call, on whichever rank, measures nothing."""
+    """It measures once for each group; later calls and loads measure nothing."""
     from sparsefusion.reduction import quantized
 
-    place, ids = oracle("mamba").directory, oracle("mamba").ids
+    source, ids = oracle("mamba").directory, oracle("mamba").ids
     measured, measure = [], quantized.measure
     monkeypatch.setattr(quantized, "measure", lambda *given, **named: measured.append(1) or measure(*given, **named))
 
@@ -204,11 +205,11 @@ def test_auto_measures_when_the_model_is_loaded(ranks, tp, oracle, monkeypatch):
     def times(rank):
         found = []
         for _ in range(2):
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce="auto", shared_memory=False)
+            model = megatron_ssm.load(source, dist.group.WORLD, reduce="auto", shared_memory=False)
             found.append(len(measured))
             model(ids)
             found.append(len(measured))
-        alone = megatron_ssm.load(place, reduce="auto")
+        alone = megatron_ssm.load(source, reduce="auto")
         alone(ids)
         return [*found, len(measured)]
 
@@ -234,19 +235,19 @@ def test_one_rank_rounds_nothing(format, oracle):
 # Tokens
 
 
-@cells
+@worlds
 @pytest.mark.parametrize(
     "name", ("mamba2-1-group", *(pytest.param(n, marks=pytest.mark.full) for n in FEW[:2] + FEW[3:]))
 )
 def test_tokens(ranks, tp, name, oracle):
-    """The same on every rank, greedy or sampled; greedy ones are the exact model's while its choices are clear."""
-    place, prompt = oracle(name).directory, oracle(name).ids[:, :10]
+    """Tokens are equal on all ranks; greedy ones are the exact model's as long as its choices have a clear margin."""
+    source, prompt = oracle(name).directory, oracle(name).ids[:, :10]
     new = 8
 
     def tokens(rank):
         found = {}
         for format in ("fp32", *LOSSY, "auto"):
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce=format)
+            model = megatron_ssm.load(source, dist.group.WORLD, reduce=format)
             found[format] = [megatron_ssm.generate(model, prompt, max_new_tokens=new)]
             if format == "int8":
                 found[format] += [megatron_ssm.generate(model, prompt, max_new_tokens=new, temperature=1.0, seed=3)]
@@ -262,7 +263,7 @@ def test_tokens(ranks, tp, name, oracle):
     assert exact.shape == (2, new) and torch.equal(logits.argmax(-1), exact)
     for format in LOSSY:
         clear = (best - second) > 4 * BOUNDS[format] * logits.abs().max()
-        certain = clear.long().cumprod(-1).bool()  # until the first choice that is not clear
+        certain = clear.long().cumprod(-1).bool()  # up to the first choice without a clear margin
         assert torch.equal(first[format][0][certain], exact[certain])
         assert format != "fp16" or certain.any()
 
@@ -270,20 +271,20 @@ def test_tokens(ranks, tp, name, oracle):
 # Training
 
 
-@cells
+@worlds
 @pytest.mark.parametrize(
     "name", ("mamba", "mamba2-1-group", *(pytest.param(n, marks=pytest.mark.full) for n in FEW[3:]))
 )
 def test_gradients(ranks, tp, name, oracle):
-    """Of a rounded forward pass: near the exact ones; what every rank holds has the same bits. Backward is exact: with a
-    callable that sums exactly, all of it is."""
-    place, ids = oracle(name).directory, oracle(name).ids
+    """After a rounded forward pass, gradients are close to the exact ones, and replicated gradients are bitwise equal on
+    all ranks. Backward is exact, so an exact callable gives exact gradients."""
+    source, ids = oracle(name).directory, oracle(name).ids
 
     def step(rank):
         found = {}
         exactly = Ranks.of(dist.group.WORLD).exact
         for key, format in {"fp32": "fp32", "callable": exactly, **{each: each for each in LOSSY}}.items():
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce=format)
+            model = megatron_ssm.load(source, dist.group.WORLD, reduce=format)
             loss = model.loss(ids[:, :-1], ids[:, 1:])
             loss.backward()
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -308,7 +309,7 @@ TRAIN = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("format", ("int8", pytest.param("fp16", marks=pytest.mark.full)))
 def test_pretraining(ranks, tp, format, tmp_path, monkeypatch):
-    """`--reduce int8`: almost the losses of the exact run, and not the same."""
+    """With `--reduce`, the losses are close but not equal to those of the exact run."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("the state space model " * 60)
 
@@ -332,14 +333,14 @@ def test_pretraining(ranks, tp, format, tmp_path, monkeypatch):
 
 
 @cache
-def in_json(directory, *flags):
-    """What `generate --json` on two local ranks answers; nothing is said but which kernels run."""
+def json_report(directory, *flags):
+    """The report of `generate --json` on two local ranks; asserts that stderr names only the kernels."""
     command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", directory, "--prompt", "abc", "--tp", "2"]
     done = subprocess.run(
         [*command, "--ignore-eos", "--max-new-tokens", "6", "--json", *flags],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
     )  # fmt: skip
-    line = rb"(all-reduce among 2 ranks: .*\n)?megatron-ssm: kernels .*\n"  # the first where auto measures
+    line = rb"(all-reduce among 2 ranks: .*\n)?megatron-ssm: kernels .*\n"  # the first line if auto measures
     assert done.returncode == 0 and re.fullmatch(line, done.stderr), done.stderr
     return json.loads(done.stdout)
 
@@ -358,16 +359,16 @@ def directory(tmp_path_factory):
     pytest.param("bf16", 2 * HIDDEN + 4, marks=pytest.mark.full),
     pytest.param("fp32", 4 * HIDDEN + 4, marks=pytest.mark.full),
 ])  # fmt: skip
-def test_generate_tells_format_and_bytes(directory, format, block_output):
-    """The embedding's row, each layer's block output, and the greedy choice: a value and an id."""
-    report = in_json(directory, "--reduce", format)
+def test_generate_reports_format_and_bytes(directory, format, block_output):
+    """The bytes are those of the embedding, each layer's block output, and the greedy choice (a value and an id)."""
+    report = json_report(directory, "--reduce", format)
     assert (report["reduce"], report["tp"], len(report["tokens"])) == (format, 2, 6)
     assert report["bytes_sent_per_token"] == 4 * HIDDEN + 2 * block_output + 4 * 2
 
 
 @pytest.mark.full
 def test_generate_with_auto(directory):
-    report = in_json(directory, "--reduce", "auto")
+    report = json_report(directory, "--reduce", "auto")
     assert report["reduce"] == "auto" and report["bytes_sent_per_token"] > 4 * HIDDEN
 
 
@@ -385,17 +386,17 @@ def test_command_lines_with_unknown_formats(capsys):
 
 
 @pytest.mark.full
-@cells
+@worlds
 def test_two_shot_in_a_model(ranks, tp, oracle):
-    """A prompt so long that more than two ranks take two rounds."""
-    place = oracle("mamba2-1-group").directory
+    """The prompt is so long that more than two ranks use the two-round all-reduce."""
+    source = oracle("mamba2-1-group").directory
     ids = torch.randint(61, (2, 600), generator=torch.Generator().manual_seed(2))
 
     @torch.no_grad()
     def logits(rank):
         found, calls = {}, {}
         for format in ("fp32", *LOSSY):
-            model = megatron_ssm.load(place, dist.group.WORLD, reduce=format, shared_memory=False)
+            model = megatron_ssm.load(source, dist.group.WORLD, reduce=format, shared_memory=False)
             found[format] = model(ids)
             calls[format] = model.counter.calls["all_to_all"]
         return found, calls

@@ -1,6 +1,7 @@
-"""The C kernels of each processor; oracles: the token-by-token twins in float64, matrix products and norms in float64.
+"""The C kernels of each processor variant. Oracles: token-by-token references, matrix products and norms in float64.
 
-The memory that torch hands out is filled with NaN here, and what is between and beside the inputs' rows is NaN too.
+New memory is filled with NaN here, and so are the gaps between the rows of the inputs: a kernel that reads what it should
+not returns NaN.
 """
 
 import random
@@ -24,9 +25,9 @@ from sparsefusion.native.library import Library
 
 __all__ = ["library_path", "oracle"]
 
-# Of a norm: some tens of roundings of 6e-8 (found: at most 5e-7); one rounding.
+# Relative to the norm. float32: some tens of rounding errors of 6e-8 (measured: at most 5e-7); bfloat16: one rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
-drawn = partial(inputs_of, dtype=torch.float32)
+float32_inputs = partial(inputs_of, dtype=torch.float32)
 dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -35,19 +36,19 @@ WIDTHS, TAPS = (1, 3, 16, 32, 48, 64, 100), range(1, 9)
 
 
 def diagonal(**sizes):
-    """Each value of each size, in as many dictionaries as the longest has."""
+    """The shortest list of {name: size} in which each value of each size appears."""
     count = max(map(len, sizes.values()))
     return [{name: values[i % len(values)] for name, values in sizes.items()} for i in range(count)]
 
 
 def sample(**sizes):
-    """Sixty of the combinations of all sizes."""
+    """Sixty random combinations of the sizes, the same in every run."""
     combinations = random.Random(0).sample(list(product(*sizes.values())), 60)
     return [dict(zip(sizes, values, strict=True)) for values in combinations]
 
 
 def shapes(combined, *marks):
-    """(kind, sizes) of the calls to compare."""
+    """The parameters (kind, sizes) of tests; `combined`, which is `diagonal` or `sample`, combines the sizes."""
     heads = combined(channels=WIDTHS, size=STATES, seq=SEQ, batch=(1, 2), groups=(2, 1, 3), heads=(2, 3))
     by_kind = {
         "conv": combined(channels=CHANNELS, kernel=TAPS, seq=SEQ, batch=(1, 3)),
@@ -66,7 +67,7 @@ SHAPES = [*LONG, *shapes(diagonal), *shapes(sample, pytest.mark.full)]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty gives is NaN."""
+    """Fill what torch.empty returns with NaN, as torch's deterministic mode does."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -74,42 +75,42 @@ def poisoned():
 
 @pytest.fixture(params=MARKED)
 def variant(request, library_path, monkeypatch):
-    """Run the kernels of a variant of the library."""
+    """Use the kernels of one variant of the library."""
     library = Library("megatron_ssm", kernels.SIGNATURES, library_path("megatron_ssm", request.param))
     if not library:
         pytest.skip(f"no C library: {library.why}")
     monkeypatch.setattr(kernels, "LIBRARY", library)
 
 
-def beside_nan(tensor):
-    """(batch, seq, ...) with NaN before and after what belongs to a token, as a part of what in_proj gives stands."""
+def view_between_nan(tensor):
+    """The tensor (batch, seq, ...) as a view of wider rows, with NaN on both sides, like a slice of in_proj's output."""
     rows = F.pad(tensor.flatten(2), (3, 4), value=float("nan"))[..., 3:-4]
     return rows.unflatten(-1, tensor.shape[2:]) if tensor.ndim > 3 else rows
 
 
-def as_mixers_call(kind):
-    """The fast form on views of wider tensors."""
+def fast_on_views(kind):
+    """The fast implementation, called with views of wider tensors, as the mixers call it."""
 
     def call(overwrite=False, **inputs):
         wide = set(SEQUENCES[kind]) - ({"dt"} if kind == "ssd" else set())
-        views = {name: beside_nan(t) if name in wide and t is not None else t for name, t in inputs.items()}
+        views = {name: view_between_nan(t) if name in wide and t is not None else t for name, t in inputs.items()}
         return KINDS[kind][0](**views, overwrite=overwrite)
 
     return call
 
 
-def exactly(kind, inputs):
-    """`everything` of the plain twin in float64."""
+def reference_results(kind, inputs):
+    """The outputs and gradients of the reference implementation in float64."""
     inputs = {n: t if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
     with torch.enable_grad():
         return everything(KINDS[kind][1], inputs)
 
 
-def check(ours, exact, of_y=TOLERANCE[torch.float32]):
-    """Outputs, and gradients where there are any."""
+def check(ours, exact, y_tolerance=TOLERANCE[torch.float32]):
+    """Assert that each output and gradient is close to the exact one."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
-    limits = {"y": of_y, "A_log": 5e-5, "D": 5e-5}  # of few numbers each, in which large ones cancel
+    limits = {"y": y_tolerance, "A_log": 5e-5, "D": 5e-5}  # sums of few numbers, in which large ones cancel
     assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
 
 
@@ -118,29 +119,30 @@ def check(ours, exact, of_y=TOLERANCE[torch.float32]):
 
 @pytest.mark.parametrize("kind, sizes", SHAPES)
 def test_outputs_and_gradients(variant, kind, sizes):
-    inputs = drawn(kind, **sizes)
-    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+    inputs = float32_inputs(kind, **sizes)
+    check(everything(fast_on_views(kind), inputs), reference_results(kind, inputs))
 
 
 @dtypes
 @pytest.mark.parametrize("kind, sizes", SHAPES)
 @torch.no_grad()
-def test_in_place_of_rows_of_a_cache(variant, kind, sizes, dtype):
-    """Every second row, the others staying as they are; the bits are those of a call that leaves the rows alone."""
-    inputs = {name: t.detach() for name, t in drawn(kind, dtype=dtype, **sizes).items()}
+def test_overwriting_rows_of_a_cache(variant, kind, sizes, dtype):
+    """Every second row is overwritten and no other; the results are bitwise those of a call that overwrites nothing."""
+    inputs = {name: t.detach() for name, t in float32_inputs(kind, dtype=dtype, **sizes).items()}
     cache = torch.stack([torch.full_like(inputs[PREVIOUS[kind]], float("nan")), inputs[PREVIOUS[kind]]], 1)
-    exact, call, rows = exactly(kind, inputs), as_mixers_call(kind), cache.flatten(0, 1)[1::2]
+    exact, call, rows = reference_results(kind, inputs), fast_on_views(kind), cache.flatten(0, 1)[1::2]
     inputs[PREVIOUS[kind]] = rows
-    loose = {name: t.clone(memory_format=torch.contiguous_format) for name, t in inputs.items()}
+    contiguous = {name: t.clone(memory_format=torch.contiguous_format) for name, t in inputs.items()}
     y, carried = call(**inputs)
     again, overwritten = call(**inputs, overwrite=True)
     assert torch.equal(again, y) and torch.equal(overwritten, carried)
     assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
     assert cache[:, 0].isnan().all()
-    check(dict(y=y, carried=carried), exact, of_y=TOLERANCE[dtype])  # bfloat16 inputs' states are not rounded
+    # The states of bfloat16 inputs are not rounded.
+    check(dict(y=y, carried=carried), exact, y_tolerance=TOLERANCE[dtype])
     if kind == "selective":
-        in_place, _ = KINDS[kind][0](**loose, overwrite_x=True)
-        assert in_place.data_ptr() == loose["x"].data_ptr() and torch.equal(in_place, y)
+        in_place, _ = KINDS[kind][0](**contiguous, overwrite_x=True)
+        assert in_place.data_ptr() == contiguous["x"].data_ptr() and torch.equal(in_place, y)
 
 
 ABSENT = [("conv", {"bias"}), ("conv", {"history"}), ("conv", {"bias", "history"}), ("ssd", {"state"})]
@@ -149,18 +151,18 @@ ABSENT += [("selective", {n for n, gone in zip(("z", "dt_bias", "state"), g, str
 
 
 @pytest.mark.parametrize("kind, absent", [pytest.param(k, a, id="-".join([k, *sorted(a)])) for k, a in ABSENT])
-def test_what_is_absent(variant, kind, absent):
-    inputs = drawn(kind, channels=65, size=16, seq=18) | dict.fromkeys(absent)
+def test_optional_inputs_may_be_absent(variant, kind, absent):
+    inputs = float32_inputs(kind, channels=65, size=16, seq=18) | dict.fromkeys(absent)
     if "dt_bias" in absent:
         inputs["dt"] = inputs["dt"].detach().abs().requires_grad_()
-    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+    check(everything(fast_on_views(kind), inputs), reference_results(kind, inputs))
 
 
 @dtypes
 @kinds
 @torch.no_grad()
-def test_pieces_have_the_bits_of_one_call(variant, kind, dtype):
-    inputs = {name: t.detach() for name, t in drawn(kind, channels=67, seq=37, dtype=dtype).items()}
+def test_pieces_are_bitwise_equal_to_one_call(variant, kind, dtype):
+    inputs = {name: t.detach() for name, t in float32_inputs(kind, channels=67, seq=37, dtype=dtype).items()}
     for cuts in ([1], [16], [2, 3, 20, 36], range(1, 37)):
         y, carried = in_pieces(kind, inputs, cuts)
         expected = KINDS[kind][0](**inputs)
@@ -169,10 +171,10 @@ def test_pieces_have_the_bits_of_one_call(variant, kind, dtype):
 
 @kinds
 def test_gradients_through_pieces(variant, kind):
-    """And those that come in stay as they are."""
-    inputs = drawn(kind, channels=67, seq=37)
+    """Backward must not overwrite the gradients that it receives."""
+    inputs = float32_inputs(kind, channels=67, seq=37)
     ours = everything(lambda **inputs: in_pieces(kind, inputs, (2, 3, 20, 36)), inputs)
-    check(ours, exactly(kind, inputs))
+    check(ours, reference_results(kind, inputs))
     results = KINDS[kind][0](**inputs)
     assert "Native" in results[0].grad_fn.name()
     given = [torch.ones_like(result) for result in results]
@@ -188,33 +190,35 @@ EXTREMES = {
     "z": dict(z=1e4), "-z": dict(z=-1e4), "bias": dict(bias=1e4), "-bias": dict(bias=-1e4), "B": dict(B=1e4, C=1e4),
     "fast": dict(dt=50.0, A_log=5.0, x=1e4), "slow": dict(dt=-50.0, A_log=-50.0, x=1e4), "0": dict(dt=0.0, x=0.0),
 }  # fmt: skip
-OF_KIND = [(k, e) for k in KINDS for e in EXTREMES if EXTREMES[e].keys() <= inputs_of(k).keys()]
+EXTREME_CASES = [(k, e) for k in KINDS for e in EXTREMES if EXTREMES[e].keys() <= inputs_of(k).keys()]
 
 
-@pytest.mark.parametrize("kind, extreme", [case for case in OF_KIND if case not in [("ssd", "-dt"), ("ssd", "slow")]])
+@pytest.mark.parametrize(
+    "kind, extreme", [case for case in EXTREME_CASES if case not in [("ssd", "-dt"), ("ssd", "slow")]]
+)
 def test_extreme_numbers(variant, kind, extreme):
-    """Every second channel of one input is extreme: finite where float64 is, and near it."""
-    inputs = drawn(kind, channels=66, size=16, seq=20)
+    """Extreme numbers in every second channel of an input give finite results, close to those in float64."""
+    inputs = float32_inputs(kind, channels=66, size=16, seq=20)
     with torch.no_grad():
         for name, value in EXTREMES[extreme].items():
             inputs[name][..., ::2] = value
-    ours, exact = everything(as_mixers_call(kind), inputs), exactly(kind, inputs)
+    ours, exact = everything(fast_on_views(kind), inputs), reference_results(kind, inputs)
     assert all(t.isfinite().all() for t in exact.values())
     check(ours, exact)
 
 
 @kinds
 def test_nan_stays_in_its_channel(variant, kind):
-    inputs = drawn(kind, channels=66, seq=20, batch=3)
+    inputs = float32_inputs(kind, channels=66, seq=20, batch=3)
     with torch.no_grad():
         inputs["x"][1, 7, ..., 40] = float("nan")
-    ours, exact = (everything(f, i) for f, i in ((as_mixers_call(kind), inputs), (KINDS[kind][1], inputs)))
+    ours, exact = (everything(f, i) for f, i in ((fast_on_views(kind), inputs), (KINDS[kind][1], inputs)))
     for name in ("y", "carried"):
         assert torch.equal(ours[name].isnan(), exact[name].isnan())
     assert ours["y"].isnan().any()
 
 
-# What is left to torch, or copied
+# Inputs that the kernels leave to torch or copy
 
 grads = pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
 TOO_LARGE = [("selective", dict(size=257)), ("ssd", dict(size=257)), ("conv", dict(kernel=9))]
@@ -222,36 +226,36 @@ TOO_LARGE = [("selective", dict(size=257)), ("ssd", dict(size=257)), ("conv", di
 
 @pytest.mark.parametrize("kind, sizes", TOO_LARGE)
 def test_too_large_for_c(variant, kind, sizes):
-    inputs = drawn(kind, channels=5, **sizes)
-    check(everything(as_mixers_call(kind), inputs), exactly(kind, inputs))
+    inputs = float32_inputs(kind, channels=5, **sizes)
+    check(everything(fast_on_views(kind), inputs), reference_results(kind, inputs))
 
 
 @grads
 @kinds
 def test_parameters_in_bfloat16(variant, kind, grad):
-    """As after model.bfloat16(): read as what they are."""
-    inputs = {name: t.detach().bfloat16() for name, t in drawn(kind, channels=5, seq=18).items()}
+    """After model.bfloat16() all parameters are bfloat16, so the kernels must not read them as float32."""
+    inputs = {name: t.detach().bfloat16() for name, t in float32_inputs(kind, channels=5, seq=18).items()}
     with torch.set_grad_enabled(grad):
         y, carried = KINDS[kind][0](**inputs)
-    exact = exactly(kind, inputs)
+    exact = reference_results(kind, inputs)
     assert max(error(y.double(), exact["y"]), error(carried.double(), exact["carried"])) <= TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kind", ("selective", "ssd"))
 @torch.no_grad()
 def test_inputs_of_two_types(variant, kind):
-    inputs = {name: t.detach() for name, t in drawn(kind, channels=5, seq=18).items()}
+    inputs = {name: t.detach() for name, t in float32_inputs(kind, channels=5, seq=18).items()}
     inputs["x"] = inputs["x"].bfloat16()
     y, carried = KINDS[kind][0](**inputs)
-    check(dict(y=y, carried=carried), exactly(kind, inputs), of_y=TOLERANCE[torch.bfloat16])
+    check(dict(y=y, carried=carried), reference_results(kind, inputs), y_tolerance=TOLERANCE[torch.bfloat16])
 
 
 @grads
 @kinds
 def test_parameters_and_states_with_gaps(variant, kind, grad):
-    """As columns of other tensors, or the state of one of Zamba's heads, which cannot be overwritten."""
-    inputs = {name: t.detach() for name, t in drawn(kind, channels=5, seq=18).items()}
-    exact = exactly(kind, inputs)
+    """They may be columns of other tensors, as the state of one of Zamba's heads is; such states are not overwritten."""
+    inputs = {name: t.detach() for name, t in float32_inputs(kind, channels=5, seq=18).items()}
+    exact = reference_results(kind, inputs)
     for name in inputs.keys() - set(SEQUENCES[kind]):
         inputs[name] = F.pad(inputs[name].unsqueeze(-1), (1, 1), value=float("nan"))[..., 1]
     given = inputs[PREVIOUS[kind]].clone()
@@ -261,7 +265,7 @@ def test_parameters_and_states_with_gaps(variant, kind, grad):
     assert torch.equal(inputs[PREVIOUS[kind]], given)
 
 
-# Shapes: the kernels compute addresses from them, and do not broadcast
+# Shapes: the kernels compute addresses from them and do not broadcast
 
 
 WRONG_SHAPES = [  # kind, the input that is cut to one element in a dimension, that dimension
@@ -279,8 +283,8 @@ WRONG_SHAPES = [  # kind, the input that is cut to one element in a dimension, t
 @grads
 @pytest.mark.parametrize("kind, name, dim", WRONG_SHAPES)
 def test_a_wrong_shape_is_an_error(variant, kind, name, dim, grad):
-    """Otherwise memory beyond the end of the tensor would be read, where torch's equivalent broadcasts or raises."""
-    inputs = drawn(kind, channels=5, seq=4)
+    """The kernel would read beyond the end of the tensor, where torch's equivalent broadcasts or raises."""
+    inputs = float32_inputs(kind, channels=5, seq=4)
     inputs[name] = inputs[name].narrow(dim, 0, 1)
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{name} has shape .* but the C kernel needs"):
         KINDS[kind][0](**inputs)
@@ -289,7 +293,7 @@ def test_a_wrong_shape_is_an_error(variant, kind, name, dim, grad):
 @torch.no_grad()
 def test_groups_that_do_not_divide_are_an_error(variant):
     with pytest.raises(ValueError, match="4 heads do not divide over 3 groups"):
-        KINDS["ssd"][0](**drawn("ssd", heads=4, groups=3))
+        KINDS["ssd"][0](**float32_inputs("ssd", heads=4, groups=3))
     with pytest.raises(ValueError, match="8 channels do not divide over 3 groups"):
         kernels.gated_norm(torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.ones(8), 3, 1e-5)
 
@@ -314,8 +318,8 @@ def test_products_of_wrong_shapes_are_errors(variant):
 @kinds
 @torch.no_grad()
 def test_a_batch_without_rows(variant, kind):
-    """As torch's equivalent gives it."""
-    results = [function(**drawn(kind, batch=0)) for function in KINDS[kind]]
+    """The shapes and dtypes are those that the reference returns."""
+    results = [function(**float32_inputs(kind, batch=0)) for function in KINDS[kind]]
     for ours, theirs in zip(*results, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
@@ -323,26 +327,26 @@ def test_a_batch_without_rows(variant, kind):
 # The products and the norm
 
 
-def near(ours, exact, tolerance):
-    """Whether ours is that near (relative to the norm), and of one shape."""
+def is_close(ours, exact, tolerance):
+    """Whether the error is at most `tolerance` times the norm of `exact`; asserts that the shapes are equal."""
     assert ours.shape == exact.shape
     return (ours.double() - exact).norm() <= tolerance * exact.norm()
 
 
-ANY = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
-BLOCKS = tuple(columns for columns in ANY if columns % kernels.BLOCK == 0)
-LINEAR = {"float32": ANY, "bfloat16": ANY, "int8 in float32": BLOCKS, "int8 in bfloat16": BLOCKS}
+COLUMNS = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
+BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % kernels.BLOCK == 0)
+LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS, "int8 in float32": BLOCK_COLUMNS, "int8 in bfloat16": BLOCK_COLUMNS}
 
 
 @pytest.mark.parametrize("kind, columns", [(kind, columns) for kind in LINEAR for columns in LINEAR[kind]])
 @torch.no_grad()
 def test_linear(variant, kind, columns):
-    """The weight is some rows of a larger tensor. Odd columns of bfloat16, and many rows of x, are left to torch."""
+    """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch."""
     dtype, int8 = torch.bfloat16 if "bfloat16" in kind else torch.float32, "int8" in kind
     generator = torch.Generator().manual_seed(columns)
     for out in (1, 5, 100) if int8 else (0, 1, 5, 100):
-        held = F.pad(torch.randn(out, columns, generator=generator).to(dtype), (0, 0, 1, 1), value=float("nan"))
-        stored = given = held[1 : out + 1]
+        padded = F.pad(torch.randn(out, columns, generator=generator).to(dtype), (0, 0, 1, 1), value=float("nan"))
+        stored = given = padded[1 : out + 1]
         exact_weight = stored.double()
         if int8:
             given = Int8Weight.of(stored)
@@ -355,7 +359,8 @@ def test_linear(variant, kind, columns):
             assert kernels.should_multiply(x, stored, bias) == fits
             y, exact = linear(x, given, bias), x.double() @ exact_weight.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype
-            assert near(y, exact, TOLERANCE[dtype] * (1 if fits else 2)), (batch, out)  # torch rounds more than once
+            tolerance = TOLERANCE[dtype] * (1 if fits else 2)  # torch rounds more than once
+            assert is_close(y, exact, tolerance), (batch, out)
 
 
 @dtypes
@@ -369,31 +374,31 @@ def test_rms_norm(variant, wide, dtype):
         x = (scale * torch.randn(3, size + 1, 5, generator=generator)).to(torch.float32 if wide else dtype)
         x = x.transpose(1, 2)[..., 1:]
         y, exact = norm(x), F.rms_norm(x.double(), (size,), norm.weight.double(), eps)
-        assert y.dtype == dtype and near(y, exact, TOLERANCE[dtype])
+        assert y.dtype == dtype and is_close(y, exact, TOLERANCE[dtype])
 
 
 @dtypes
 @pytest.mark.parametrize("seq", (1, 3))
 @torch.no_grad()
 def test_gated_norm(variant, seq, dtype):
-    """The gate is dense, a part of wider rows, or a part of a tensor (longer seq, batch, channels)."""
+    """The gate is contiguous, a slice of wider rows, or a slice of a longer tensor (seq, batch, channels)."""
     generator = torch.Generator().manual_seed(0)
     y, z = torch.randn(2, 3, seq, 48, generator=generator).to(dtype)
     weight = torch.randn(48, generator=generator).to(dtype)
     sequence_first = torch.full((5, 3, 48), float("nan"), dtype=dtype)
     sequence_first[:seq] = z.transpose(0, 1)
-    gates = (z, beside_nan(z), sequence_first.transpose(0, 1)[:, :seq])
+    gates = (z, view_between_nan(z), sequence_first.transpose(0, 1)[:, :seq])
     for groups, gate in product((1, 3), gates):
         gated = (y.double() * F.silu(z.double())).unflatten(-1, (groups, -1))
         exact = (gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)).flatten(-2) * weight.double()
         out, none = kernels.gated_norm(y, gate, weight, groups, 1e-5)
-        assert none is None and out.dtype == dtype and near(out, exact, 2 * TOLERANCE[dtype])
+        assert none is None and out.dtype == dtype and is_close(out, exact, 2 * TOLERANCE[dtype])
         out, squares = kernels.gated_norm(y, gate, weight, groups, None)
-        assert near(out, gated.flatten(-2) * weight.double(), 2 * TOLERANCE[dtype])
-        assert squares.dtype == torch.float32 and near(squares, gated.square().sum(-1), TOLERANCE[torch.float32])
+        assert is_close(out, gated.flatten(-2) * weight.double(), 2 * TOLERANCE[dtype])
+        assert squares.dtype == torch.float32 and is_close(squares, gated.square().sum(-1), TOLERANCE[torch.float32])
 
 
-# Threads, in a process of their own: forks of one that has had several would hang
+# Threads are tested in a separate process, because forks of a process that has used several threads would hang
 
 THREADED = """
 import sys, torch
@@ -424,7 +429,7 @@ for kind in (*KINDS, "linear"):
 
 
 def test_several_threads_give_the_same_numbers():
-    """To the bit, but for sums over threads in gradients."""
+    """Results are bitwise equal, except for gradients that are sums over threads."""
     if not kernels.LIBRARY:
         pytest.skip(f"no C library: {kernels.LIBRARY.why}")
     subprocess.run([sys.executable, "-c", THREADED], cwd=ROOT, check=True)
@@ -433,8 +438,8 @@ def test_several_threads_give_the_same_numbers():
 # Whole models
 
 
-def used(model, ids):
-    """The logits of one call, of two chunks and two tokens after them; the greedy tokens; each parameter's gradient."""
+def results_of(model, ids):
+    """(logits of one call and of two chunks followed by two tokens, greedy tokens, {parameter: gradient})."""
     model.loss(ids[:, :-1], ids[:, 1:]).backward()
     with torch.no_grad():
         cache = model.new_cache(len(ids))
@@ -446,9 +451,9 @@ def used(model, ids):
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
 def test_models_with_c_and_with_torch(variant, name, oracle, monkeypatch):
     directory, ids = oracle(name).directory, oracle(name).ids
-    ours = used(load(directory), ids)
+    ours = results_of(load(directory), ids)
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
-    theirs = used(load(directory), ids)
+    theirs = results_of(load(directory), ids)
     assert not torch.equal(ours[0], theirs[0]), "the C kernels did not run"
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=oracle(name).tolerance)
     assert torch.equal(ours[1], theirs[1])

@@ -1,7 +1,7 @@
-"""mamba-ssm's and causal-conv1d's kernels in our operators, on the CPU, by stand-ins. Oracle: the plain twins.
+"""How our operators call the kernels of mamba-ssm and causal-conv1d, on the CPU. Oracle: the reference implementations.
 
-A stand-in has the signature, the layout and the habits of the function it stands for, as read in its source, and asserts
-what that requires; it computes by a plain twin. What the real kernels compute is tested on a GPU, by test_cuda.py.
+Each kernel is replaced by a stand-in with its signature, which asserts the dtypes and layouts that the kernel's source
+requires and computes by a reference implementation. test_cuda_optional_imports.py runs the real kernels on a GPU.
 """
 
 import sys
@@ -23,15 +23,15 @@ from sparsefusion.native.library import Library
 __all__ = ["oracle"]
 SEVERAL = {"selective": "selective_scan_fn", "ssd": "mamba_chunk_scan_combined", "conv": "causal_conv1d_fn"}
 ONE = {"selective": "selective_state_update", "ssd": "selective_state_update", "conv": "causal_conv1d_update"}
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative, of some roundings
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: a few rounding errors
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 # The stand-ins
 
 
-def one_type(*tensors, dtype=None):
-    """Whether all (None: absent) have one of the kernels' types, or this one."""
+def same_dtype(*tensors, dtype=None):
+    """Whether all tensors that are not None have one dtype: `dtype`, or else any that the kernels support."""
     types = {t.dtype for t in tensors if t is not None}
     return len(types) == 1 and types <= ({dtype} if dtype else set(cuda_kernels.TYPES))
 
@@ -39,8 +39,8 @@ def one_type(*tensors, dtype=None):
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
-    """selective_scan.cpp: channel-major rows without gaps; the last state gets no gradient."""
-    assert one_type(u, delta, B, C, z) and one_type(A, D, delta_bias, dtype=torch.float32)
+    """As selective_scan.cpp: inputs are contiguous as (batch, channels, seq); the last state has no gradient."""
+    assert same_dtype(u, delta, B, C, z) and same_dtype(A, D, delta_bias, dtype=torch.float32)
     assert all(t.is_contiguous() for t in (u, delta, B, C, z, D, delta_bias) if t is not None)
     assert A.shape == (u.shape[1], B.shape[1]) and A.shape[1] <= 256 and delta_softplus == (delta_bias is not None)
     assert return_last_state
@@ -50,8 +50,8 @@ def selective_scan_fn(
 
 
 def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
-    """selective_state_update.py: no gradients, any strides, the state in place; dt_bias is not optional there."""
-    assert not torch.is_grad_enabled() and one_type(state, A, D, dt_bias, dtype=torch.float32)
+    """As selective_state_update.py: no gradients, any strides; overwrites the state and requires dt_bias."""
+    assert not torch.is_grad_enabled() and same_dtype(state, A, D, dt_bias, dtype=torch.float32)
     assert dt.shape == x.shape == state.shape[:-1] and A.shape == state.shape[1:] and D.shape == dt_bias.shape
     assert dt_bias.shape == x.shape[1:] and B.shape == C.shape
     if state.ndim == 3:
@@ -70,53 +70,55 @@ def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, 
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, *, initial_states=None, return_final_states=False):
-    """ssd_combined.py: x, B and C of one type; states (batch, heads, head_dim, N), differentiable."""
-    assert one_type(x, B, C) and one_type(dt, A, D, initial_states, dtype=torch.float32) and chunk_size == 256
+    """As ssd_combined.py: x, B and C have one dtype; states are (batch, heads, head_dim, N) and differentiable."""
+    assert same_dtype(x, B, C) and same_dtype(dt, A, D, initial_states, dtype=torch.float32) and chunk_size == 256
     assert return_final_states and x.shape[2] % B.shape[2] == 0
     state = initial_states if initial_states is None else initial_states.transpose(2, 3)
     y, last = ssd_ref(x, dt, torch.log(-A), B, C, D, state)
-    return LoadsGradient.apply(y, fits), last.transpose(2, 3)
+    return ChecksGradient.apply(y, offsets_fit), last.transpose(2, 3)
 
 
-def in_vectors(tensor):
-    """Whether a tensor (batch, channels, seq) is what causal_conv1d.cpp calls channel-last and its kernel can load."""
+def allows_vector_loads(tensor):
+    """Whether a tensor (batch, channels, seq) is channel-last, as causal_conv1d.cpp says, and aligned for vector loads."""
     rows, channel, row = tensor.stride()
     return channel == 1 < row and row % 8 == rows % 8 == 0 and tensor.data_ptr() % 16 == 0
 
 
-def fits(tensor):
-    """Whether a kernel finds all its elements."""
+def offsets_fit(tensor):
+    """Whether the offset of the last element is at most the largest that a kernel can use."""
     ends = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return sum(ends) <= cuda_kernels.LARGEST_OFFSET
 
 
-class LoadsGradient(torch.autograd.Function):
-    """Asserts of the gradient what the kernel's backward needs of it."""
+class ChecksGradient(torch.autograd.Function):
+    """The identity, whose backward asserts the kernel's conditions on the gradient."""
 
     @staticmethod
-    def forward(ctx, y, *needs):
-        ctx.needs = needs
+    def forward(ctx, y, *conditions):
+        ctx.conditions = conditions
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, gradient):
-        assert all(need(gradient) for need in ctx.needs)
-        return gradient, *(None for _ in ctx.needs)
+        assert all(condition(gradient) for condition in ctx.conditions)
+        return gradient, *(None for _ in ctx.conditions)
 
 
 def causal_conv1d_fn(x, weight, bias=None, *, initial_states=None, activation=None):
-    """causal_conv1d.cpp: vectors of channels, 2 to 4 taps."""
-    assert in_vectors(x) and x.shape[1] % 8 == 0 and weight.shape[1] in (2, 3, 4) and activation == "silu"
-    assert one_type(x, initial_states) and one_type(weight, bias) and (bias is None or bias.stride(0) == 1)
-    assert initial_states is None or in_vectors(initial_states) and not torch.is_grad_enabled()
+    """As causal_conv1d.cpp: inputs allow vector loads along channels; the kernel has 2 to 4 taps."""
+    assert allows_vector_loads(x) and x.shape[1] % 8 == 0 and weight.shape[1] in (2, 3, 4) and activation == "silu"
+    assert same_dtype(x, initial_states) and same_dtype(weight, bias) and (bias is None or bias.stride(0) == 1)
+    assert initial_states is None or allows_vector_loads(initial_states) and not torch.is_grad_enabled()
     history = None if initial_states is None else initial_states.transpose(1, 2)
     y, _ = causal_conv_ref(x.transpose(1, 2), weight.unsqueeze(1), bias, history)
-    return LoadsGradient.apply(y.contiguous().transpose(1, 2), in_vectors, fits)
+    return ChecksGradient.apply(y.contiguous().transpose(1, 2), allows_vector_loads, offsets_fit)
 
 
 def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None):
-    """causal_conv1d_update.cu: any strides, the state in place, no gradients."""
-    assert not torch.is_grad_enabled() and one_type(x, conv_state) and one_type(weight, bias) and activation == "silu"
+    """As causal_conv1d_update.cu: no gradients, any strides; overwrites the state."""
+    assert (
+        not torch.is_grad_enabled() and same_dtype(x, conv_state) and same_dtype(weight, bias) and activation == "silu"
+    )
     assert conv_state.shape == (*x.shape, weight.shape[1] - 1) and weight.shape[1] in (2, 3, 4)
     y, after = causal_conv_ref(x.unsqueeze(1), weight.unsqueeze(1), bias, conv_state.transpose(1, 2))
     conv_state.copy_(after.transpose(1, 2))
@@ -130,43 +132,43 @@ STAND_INS = [
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of the kernels that were called: tensors of the CPU are let through to them, and torch may use TF32."""
+    """The names of the kernels that were called. CPU tensors are treated like CUDA tensors, and TF32 is allowed."""
     names = []
 
-    def found(name):
+    def load_stand_in(name):
         stand_in = next(function for function in STAND_INS if function.__name__ == name)
 
         def call(*args, **kwargs):
             names.append(name)
-            assert all(fits(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            assert all(offsets_fit(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
             return stand_in(*args, **kwargs)
 
         return OptionalImport("stand-in", call)
 
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
-    monkeypatch.setattr(cuda_kernels, "load_kernel", found)
+    monkeypatch.setattr(cuda_kernels, "load_kernel", load_stand_in)
     monkeypatch.setattr(cuda_scans, "_rounds_products", lambda: True)
     return names
 
 
-# What they compute
+# Results
 
 
 def inputs_for(kind, **sizes):
-    """In float32; of the convolution as many channels as its kernel takes."""
+    """Inputs in float32, with 16 channels, as the convolution's kernel needs a multiple of 8."""
     return inputs_of(kind, **{"dtype": torch.float32, "channels": 16, "seq": 21, **sizes})
 
 
-def exact(kind, inputs):
-    """`everything` of the plain twin in float64."""
+def reference_results(kind, inputs):
+    """The outputs and gradients of the reference implementation in float64."""
     inputs = {n: t if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
     with torch.enable_grad():
         return everything(KINDS[kind][1], inputs)
 
 
 def check(ours, theirs, dtype=torch.float32):
-    """All of ours, near what is exact."""
+    """Assert that each tensor is close to the reference's."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), theirs[name]) for name, tensor in ours.items()}
     assert max(errors.values()) <= TOLERANCE[dtype], errors
@@ -183,26 +185,26 @@ WITHOUT = [("conv", ()), ("conv", ("history",)), ("conv", ("bias",)), ("ssd", ()
 @pytest.mark.parametrize("kind, absent", WITHOUT)
 @pytest.mark.parametrize("seq", (2, 21))
 def test_outputs_and_gradients(called, kind, absent, seq):
-    """Those of states too, in both directions."""
+    """Gradients flow through the final state and reach the initial state too."""
     inputs = inputs_for(kind, seq=seq) | dict.fromkeys(absent)
     if "dt_bias" in absent:
         inputs["dt"] = inputs["dt"].detach().abs().requires_grad_()
-    check(everything(KINDS[kind][0], inputs), exact(kind, inputs))
+    check(everything(KINDS[kind][0], inputs), reference_results(kind, inputs))
     assert called == [SEVERAL[kind]]
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 1), (4, 4), (6, 3)])
 def test_groups(called, heads, groups):
     inputs = inputs_for("ssd", heads=heads, groups=groups, channels=5, size=3)
-    check(everything(KINDS["ssd"][0], inputs), exact("ssd", inputs))
+    check(everything(KINDS["ssd"][0], inputs), reference_results("ssd", inputs))
     with torch.no_grad():
         whole = in_pieces("ssd", detached(inputs), range(18, 21))
-    check(dict(zip(("y", "carried"), whole, strict=True)), exact("ssd", inputs))
+    check(dict(zip(("y", "carried"), whole, strict=True)), reference_results("ssd", inputs))
     assert called == ["mamba_chunk_scan_combined"] * 2 + ["selective_state_update"] * 3
 
 
 def test_the_final_state_alone_has_gradients(called):
-    """And a discarded one costs nothing: no node of it is left in y's graph."""
+    """A discarded final state costs nothing, because y's graph contains no node for it."""
     inputs = inputs_for("selective") | {"state": None}
     wanted = [name for name in inputs if name not in ("state", "D", "z")]
     y, ours = KINDS["selective"][0](**inputs)
@@ -224,15 +226,15 @@ CUTS = [(), (1,), (16,), (1, 2, 3), (2, 3, 20), (4, 5, 6, 18)]
 @pytest.mark.parametrize("dtype", cuda_kernels.TYPES, ids=str)
 @torch.no_grad()
 def test_pieces(called, kind, cuts, dtype):
-    """Chunked prefill and decoding, from a state that is given."""
+    """Chunked prefill and decoding, which continue from a given state."""
     inputs = detached(inputs_for(kind, dtype=dtype))
     inputs = {name: t.to(dtype) if kind == "conv" else t for name, t in inputs.items()}
     y, carried = in_pieces(kind, inputs, cuts)
     lengths = [stop - start for start, stop in zip((0, *cuts), (*cuts, 21), strict=True)]
     assert called == [ONE[kind] if length == 1 else SEVERAL[kind] for length in lengths]
     assert y.dtype is dtype and carried.dtype is (dtype if kind == "conv" else torch.float32)
-    check(dict(y=y), exact(kind, inputs), dtype)
-    check(dict(carried=carried), exact(kind, inputs))
+    check(dict(y=y), reference_results(kind, inputs), dtype)
+    check(dict(carried=carried), reference_results(kind, inputs))
 
 
 @torch.no_grad()
@@ -240,7 +242,7 @@ def test_a_state_is_carried_through_many_tokens(called):
     inputs = detached(inputs_for("selective", seq=150, size=16))
     inputs["A_log"] -= 5  # slow enough to matter after 150 tokens
     y, carried = KINDS["selective"][0](**inputs)
-    check(dict(y=y, carried=carried), exact("selective", inputs))
+    check(dict(y=y, carried=carried), reference_results("selective", inputs))
     without = KINDS["selective"][0](**inputs | {"state": None})
     assert error(without[0][:, 140:], y[:, 140:]) > 1e-2
     zeros = KINDS["selective"][0](**inputs | {"state": torch.zeros_like(inputs["state"])})
@@ -250,15 +252,15 @@ def test_a_state_is_carried_through_many_tokens(called):
 @kinds
 @pytest.mark.parametrize("overwrite", (False, True))
 @torch.no_grad()
-def test_one_token_in_place_of_rows_of_a_cache(called, kind, overwrite):
-    """Every second row; of the scans also every second channel or head_dim, as the state of one of Zamba's heads."""
+def test_one_token_on_a_view_of_a_cache(called, kind, overwrite):
+    """The state is every second row and one half of the last dimension, like the state of one of Zamba's heads."""
     inputs = detached(inputs_for(kind, seq=1, channels=9))
     given = inputs[PREVIOUS[kind]]
     cache = torch.full((4, *given.shape[1:-1], 18), float("nan"))
     rows = cache[1::2, ..., 9:]
     rows.copy_(given)
     y, carried = KINDS[kind][0](**inputs | {PREVIOUS[kind]: rows}, overwrite=overwrite)
-    check(dict(y=y, carried=carried), exact(kind, inputs))
+    check(dict(y=y, carried=carried), reference_results(kind, inputs))
     assert (carried.data_ptr() == rows.data_ptr()) == overwrite
     assert torch.equal(rows, carried if overwrite else given)
     assert cache[::2].isnan().all() and cache[..., :9].isnan().all() and called == [ONE[kind]]
@@ -269,13 +271,13 @@ def test_one_token_in_place_of_rows_of_a_cache(called, kind, overwrite):
 def test_one_token_of_a_new_sequence(called, kind):
     inputs = detached(inputs_for(kind, seq=1)) | {PREVIOUS[kind]: None}
     y, carried = KINDS[kind][0](**inputs, overwrite=True)
-    check(dict(y=y, carried=carried), exact(kind, inputs))
+    check(dict(y=y, carried=carried), reference_results(kind, inputs))
     assert called == [ONE[kind]]
 
 
 @torch.no_grad()
 def test_the_next_history_is_a_copy(called):
-    """What overwrites it later leaves the inputs alone."""
+    """Overwriting it later does not change the inputs."""
     inputs = detached(inputs_for("conv"))
     kept = inputs["x"].clone()
     _, history = KINDS["conv"][0](**inputs)
@@ -286,9 +288,9 @@ def test_the_next_history_is_a_copy(called):
 @kinds
 @pytest.mark.parametrize("batch, seq, before, between", [(1, 2, 0, 8), (1, 5, 3, 2), (2, 3, 8, 8), (2, 3, 1, 1)])
 def test_views_of_wider_tensors(called, kind, batch, seq, before, between):
-    """As parts of in_proj's output, some not as the convolution loads them; with gradients of the same kinds."""
+    """Inputs and gradients are slices, as of in_proj's output; some are not aligned as the convolution needs them."""
     inputs = inputs_for(kind, batch=batch, seq=seq) | ({"state": None} if kind == "selective" else {})
-    expected = exact(kind, inputs)
+    expected = reference_results(kind, inputs)
 
     def call(**inputs):
         wide = {
@@ -304,31 +306,31 @@ def test_views_of_wider_tensors(called, kind, batch, seq, before, between):
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1)])
-def test_strides_of_what_has_one_element(shape):
-    """torch calls such a tensor contiguous whatever they are; the kernel reads them."""
+def test_strides_of_dimensions_of_size_one(shape):
+    """torch ignores these strides when it calls a tensor contiguous; the kernel reads them."""
     tensor = torch.randn(*shape, 16).as_strided((*shape, 16), (3, 16, 1) if shape[0] == 1 else (16, 3, 1))
-    assert tensor.is_contiguous() and not in_vectors(tensor.transpose(1, 2))
+    assert tensor.is_contiguous() and not allows_vector_loads(tensor.transpose(1, 2))
     vectors = cuda_convolution._in_vectors(tensor)
-    assert in_vectors(vectors.transpose(1, 2)) and torch.equal(vectors, tensor)
+    assert allows_vector_loads(vectors.transpose(1, 2)) and torch.equal(vectors, tensor)
     assert cuda_convolution._in_vectors(vectors) is vectors
 
 
 @pytest.mark.parametrize("before, between", [(1, 7), (3, 2), (8, 0)])
-def test_what_cannot_be_loaded_in_vectors_is_copied(called, before, between):
-    """By its address or its strides: the inputs, and the gradient that comes back to the convolution."""
+def test_misaligned_tensors_are_copied(called, before, between):
+    """Inputs and the gradient of the output are copied if their address or strides do not allow vector loads."""
     wide = torch.randn(2, 5, before + 16 + between)
     part = wide[..., before : before + 16]
-    loads = before % 8 == 0 and between % 8 == 0
-    assert in_vectors(part.transpose(1, 2)) == loads == (cuda_convolution._in_vectors(part) is part)
-    inputs = inputs_for("conv", seq=5) | {"history": None}  # whose gradient would be copied on the way
+    aligned = before % 8 == 0 and between % 8 == 0
+    assert allows_vector_loads(part.transpose(1, 2)) == aligned == (cuda_convolution._in_vectors(part) is part)
+    inputs = inputs_for("conv", seq=5) | {"history": None}  # with a history, the gradient would be copied before
     y, _ = KINDS["conv"][0](**inputs)
     plain, _ = KINDS["conv"][1](**inputs)
     ours, theirs = (torch.autograd.grad(t, inputs["x"], part)[0] for t in (y, plain))
     assert error(ours, theirs) <= 1e-5
 
 
-def test_two_types_as_autocast_leaves_them(called):
-    """The convolution gives float32 there, products give bfloat16."""
+def test_mixed_dtypes_under_autocast(called):
+    """Under autocast the convolution returns float32, but matrix products return bfloat16."""
     for kind, narrow in (("selective", ("dt", "B", "C", "z")), ("ssd", ("x", "C"))):
         inputs = inputs_for(kind) | ({"state": None} if kind == "selective" else {})
         inputs |= {name: inputs[name].detach().bfloat16().requires_grad_() for name in narrow}
@@ -336,19 +338,19 @@ def test_two_types_as_autocast_leaves_them(called):
         assert [results[name].dtype for name in ("y", "carried")] == [inputs["x"].dtype, torch.float32]
         for name, tensor in results.items():
             limit = TOLERANCE[tensor.dtype] if "x" not in narrow else TOLERANCE[torch.bfloat16]
-            assert error(tensor.double(), exact(kind, inputs)[name]) <= limit, name
+            assert error(tensor.double(), reference_results(kind, inputs)[name]) <= limit, name
     assert called == ["selective_scan_fn", "mamba_chunk_scan_combined"]
 
 
 # Offsets
 
-# The numbers of a row that count: of the convolution x, with a history before it; else what the kernel keeps of a chunk,
-# that is two for each of a state's, or the products of each pair of tokens in each of 2 groups.
-ROW = {"conv": (21 + 3) * 16, "selective": 2 * 256 * 16, "ssd": 2 * 256 * 256}
+# How many elements of a row the limit on offsets counts. conv: x after its history. selective: two numbers per element
+# of a chunk's state. ssd: the products of all pairs of tokens of a chunk, in each of 2 groups.
+ROW_SIZE = {"conv": (21 + 3) * 16, "selective": 2 * 256 * 16, "ssd": 2 * 256 * 256}
 
 
 def inputs_of_rows(kind, **changes):
-    """Five sequences of 21 tokens, of the scan with states as large as its kernel takes."""
+    """Inputs of five sequences of 21 tokens; the selective scan has the largest states that its kernel takes."""
     sizes = {"batch": 5, **({"size": 256} if kind == "selective" else {}), **changes}
     inputs = inputs_for(kind, **sizes)
     return inputs | ({"state": None} if kind == "selective" else {})
@@ -356,21 +358,21 @@ def inputs_of_rows(kind, **changes):
 
 @kinds
 @pytest.mark.parametrize("rows, calls", [(1, 5), (2, 3), (4, 2), (5, 1)])
-def test_rows_whose_offsets_fit(called, monkeypatch, kind, rows, calls):
-    """Outputs, final states and all gradients are those of the whole batch, in as few calls as can be."""
+def test_batches_are_split_so_that_offsets_fit(called, monkeypatch, kind, rows, calls):
+    """Outputs, final states and gradients are those of the whole batch; the number of calls is the smallest possible."""
     inputs = inputs_of_rows(kind)
-    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", rows * ROW[kind] - 1)
-    check(everything(KINDS[kind][0], inputs), exact(kind, inputs))
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", rows * ROW_SIZE[kind] - 1)
+    check(everything(KINDS[kind][0], inputs), reference_results(kind, inputs))
     assert called == [SEVERAL[kind]] * calls
 
 
 @kinds
 @torch.no_grad()
-def test_a_row_that_does_not_fit_is_torchs(called, monkeypatch, kind):
+def test_a_row_that_does_not_fit_is_left_to_torch(called, monkeypatch, kind):
     inputs = detached(inputs_of_rows(kind))
-    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", ROW[kind] - 2)
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", ROW_SIZE[kind] - 2)
     y, carried = KINDS[kind][0](**inputs)
-    check(dict(y=y, carried=carried), exact(kind, inputs))
+    check(dict(y=y, carried=carried), reference_results(kind, inputs))
     assert not called
 
 
@@ -380,42 +382,43 @@ STRIDES = [(5, 21, 5, 1), (5, 21, 4, 2), (1, 21, 1, 1), (1, 21, 0, 0), (5, 1, 5,
 @kinds
 @pytest.mark.parametrize("batch, seq, rows, calls", STRIDES)
 @torch.no_grad()
-def test_strides_count(called, monkeypatch, kind, batch, seq, rows, calls):
-    """x as a part of something wider: one more row than these would not fit. One token is all rows' or torch's."""
+def test_strides_count_in_offsets(called, monkeypatch, kind, batch, seq, rows, calls):
+    """x is a slice of a wider tensor, so `rows` rows fit and no more. A batch of single tokens is never split."""
     inputs = detached(inputs_for(kind, batch=batch, seq=seq))
     x, width = inputs["x"], 2**16
     inputs["x"] = torch.empty(batch, seq, width)[..., : x[0, 0].numel()].unflatten(-1, x.shape[2:]).copy_(x)
     monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", ((rows + 1) * seq - 1) * width + x[0, 0].numel() - 2)
     y, carried = KINDS[kind][0](**inputs)
-    check(dict(y=y, carried=carried), exact(kind, inputs))
+    check(dict(y=y, carried=carried), reference_results(kind, inputs))
     assert called == [(ONE if seq == 1 else SEVERAL)[kind]] * calls
 
 
 @pytest.mark.parametrize("kind", ("conv", "ssd"))
 def test_a_gradient_whose_offsets_do_not_fit_is_copied(called, monkeypatch, kind):
-    """x fits, and the gradient is a part of something wider."""
+    """The offsets of x fit, but the gradient of the output is a slice of a wider tensor."""
     inputs = inputs_for(kind) | {PREVIOUS[kind]: None}
-    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", 2 * ROW[kind] - 1)
-    given = torch.randn(2, 21, ROW[kind] // 8)[..., : inputs["x"][0, 0].numel()].unflatten(-1, inputs["x"].shape[2:])
-    assert not fits(given)
-    ours, theirs = (torch.autograd.grad(form(**inputs)[0], inputs["x"], given)[0] for form in KINDS[kind])
+    monkeypatch.setattr(cuda_kernels, "LARGEST_OFFSET", 2 * ROW_SIZE[kind] - 1)
+    x = inputs["x"]
+    given = torch.randn(2, 21, ROW_SIZE[kind] // 8)[..., : x[0, 0].numel()].unflatten(-1, x.shape[2:])
+    assert not offsets_fit(given)
+    ours, theirs = (torch.autograd.grad(form(**inputs)[0], x, given)[0] for form in KINDS[kind])
     assert error(ours, theirs) <= 1e-5 and called == [SEVERAL[kind]]
 
 
 @pytest.mark.parametrize("budget", (1, 256, 2 * 256, 3 * 256, 7 * 3 * 256, 2**26))
 @torch.no_grad()
-def test_a_carried_state_takes_no_more_room_than_its_budget(called, monkeypatch, budget):
-    """Of 3 rows with states of 16 x 16 numbers: less than one of them, one, two, all, those of 7 tokens, everything."""
+def test_a_carried_state_takes_no_more_memory_than_its_budget(called, monkeypatch, budget):
+    """Budgets below one of the 3 states of 16 x 16 numbers, of one, two and all 3, of 7 tokens, and of all tokens."""
     inputs = detached(inputs_for("selective", batch=3, size=16))
-    largest, product = [], torch.matmul
+    largest, matmul = [], torch.matmul
 
-    def watched(read, kept):
+    def recording_matmul(read, kept):
         largest.append(kept.numel())
-        return product(read, kept)
+        return matmul(read, kept)
 
-    theirs = exact("selective", inputs)
+    theirs = reference_results("selective", inputs)
     monkeypatch.setattr(cuda_scans, "RESPONSE_BUDGET", budget)
-    monkeypatch.setattr(torch, "matmul", watched)
+    monkeypatch.setattr(torch, "matmul", recording_matmul)
     y, carried = KINDS["selective"][0](**inputs)
     monkeypatch.undo()
     check(dict(y=y, carried=carried), theirs)
@@ -423,9 +426,9 @@ def test_a_carried_state_takes_no_more_room_than_its_budget(called, monkeypatch,
     assert max(largest) == min(max(budget, 256), 21 * 3 * 256)
 
 
-# What is left to torch
+# Inputs that are left to torch
 
-LEFT = {
+LEFT_TO_TORCH = {
     "float64": [(kind, dict(dtype=torch.float64), False) for kind in KINDS],
     "one token with gradients": [(kind, dict(seq=1), True) for kind in KINDS],
     "a state with gradients": [("selective", {}, True)],
@@ -435,12 +438,12 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("kind, sizes, grad", [case for cases in LEFT.values() for case in cases])
+@pytest.mark.parametrize("kind, sizes, grad", [case for cases in LEFT_TO_TORCH.values() for case in cases])
 def test_left_to_torch(called, kind, sizes, grad):
     inputs = inputs_for(kind, **sizes)
     with torch.set_grad_enabled(grad):
         y, carried = KINDS[kind][0](**inputs)
-    check(dict(y=y, carried=carried), exact(kind, inputs))
+    check(dict(y=y, carried=carried), reference_results(kind, inputs))
     assert not called
 
 
@@ -450,13 +453,13 @@ def test_bias_of_another_type_and_odd_channels_of_one_token(called):
     KINDS["conv"][0](**inputs | {"bias": inputs["bias"].double()})
     assert not called
     one = detached(inputs_for("conv", seq=1, channels=13))
-    check(dict(y=KINDS["conv"][0](**one)[0]), exact("conv", one))
+    check(dict(y=KINDS["conv"][0](**one)[0]), reference_results("conv", one))
     assert called == ["causal_conv1d_update"]
 
 
 @torch.no_grad()
-def test_ssd_is_not_rounded_to_tf32_unless_it_may(called, monkeypatch):
-    """One token needs no products; bfloat16 is exact in TF32; under autocast less would do."""
+def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
+    """A single token needs no matrix products, TF32 represents bfloat16 exactly, and autocast permits lower precision."""
     monkeypatch.undo()
     assert cuda_scans._rounds_products() is False
     inputs = detached(inputs_for("ssd"))
@@ -475,7 +478,7 @@ def test_ssd_is_not_rounded_to_tf32_unless_it_may(called, monkeypatch):
 
 
 @kinds
-def test_tensors_of_the_cpu_ask_for_no_package(kind, monkeypatch):
+def test_cpu_tensors_load_no_package(kind, monkeypatch):
     monkeypatch.setattr(cuda_kernels, "load_kernel", lambda name: pytest.fail(name))
     everything(KINDS[kind][0], inputs_of(kind))
 
@@ -485,7 +488,7 @@ def test_tensors_of_the_cpu_ask_for_no_package(kind, monkeypatch):
 
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba-2-heads-biases"))
 def test_models(called, name, oracle, monkeypatch):
-    """Chunks, decoding and gradients of whole models, against torch's forms."""
+    """Chunked prefill, decoding and gradients of whole models are those of our operators in torch."""
     directory, ids = oracle(name).directory, oracle(name).ids
     results = []
     for stand_ins in (True, False):
@@ -509,7 +512,7 @@ def test_models(called, name, oracle, monkeypatch):
 
 @torch.no_grad()
 def test_a_first_prompt_carries_no_state(called, oracle, monkeypatch):
-    """Nor does it wait for the GPU to say that the state is zero; what follows does carry it."""
+    """A new cache is known to be zero without waiting for the GPU. The next chunk carries the state."""
     carried, response = [], cuda_scans._response
     monkeypatch.setattr(cuda_scans, "_response", lambda *given: (carried.append(1), response(*given))[1])
     model = load(oracle("mamba").directory)
@@ -538,7 +541,7 @@ CASES = [
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A folder on the path for packages of these names, none of which has been looked for."""
+    """A folder on sys.path for fake packages; none of the real ones is imported or has been looked for."""
     for name in [n for n in sys.modules if n.split(".")[0] in ("mamba_ssm", "causal_conv1d")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
@@ -550,7 +553,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def write(folder, files):
-    """Packages of these files."""
+    """Write {path: text} below a folder."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -559,19 +562,19 @@ def write(folder, files):
 
 @pytest.mark.parametrize("files, why", CASES, ids=range(len(CASES)))
 @torch.no_grad()
-def test_without_a_package_torch_does_its_work_and_says_why(fresh, monkeypatch, files, why):
-    """A CUDA tensor asks for the package; it is asked for once."""
+def test_torch_replaces_a_missing_or_broken_package(fresh, monkeypatch, files, why):
+    """The first CUDA tensor imports the package; a failure is stored with its reason and not tried again."""
     write(fresh, files)
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
     inputs = detached(inputs_for("selective"))
     y, carried = KINDS["selective"][0](**inputs)
-    check(dict(y=y, carried=carried), exact("selective", inputs))
+    check(dict(y=y, carried=carried), reference_results("selective", inputs))
     assert cuda_kernels.load_kernel("selective_scan_fn") == OptionalImport("mamba-ssm", None, why)
     assert cuda_kernels.load_kernel("selective_scan_fn") is cuda_kernels.load_kernel("selective_scan_fn")
 
 
-def test_a_package_that_is_there(fresh):
+def test_an_installed_package_is_used(fresh):
     write(
         fresh,
         {"causal_conv1d.py": "def causal_conv1d_fn(): return 'fn'\ndef causal_conv1d_update(): return 'update'\n"},

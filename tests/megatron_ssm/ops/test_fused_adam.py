@@ -1,6 +1,6 @@
-"""AdamW by FusedAdam, on the CPU: a stand-in takes its place. Oracle: torch's AdamW, and a run never interrupted.
+"""AdamW by FusedAdam, on the CPU. Oracles: torch's AdamW, and a run that was never interrupted.
 
-The stand-in has the signature and the habits of Transformer Engine's and apex's, as read in their sources.
+A stand-in replaces FusedAdam. It has the signature and behaviour of Transformer Engine's and apex's, as in their sources.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ STEPS, CUT = 6, 3
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Steps counted in the groups, moments in float32, and apex's zero_grad."""
+    """Counts steps per parameter group, keeps moments in float32, and has apex's zero_grad."""
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=False,
                  weight_decay=0.0):  # fmt: skip
@@ -28,7 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         assert adam_w_mode
 
     def zero_grad(self):
-        """Drops the gradients."""
+        """Set the gradients to None."""
         super().zero_grad()
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class FusedAdam(torch.optim.Optimizer):
         """AdamW [Loshchilov and Hutter, algorithm 2]."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            assert all(p.numel() for p in group["params"])  # Transformer Engine's raises, apex's skips others
+            assert all(p.numel() for p in group["params"])  # Transformer Engine raises otherwise, apex skips others
             for parameter in (p for p in group["params"] if p.grad is not None):
                 self._update(parameter, group)
 
@@ -54,7 +54,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """trainer(fused): of a tiny model in float32, by the stand-in or by torch."""
+    """trainer(fused): a trainer of a tiny float32 model, whose AdamW is the stand-in or torch's."""
     monkeypatch.setattr(fused_adam, "fused_adams", lambda: (OptionalImport("stand-in", FusedAdam),))
 
     def make(fused, **changes):
@@ -67,18 +67,18 @@ def trainer(monkeypatch):
     return make
 
 
-def test_the_same_curve(trainer):
+def test_fused_adam_gives_the_same_curve(trainer):
     ours, theirs = (tiny.curve(trainer(fused), STEPS) for fused in (True, False))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
 
 
-def test_gradients_stay_where_they_are(trainer):
-    """DDP's are views of its buckets."""
+def test_gradients_keep_their_addresses(trainer):
+    """DDP's gradients are views of its buckets, so they must not be replaced."""
     ours = trainer(True)
     tiny.curve(ours, 1)
-    places = [p.grad.data_ptr() for p in ours.model.parameters()]
+    addresses = [p.grad.data_ptr() for p in ours.model.parameters()]
     tiny.curve(ours, 2, start=1)
-    assert places == [p.grad.data_ptr() for p in ours.model.parameters()]
+    assert addresses == [p.grad.data_ptr() for p in ours.model.parameters()]
     assert not any(p.grad.any() for p in ours.model.parameters())
 
 
@@ -93,13 +93,13 @@ def test_resuming_with_another_optimizer(trainer, writer, reader, tmp_path):
     for mine, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(second.optimizer.state[mine][moment], first.optimizer.state[theirs][moment])
-    second.options = first.options  # the data are its seed's
+    second.options = first.options  # the seed of the options selects the data
     after = tiny.curve(second, STEPS, start=CUT)
     torch.testing.assert_close(torch.cat([before, after], 1), uninterrupted, rtol=1e-4, atol=0)
 
 
 def test_moments_of_bfloat16_parameters(trainer, tmp_path):
-    """FusedAdam's are float32, torch's bfloat16: read as what they are."""
+    """FusedAdam keeps float32 moments and torch bfloat16 ones: loading converts them."""
     first, second = trainer(True), trainer(False)
     for each in (first, second):
         each.model.bfloat16()
@@ -115,14 +115,14 @@ def test_moments_of_bfloat16_parameters(trainer, tmp_path):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_parameters_without_elements(trainer, monkeypatch, dtype):
-    """As a rank's part of a small vocabulary: not FusedAdam's, which updates the others; but with moments, on every rank."""
+    """A rank may have no row of a small vocabulary. FusedAdam does not get such parameters, but they have moments."""
     results = []
     for fused in (True, False):
         monkeypatch.setattr(fused_adam, "on_cuda", lambda parameter, fused=fused: fused)
         parameters = [torch.nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((0, 3), (2, 3), (4,), (0,))]
         groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
         optimizer = fused_adam.adamw(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
-        assert [len(group["params"]) for group in groups] == [2, 2]  # the caller's own are as they were
+        assert [len(group["params"]) for group in groups] == [2, 2]  # the caller's groups are unchanged
         for step in range(3):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, step - 0.5)
@@ -137,17 +137,17 @@ def test_parameters_without_elements(trainer, monkeypatch, dtype):
 
 
 def test_resuming_with_parameters_without_elements(trainer, tmp_path, monkeypatch):
-    """A checkpoint of them is read by either optimizer, and the run goes on as if never interrupted."""
+    """Either optimizer reads a checkpoint with such parameters, and the run continues as if never interrupted."""
     initialize = Trainer.__init__
 
-    def with_one_more(self, model, groups, options):
-        nothing = torch.nn.Parameter(torch.zeros(0, 3, dtype=model.dtype))
-        nothing.field = dataclasses.replace(next(model.parameters()).field, name="nothing", shape=(0, 3))
-        nothing.grad = torch.zeros_like(nothing)
-        model.register_parameter("nothing", nothing)
+    def with_an_empty_parameter(self, model, groups, options):
+        empty = torch.nn.Parameter(torch.zeros(0, 3, dtype=model.dtype))
+        empty.field = dataclasses.replace(next(model.parameters()).field, name="empty", shape=(0, 3))
+        empty.grad = torch.zeros_like(empty)
+        model.register_parameter("empty", empty)
         initialize(self, model, groups, options)
 
-    monkeypatch.setattr(Trainer, "__init__", with_one_more)
+    monkeypatch.setattr(Trainer, "__init__", with_an_empty_parameter)
     first = trainer(True)
     assert sum(p.numel() == 0 for p in first.model.parameters()) == 1
     tiny.curve(first, CUT)
@@ -161,7 +161,7 @@ def test_resuming_with_parameters_without_elements(trainer, tmp_path, monkeypatc
         torch.testing.assert_close(tiny.curve(second, STEPS, start=CUT), after, rtol=1e-4, atol=0)
 
 
-def test_float64_is_torchs(trainer):
+def test_float64_is_left_to_torch(trainer):
     trainer(True, params_dtype="float64")
     assert fused_adam.adamw_on_cuda(torch.float64) == ("torch", "FusedAdam has no float64")
 
@@ -202,27 +202,27 @@ CASES = {
 }
 
 
-def forget():
-    """As if neither package had been imported or looked for."""
+def forget_packages():
+    """Unload both packages and clear the cached result of the search for them."""
     for name in [n for n in sys.modules if n.split(".")[0] in ("apex", "transformer_engine")]:
         del sys.modules[name]
     fused_adam.fused_adams.cache_clear()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found(case, tmp_path, monkeypatch):
-    """The first that works; whatever is wrong is told, and training is torch's."""
+def test_the_first_working_package_is_used(case, tmp_path, monkeypatch):
+    """Every failure is reported with its reason; if no package works, AdamW is torch's."""
     files, source, whys = CASES[case]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    forget()
+    forget_packages()
     try:
         found = fused_adam.fused_adams()
         assert [each.why for each in found] == whys
         assert (found[-1].item and found[-1].item.__module__.split(".")[0]) == source
         assert fused_adam.adamw_on_cuda()[1] == "; ".join(filter(None, whys))
     finally:
-        forget()
+        forget_packages()

@@ -1,4 +1,4 @@
-"""Models with rounded weights; oracle: the same model in float64 whose matrices were replaced by their rounded values."""
+"""Models with int8 weights. Oracle: the same model in float64, with each matrix replaced by its rounded values."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from megatron_ssm.native import kernels
 from megatron_ssm.ops import matrices
 from megatron_ssm.ops.matrices import Int8Weight, linear, rows_at
 
-FAMILIES = {  # wide enough that every matrix, also half of it, has whole blocks
+FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks, are whole blocks
     "mamba": dict(num_hidden_layers=2),
     "mamba2": dict(num_hidden_layers=2, n_groups=1, head_dim=32, tie_word_embeddings=False),
     "zamba2": dict(
@@ -34,8 +34,8 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """place(family): the directory of a model, made once."""
+def directory_of(tmp_path_factory):
+    """directory_of(family): the directory of a model, which is saved once."""
 
     @cache
     def of(family):
@@ -46,28 +46,28 @@ def place(tmp_path_factory):
     return of
 
 
-def rounded(weight):
-    """What int8 makes of a matrix, in float64: in blocks of 64, by max(abs(w)) / 127 of each, halves to even."""
+def rounded_to_int8(weight):
+    """A matrix rounded to int8, in float64. Each block of 64 has the scale max(abs(w)) / 127; halves round to even."""
     blocks = weight.float().view(len(weight), -1, 64)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    integers = (blocks / scale).round().nan_to_num().double()  # of a block of zeros, nan
+    integers = (blocks / scale).round().nan_to_num().double()  # a block of zeros gives NaN
     return (integers * scale.double()).view_as(weight)
 
 
-def with_rounded_matrices(model, int8):
-    """A float64 model with the matrices that `int8` has in 8 bits rounded; how many there are."""
+def round_matrices(model, int8):
+    """Round the matrices of a float64 model that the model `int8` holds in 8 bits; returns their number."""
     count = 0
     for name, module in int8.named_modules():
         if isinstance(getattr(module, "weight", None), Int8Weight):
             count += 1
             weight = model.get_submodule(name).weight
             for part in weight.parameters() if isinstance(weight, torch.nn.Module) else [weight]:
-                part.data.copy_(rounded(part.data))
+                part.data.copy_(rounded_to_int8(part.data))
     return count
 
 
-def run(model):
-    """Logits of a prompt, and of tokens decoded one by one after it."""
+def logits_of(model):
+    """The logits of a prompt and of the tokens after it, which are decoded one by one."""
     with torch.no_grad():
         cache = model.new_cache(2, 30)
         parts = [model(IDS[:, :8], cache=cache)] + [model(IDS[:, t : t + 1], cache=cache) for t in range(8, 11)]
@@ -75,28 +75,28 @@ def run(model):
 
 
 @families
-def test_an_int8_model_is_the_model_of_its_rounded_weights(family, place):
-    int8 = megatron_ssm.load(place(family), weights="int8")
-    exact = megatron_ssm.load(place(family), dtype=torch.float64)
-    before = run(exact)
-    assert with_rounded_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
-    expected = run(exact)
-    assert (expected - before).abs().max() > 1e-4  # it makes a difference
-    torch.testing.assert_close(run(int8).double(), expected, rtol=0, atol=1e-3 if family == "zamba2" else 1e-4)
+def test_an_int8_model_is_the_model_of_its_rounded_weights(family, directory_of):
+    int8 = megatron_ssm.load(directory_of(family), weights="int8")
+    exact = megatron_ssm.load(directory_of(family), dtype=torch.float64)
+    before = logits_of(exact)
+    assert round_matrices(exact, int8) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    expected = logits_of(exact)
+    assert (expected - before).abs().max() > 1e-4  # rounding has an effect
+    torch.testing.assert_close(logits_of(int8).double(), expected, rtol=0, atol=1e-3 if family == "zamba2" else 1e-4)
 
 
 @pytest.mark.parametrize("tp", (1, 2))
 @families
-def test_ranks_round_alike(ranks, tp, family, place):
-    """Also in bfloat16; a copy of a model is the model."""
-    directory = place(family)
-    alone = run(megatron_ssm.load(directory, weights="int8"))
+def test_ranks_round_as_one_rank_does(ranks, tp, family, directory_of):
+    """Also covers bfloat16, and deep copies, which compute the same."""
+    directory = directory_of(family)
+    alone = logits_of(megatron_ssm.load(directory, weights="int8"))
 
     def on(rank):
         model = megatron_ssm.load(directory, dist.group.WORLD, weights="int8")
-        logits = run(model)
-        assert torch.equal(run(copy.deepcopy(model)), logits)
-        narrow = run(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights="int8"))
+        logits = logits_of(model)
+        assert torch.equal(logits_of(copy.deepcopy(model)), logits)
+        narrow = logits_of(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights="int8"))
         assert (narrow - logits).norm() <= 0.1 * logits.norm()
         return logits
 
@@ -104,8 +104,8 @@ def test_ranks_round_alike(ranks, tp, family, place):
         torch.testing.assert_close(logits, alone, rtol=0, atol=3e-4)
 
 
-def test_what_rounded_weights_cannot_do(place, tmp_path):
-    model = megatron_ssm.load(place("mamba"), weights="int8")
+def test_rounded_weights_cannot_be_saved_or_trained(directory_of, tmp_path):
+    model = megatron_ssm.load(directory_of("mamba"), weights="int8")
     with pytest.raises(ValueError, match="weights='int8' cannot be saved"):
         megatron_ssm.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -113,23 +113,23 @@ def test_what_rounded_weights_cannot_do(place, tmp_path):
         model.loss(IDS, IDS)
     with torch.no_grad():
         loss = model.loss(IDS, IDS)
-        torch.testing.assert_close(loss, megatron_ssm.load(place("mamba")).loss(IDS, IDS), rtol=0, atol=0.05)
+        torch.testing.assert_close(loss, megatron_ssm.load(directory_of("mamba")).loss(IDS, IDS), rtol=0, atol=0.05)
     for wrong in ("int4", 8, torch.int8):
         with pytest.raises(ValueError, match="is neither None nor 'int8'"):
-            megatron_ssm.load(place("mamba"), weights=wrong)
+            megatron_ssm.load(directory_of("mamba"), weights=wrong)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 1e-5)])
-def test_an_int8_model_of_another_dtype(place, dtype, tolerance):
-    """Its scales stay float32, in which C reads them."""
-    model = megatron_ssm.load(place("mamba2"), weights="int8")
-    expected = run(model)
-    assert (run(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
+def test_an_int8_model_of_another_dtype(directory_of, dtype, tolerance):
+    """Its scales stay float32, because the C kernels read them as float32."""
+    model = megatron_ssm.load(directory_of("mamba2"), weights="int8")
+    expected = logits_of(model)
+    assert (logits_of(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
     assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, Int8Weight))
 
 
-def test_matrices_that_have_no_whole_blocks(tmp_path, caplog):
-    """None of them: an error. Some: a line, and the others are rounded. No gradient hangs on what is left."""
+def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
+    """A model with no other matrix is an error; else a warning counts them. They require no gradient either."""
     save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
     with pytest.raises(
         ValueError,
@@ -144,27 +144,27 @@ def test_matrices_that_have_no_whole_blocks(tmp_path, caplog):
         model(IDS).sum().backward()
 
 
-def test_a_quarter_of_the_bytes(place):
+def test_int8_takes_a_quarter_of_the_bytes(directory_of):
     def nbytes(model):
         return sum(t.nbytes for t in model.state_dict().values())
 
-    whole, int8 = (nbytes(megatron_ssm.load(place("mamba2"), weights=matrices)) for matrices in (None, "int8"))
+    whole, int8 = (nbytes(megatron_ssm.load(directory_of("mamba2"), weights=matrices)) for matrices in (None, "int8"))
     assert 0.25 * whole < int8 < 0.32 * whole
 
 
 @pytest.mark.parametrize("rows", (1, 3, 40), ids=str)
 @torch.no_grad()
 def test_int8_matrices(rows):
-    """By C for few rows, by torch for many; zeros, and blocks of zeros, stay; not for floats of other rows' lengths."""
+    """C multiplies few rows, torch many; rows and blocks of zeros stay zero."""
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(5, 192, generator=generator)
     weight[1] = 0
     weight[2, 64:128] = 0
     matrix, x = Int8Weight.of(weight), torch.randn(rows, 192, generator=generator)
     assert kernels.should_multiply(x, matrix.values) == (rows <= kernels.ROWS[torch.int8] and bool(kernels.LIBRARY))
-    torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded(weight).T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(linear(x, matrix).double(), x.double() @ rounded_to_int8(weight).T, rtol=0, atol=1e-4)
     index = torch.tensor([[2, 0], [1, 1]])
-    torch.testing.assert_close(rows_at(matrix, index).double(), rounded(weight)[index], rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows_at(matrix, index).double(), rounded_to_int8(weight)[index], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", (1024, 20))
@@ -172,7 +172,7 @@ def test_int8_matrices(rows):
 @pytest.mark.parametrize("dtype", (torch.float32, *kernels.HALVES), ids=str)
 @torch.no_grad()
 def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
-    """Of processors that multiply 16-bit numbers and of those that do not; the matrix in even pieces, x in uneven ones."""
+    """Covers processors with and without 16-bit products, and matrices and x that are multiplied in several pieces."""
     monkeypatch.setattr(matrices, "TOKENS", tokens)
     multiplied, product_of = [], F.linear
     monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: widens and dtype in kernels.HALVES)
@@ -185,7 +185,7 @@ def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
     pieces, whole = [(wide, 3), (wide, 3), (wide, 3), (wide, 2)] * math.ceil(50 / tokens), [(dtype, 11)]
     cases = [
         (weight.to(dtype), weight.to(dtype).double(), whole if wide is dtype else pieces),
-        (Int8Weight.of(weight), rounded(weight), pieces),
+        (Int8Weight.of(weight), rounded_to_int8(weight), pieces),
     ]
     for (matrix, exact, expected), added in product(cases, (None, bias)):
         multiplied.clear()
@@ -196,7 +196,7 @@ def test_products_of_more_rows(monkeypatch, dtype, widens, tokens):
 
 @torch.no_grad()
 def test_products_that_are_not_widened(monkeypatch):
-    """Of few rows, for autocast, and of none."""
+    """Few rows, autocast, and empty inputs."""
     monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: dtype in kernels.HALVES)
     weight = torch.randn(70, 128)
     few, many = torch.randn(8, 128).half(), torch.randn(50, 128)
@@ -210,8 +210,8 @@ def test_products_that_are_not_widened(monkeypatch):
         assert linear(torch.randn(2, rows, 128), Int8Weight.of(weight)).shape == (2, rows, 70)
 
 
-def test_which_processors_multiply_16_bits():
-    """As Linux reads the processor."""
+def test_which_processors_multiply_16_bit_numbers():
+    """Our answer agrees with the processor flags that Linux reports."""
     cpuinfo = Path("/proc/cpuinfo")
     if not kernels.LIBRARY or platform.machine() != "x86_64" or not cpuinfo.is_file():
         pytest.skip("no C library, or not Linux on x86")
@@ -222,10 +222,10 @@ def test_which_processors_multiply_16_bits():
 
 
 @torch.no_grad()
-def test_a_model_turned_into_bfloat16(place):
-    """Its A_log, D and dt biases too: what C takes for float32 is not; nothing is read for what it is not."""
-    model = megatron_ssm.load(place("mamba2")).bfloat16()
-    expected = run(megatron_ssm.load(place("mamba2")))
-    assert (run(model) - expected).norm() <= 0.05 * expected.norm()
-    half = partial(megatron_ssm.load, place("mamba"), dtype=torch.float16)
-    assert (run(half()) - run(megatron_ssm.load(place("mamba")))).norm() <= 0.01 * expected.norm()
+def test_a_model_turned_into_bfloat16(directory_of):
+    """Its A_log, D and dt biases are bfloat16 too, and the C kernels must not read them as float32."""
+    model = megatron_ssm.load(directory_of("mamba2")).bfloat16()
+    expected = logits_of(megatron_ssm.load(directory_of("mamba2")))
+    assert (logits_of(model) - expected).norm() <= 0.05 * expected.norm()
+    half = partial(megatron_ssm.load, directory_of("mamba"), dtype=torch.float16)
+    assert (logits_of(half()) - logits_of(megatron_ssm.load(directory_of("mamba")))).norm() <= 0.01 * expected.norm()

@@ -1,4 +1,4 @@
-"""The scans and the convolution; oracles: their token-by-token twins differentiated by autograd, finite differences."""
+"""The scans and the convolution. Oracles: token-by-token references with autograd, and finite differences."""
 
 import math
 from functools import partial
@@ -13,22 +13,22 @@ from megatron_ssm.ops.convolution import causal_conv, causal_conv_ref
 from megatron_ssm.ops.scan import SELECTIVE_CHUNK, SSD_CHUNK
 from scans import KINDS, PREVIOUS, error, everything, in_pieces, inputs_of, worst
 
-EXACT = 1e-10  # in float64; most cases agree to 1e-14, but a gradient of one number may be a small difference
+EXACT = 1e-10  # in float64; most cases agree to 1e-14, but in a gradient of one number large terms may cancel
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-# The fast form against its twin
+# The fast implementation against its reference
 
 CHUNKS = {"selective": SELECTIVE_CHUNK, "ssd": SSD_CHUNK, "conv": 4}
-AROUND = [
+CHUNK_BOUNDARIES = [
     pytest.param(kind, seq, id=f"{kind}-{seq}")
     for kind, chunk in CHUNKS.items()
     for seq in (1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1)
 ]
 
 
-@pytest.mark.parametrize("kind, seq", AROUND)
-def test_the_twin_at_every_chunk_boundary(kind, seq):
+@pytest.mark.parametrize("kind, seq", CHUNK_BOUNDARIES)
+def test_reference_at_every_chunk_boundary(kind, seq):
     fast, plain = KINDS[kind]
     inputs = inputs_of(kind, seq=seq)
     assert worst(everything(fast, inputs), everything(plain, inputs)) <= EXACT
@@ -62,8 +62,8 @@ def test_autocast_does_not_reach_the_state(kind):
 
 
 @kinds
-def test_nothing_before_is_zeros_before(kind):
-    """None: a sequence's start."""
+def test_no_initial_state_is_a_state_of_zeros(kind):
+    """The argument is None at the start of a sequence."""
     inputs = inputs_of(kind, seq=20)
     zeros = torch.zeros_like(inputs.pop(PREVIOUS[kind]))
     for function in KINDS[kind]:
@@ -79,7 +79,7 @@ def test_convolution_without_bias():
 @pytest.mark.parametrize("kind", ("selective", "ssd"))
 @pytest.mark.parametrize("steps", (1e-6, 1.0, 1e4))
 def test_very_small_and_very_large_steps(kind, steps):
-    """A state that hardly decays, or not at all survives: no overflow, and no 0 * inf in a gradient."""
+    """A state that hardly decays, or decays to zero at once, gives no overflow, and no 0 * inf in a gradient."""
     inputs = inputs_of(kind, seq=2 * SSD_CHUNK + 1, dtype=torch.float32)
     inputs["dt"] = (inputs["dt"].detach() * steps).requires_grad_()
     ours = everything(KINDS[kind][0], inputs)
@@ -101,7 +101,7 @@ SHAPES = st.fixed_dictionaries(
 
 
 def check_shape(kind, shape, groups, repeat):
-    """The fast form against its twin on inputs of this shape."""
+    """Compare the fast implementation with its reference on inputs of this shape."""
     inputs = inputs_of(kind, heads=groups * repeat, groups=groups, **shape)
     fast, plain = KINDS[kind]
     assert worst(everything(fast, inputs), everything(plain, inputs)) <= EXACT
@@ -116,7 +116,7 @@ test_any_shape_often = pytest.mark.full(kinds(settings(max_examples=400, deadlin
 
 
 def check_pieces(kind, seq, data):
-    """Pieces cut at random against one call: outputs and, through all the states between, gradients."""
+    """Compare random pieces with one call: the outputs, and the gradients through the states between the pieces."""
     cuts = sorted(data.draw(st.sets(st.integers(1, seq - 1), max_size=4)))
     inputs = inputs_of(kind, seq=seq)
     pieces = everything(lambda **inputs: in_pieces(kind, inputs, cuts), inputs)
@@ -130,7 +130,7 @@ test_any_pieces_often = pytest.mark.full(kinds(settings(max_examples=400, deadli
 
 @kinds
 def test_token_by_token(kind):
-    """As decoding does it."""
+    """Decoding calls the functions this way."""
     inputs = inputs_of(kind, seq=SSD_CHUNK + 3)
     steps = everything(lambda **inputs: in_pieces(kind, inputs, range(1, SSD_CHUNK + 3)), inputs)
     assert worst(steps, everything(KINDS[kind][0], inputs)) <= EXACT
@@ -152,8 +152,8 @@ def test_finite_differences(kind, seq):
 
 @kinds
 @pytest.mark.parametrize("used", (0, 1), ids=("only the output", "only the state"))
-def test_a_gradient_on_one_of_the_results(kind, used):
-    """The other's gradient is then None or zero; x, dt, B and C of the last tokens do not reach the state of a conv."""
+def test_a_gradient_of_only_one_result(kind, used):
+    """The gradient of the other result is None or zero, and backward must accept that."""
     inputs = inputs_of(kind, seq=20)
     gradients = []
     for function in KINDS[kind]:
@@ -165,25 +165,25 @@ def test_a_gradient_on_one_of_the_results(kind, used):
 
 
 def bytes_saved(function, inputs):
-    """Bytes of the distinct storages that autograd keeps for backward."""
-    kept = {}
+    """The bytes of the distinct storages that autograd saves for backward."""
+    storages = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(**inputs)
     del result
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("kind", ("selective", "ssd"))
-def test_backward_keeps_no_states_of_single_tokens(kind):
-    """Kept: the inputs, and by the selective scan a state per SELECTIVE_CHUNK tokens; the twin keeps every token's.
+def test_backward_does_not_save_the_state_of_every_token(kind):
+    """Saved are the inputs and, for the selective scan, a state per SELECTIVE_CHUNK tokens; the reference saves all states.
 
-    In torch also what lies between softplus, scan and gate: three tensors like x.
+    Without C kernels, three tensors like x between softplus, scan and gate are saved too.
     """
     seq = 256
     inputs = inputs_of(kind, batch=1, seq=seq, dtype=torch.float32, channels=64, heads=4, groups=1, size=16)

@@ -1,4 +1,4 @@
-"""Process groups. Oracle: what Megatron's parallel_state was set up with."""
+"""Process groups. Oracle: the sizes with which Megatron's parallel_state was initialized."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Operators and layers; oracles: plain sums over what the ranks held, and torch's own Linear and Embedding."""
+"""Tensor-parallel operators and layers. Oracles: plain sums over the ranks' tensors, torch's Linear and Embedding."""
 
 import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ def normal(*shape, seed=0):
 
 
 def poisoned(module):
-    """The module with NaN in every parameter, so that what nobody writes shows."""
+    """Fill the module's parameters with NaN, so that a parameter that is never written is noticed."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(float("nan"))
@@ -115,9 +115,9 @@ def test_a_group_of_one_rank_is_one_rank(ranks, world):
 
 @pytest.mark.parametrize("tp, dp", [(4, 1), (4, 2), (6, 1)])
 def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
-    """Two pieces over the ranks of each replica: sums of halves of it, also if some ranks have made groups before."""
+    """With two pieces, each half of a replica sums on its own, even if some ranks have created groups before."""
 
-    def add_up(rank):
+    def sum_over_neighbours(rank):
         replicas = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)]
         if rank % 3 == 0:
             dist.new_group([rank], use_local_synchronization=True)
@@ -127,7 +127,7 @@ def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
         assert [whole.with_same_piece(pieces).group for pieces in (tp, 2 * tp)] == [None, None]
         return sum_over_ranks(normal(3, seed=rank), half.group, half.exact)
 
-    for rank, total in enumerate(ranks(add_up, tp * dp)):
+    for rank, total in enumerate(ranks(sum_over_neighbours, tp * dp)):
         first = rank // (tp // 2) * (tp // 2)
         expected = sum(normal(3, seed=other) for other in range(first, first + tp // 2))
         torch.testing.assert_close(total, expected, **EXACT)
@@ -135,7 +135,7 @@ def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
 
 @pytest.mark.parametrize("tp, dp", [(4, 1), (4, 2), (8, 1)])
 def test_loading_again_makes_no_more_groups(ranks, tp, dp, tmp_path):
-    """A Zamba of two mamba heads: the first load in a group makes one, whatever is loaded later none; all work."""
+    """The first Zamba with two mamba heads creates one more group; models that are loaded later reuse it."""
     save_hf(tmp_path / "a", "zamba", num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8)
     save_hf(tmp_path / "b", "zamba", num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, seed=1)
     ids = torch.arange(12).view(2, 6)
@@ -162,7 +162,7 @@ def test_loading_again_makes_no_more_groups(ranks, tp, dp, tmp_path):
 
 
 def packed(dtype=torch.float64):
-    """Fields a (2 rows), b (3) and c (1) of four columns, and what their concatenation should be."""
+    """A module with fields a (2 rows), b (3) and c (1) of four columns, and their expected concatenation."""
     module = Packed({"a": 2, "b": 3, "c": 1}, (4,), Ranks(), dtype)
     whole = normal(6, 4).to(dtype)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def assigned(module):
     module.load_state_dict({name: t.clone() for name, t in module.state_dict().items()}, assign=True)
 
 
-CHANGES = {  # what may happen to a module -> what its fields are afterwards, and whether reading them is still free
+CHANGES = {  # change of a module: (function, the expected fields afterwards, whether reading them still copies nothing)
     "nothing": (lambda m: m, lambda w: w, True),
     "to(float32)": (lambda m: m.to(torch.float32), lambda w: w.float(), True),
     "half().double()": (lambda m: m.half().double(), lambda w: w.half().double(), True),
@@ -278,7 +278,7 @@ def test_each_shared_piece_is_summed_over_its_own_ranks(ranks, pieces, world):
 
 
 def linear(inputs, outputs, bias, x, weight):
-    """torch's layer with seeded parameters: (y, gradients of x, W and b), and the parameters."""
+    """(y, the gradient of x, layer) of torch's Linear with seeded parameters; the layer has its gradients."""
     layer = nn.Linear(inputs, outputs, bias, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(normal(outputs, inputs, seed=2))
@@ -293,7 +293,7 @@ def linear(inputs, outputs, bias, x, weight):
 @worlds
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
 def test_column_parallel_linear(ranks, world, bias):
-    """Two fields, of 2 and 3 rows a rank: rank r holds the r-th piece of each."""
+    """Two fields have 2 and 3 rows per rank; rank r holds the r-th piece of each."""
     inputs, outputs = 4, 5 * world
     x, weight = normal(2, 6, inputs), normal(2, 6, outputs, seed=1)
     y, dx, layer = linear(inputs, outputs, bias, x, weight)
@@ -371,7 +371,7 @@ def test_only_row_parallel_outputs_use_reduce(ranks, world):
 
 # The vocabulary against torch.nn.Embedding and Linear
 
-VOCABULARIES = [(61, 6), (5, 3), (4, 3), (1, 2)]  # (ids, hidden): 5, 4 or 1 over 4 or 3 ranks leave ranks with nothing
+VOCABULARIES = [(61, 6), (5, 3), (4, 3), (1, 2)]  # (ids, hidden); 5, 4 and 1 ids leave some of 3 or 4 ranks empty
 
 
 @pytest.mark.parametrize("vocab", (1, 5, 8, 61))
@@ -383,7 +383,7 @@ def test_every_id_has_one_rank(vocab, size):
 
 
 def tied_vocabulary(vocab, hidden, ids, weights):
-    """torch's embedding and head of one weight: (embedded, logits, gradient of the weight, of the head's x)."""
+    """torch's embedding and head with one weight: (embedded, logits, gradient of the weight, gradient of the head's x)."""
     weight = normal(vocab, hidden, seed=2).requires_grad_()
     x = normal(*ids.shape, hidden, seed=3).requires_grad_()
     embedded, logits = F.embedding(ids, weight), F.linear(x, weight)

@@ -1,4 +1,4 @@
-"""How `--tp N` ends its ranks. Oracle: the process table."""
+"""How `--tp N` terminates its ranks. Oracle: the process table."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ import time
 
 from megatron_ssm.parallel import local_launch
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+PROGRAM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
 
 def test_ctrl_c_while_ranks_are_ended_leaves_none_behind(monkeypatch):
-    """The ranks ignore SIGTERM; all of them together have GRACE_S."""
+    """The ranks ignore SIGTERM, so they are killed after GRACE_S, which is one limit for all of them."""
     monkeypatch.setattr(local_launch, "GRACE_S", 1.0)
-    processes = [subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) for _ in range(3)]
+    processes = [subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) for _ in range(3)]
     for process in processes:
         process.stdout.readline()
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

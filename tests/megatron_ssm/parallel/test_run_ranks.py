@@ -1,4 +1,4 @@
-"""The harness that forks ranks; oracle: what each rank was told to do, and the process table."""
+"""The `ranks` fixture, which forks ranks. Oracles: what each rank was told to do, and the process table."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ worlds = pytest.mark.parametrize("world_size", (2, 4))
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """After every test of this file: no child process is left, nor a zombie of one, nor an open pipe."""
+    """Assert after every test that no child process, zombie or open pipe is left."""
     before = len(os.listdir("/dev/fd"))
     yield
     with pytest.raises(ChildProcessError):
@@ -176,4 +176,4 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path, world_size):
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.read(3 * world_size) == b"up;" * world_size
         parent.kill()
-        parent.communicate(timeout=5)  # the pipe ends when nobody holds it any more, and every rank does
+        parent.communicate(timeout=5)  # the pipe closes only when all ranks have ended
