@@ -1,0 +1,6 @@
+"""State-space layers over a sequence that is spread over several ranks, the context ranks: what they exchange.
+
+In: this rank's blocks of a sequence, in zigzag or contiguous order, and the group of ranks that share it.
+Out: the inputs before each block, its incoming state, and the gradients of both; the same as on one rank.
+May import: native, ops.
+"""

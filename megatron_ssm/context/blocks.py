@@ -1,0 +1,143 @@
+"""The blocks of a sequence that context ranks share: who holds which, and messages from one block to the next.
+
+A sequence is cut into blocks of equal length. In zigzag order (Megatron's, and that of attention2d) there are two blocks for
+each of the P ranks, and rank p holds blocks p and 2P-1-p; in contiguous order there is one, and rank p holds block p. A rank
+computes its blocks as separate sequences: activations are (batch * blocks of a rank, block length, ...), and the blocks of a
+sequence stand next to each other, so that (batch, tokens of a rank, ...) is viewed so without a copy.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed import ProcessGroup
+
+from sparsefusion.collectives import counted
+from sparsefusion.collectives.counted import Counter
+
+BLOCKS_PER_RANK = {"zigzag": 2, "contiguous": 1}
+
+
+@dataclass(frozen=True)
+class ContextRanks:
+    """The ranks that share each sequence. group: None is one rank. counter: adds up what this rank sends to the others.
+
+    ValueError for an order in which a rank's tokens are not blocks.
+    """
+
+    group: ProcessGroup | None
+    counter: Counter
+    order: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.order not in BLOCKS_PER_RANK:
+            orders = " or ".join(BLOCKS_PER_RANK)
+            raise ValueError(f"state-space layers need a sequence in {orders} order, not in {self.order} order")
+
+    def __deepcopy__(self, memo: dict) -> "ContextRanks":
+        return self  # process groups are handles
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.group is None else self.group.size()
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return 0 if self.group is None else self.group.rank()
+
+    @cached_property
+    def blocks_per_rank(self) -> int:
+        """How many blocks each rank holds; one rank alone holds the sequence as one block."""
+        return BLOCKS_PER_RANK[self.order] if self.size > 1 else 1
+
+    @cached_property
+    def blocks(self) -> int:
+        """How many blocks a sequence has."""
+        return self.blocks_per_rank * self.size
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The blocks of a rank, in the order of its tokens."""
+        return (rank, self.blocks - 1 - rank)[: self.blocks_per_rank]
+
+    def owner(self, block: int) -> tuple[int, int]:
+        """(the rank that holds a block, its place among that rank's blocks)."""
+        return (block, 0) if block < self.size else (self.blocks - 1 - block, 1)
+
+    def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens of this rank, ...) -> (batch * blocks of this rank, block length, ...); a view if x has no gaps."""
+        return x.reshape(x.shape[0] * self.blocks_per_rank, -1, *x.shape[2:])
+
+    def from_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `to_blocks`."""
+        return x.reshape(x.shape[0] // self.blocks_per_rank, -1, *x.shape[2:])
+
+
+def shift(values: torch.Tensor, context: ContextRanks, step: int) -> torch.Tensor:
+    """Send what belongs to each block to the block `step` (1 or -1) further in the sequence.
+
+    values: (batch, blocks of a rank, ...), one value for each block. Returns the same shape: the value of the block before
+    (step 1) or behind (step -1) each of this rank's blocks, and zeros where there is none. A rank sends each value to
+    a neighbouring rank, except the one whose neighbour it holds itself.
+    """
+    received = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    sends, receives, arriving = [], [], []
+    for place, block in enumerate(context.held_by(context.rank)):
+        if 0 <= block + step < context.blocks:
+            rank, other_place = context.owner(block + step)
+            if rank == context.rank:
+                received[:, other_place] = values[:, place]
+            else:
+                sends.append((values[:, place], rank))
+        if 0 <= block - step < context.blocks and (source := context.owner(block - step)[0]) != context.rank:
+            arriving.append((place, torch.empty_like(received[:, place], memory_format=torch.contiguous_format)))
+            receives.append((arriving[-1][1], source))
+    counted.exchange(sends, receives, context.group, context.counter).wait()
+    for place, value in arriving:
+        received[:, place] = value
+    return received
+
+
+class _Halo(torch.autograd.Function):
+    """`shift` by one block forward; backward returns each gradient to the block before."""
+
+    @staticmethod
+    def forward(ctx, tails, context):
+        ctx.context = context
+        return shift(tails, context, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return shift(grad, ctx.context, -1), None
+
+
+def halo(x: torch.Tensor, width: int, context: ContextRanks, history: torch.Tensor | None = None) -> torch.Tensor:
+    """The `width` inputs before each block of this rank: (batch * blocks of a rank, width, channels).
+
+    x: (batch * blocks of a rank, block length, channels), the input of a causal convolution of width + 1 taps. history:
+    (batch, width, channels), what comes before the sequence (None: zeros); it gets no gradient.
+
+    Sends at most two messages of batch * width * channels numbers, one to each neighbouring rank; backward sends their
+    gradients the other way.
+    """
+    tails = x[:, x.shape[1] - width :].unflatten(0, (-1, context.blocks_per_rank))
+    before = _Halo.apply(tails, context) if torch.is_grad_enabled() else shift(tails, context, 1)
+    if history is not None and context.rank == 0:
+        before = torch.cat([history.detach().to(before.dtype).unsqueeze(1), before[:, 1:]], dim=1)
+    return before.flatten(0, 1)
+
+
+def check_block_length(tokens: int, width: int, context: ContextRanks) -> None:
+    """ValueError unless blocks are at least as long as the halo, so that it comes from one block.
+
+    tokens: of this rank. width: the inputs before a block that a convolution reads.
+    """
+    length = tokens // context.blocks_per_rank
+    if tokens % context.blocks_per_rank:
+        raise ValueError(f"zigzag order has two equal blocks on each rank, and {tokens} local tokens are odd")
+    if length < width and context.size > 1:
+        raise ValueError(
+            f"{tokens * context.size} tokens over {context.size} context ranks make blocks of {length}, "
+            f"shorter than the convolution's halo of {width}"
+        )

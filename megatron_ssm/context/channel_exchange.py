@@ -1,0 +1,129 @@
+"""The alternative to passing states: each context rank receives all tokens of some channels, and returns their outputs.
+
+This is what Megatron-Core does for Mamba layers, and Ulysses for attention. The bytes grow with the length of the sequence, where
+those of `scans` do not; for short sequences they are fewer. The gate z and the norm are computed where the tokens are, so they are
+not sent. B and C serve all channels, so every rank receives them whole, or of Mamba-2's groups those that its heads use.
+"""
+
+import torch
+
+from megatron_ssm.ops.scan import selective_scan, ssd
+from sparsefusion.collectives import counted
+
+from .blocks import ContextRanks
+from .state_passing import Units
+
+
+class _TokensToUnits(torch.autograd.Function):
+    """(batch, tokens of this rank, units, n) -> (batch, all tokens in order, own units, n); backward the other way."""
+
+    @staticmethod
+    def forward(ctx, x, units):
+        ctx.units = units
+        return _to_units(x, units)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _to_tokens(grad, ctx.units), None
+
+
+class _UnitsToTokens(torch.autograd.Function):
+    """The inverse of `_TokensToUnits`."""
+
+    @staticmethod
+    def forward(ctx, y, units):
+        ctx.units = units
+        return _to_tokens(y, units)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _to_units(grad, ctx.units), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """(batch, tokens of this rank, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients of each token."""
+
+    @staticmethod
+    def forward(ctx, x, context):
+        ctx.context = context
+        return _in_order(counted.all_gather(x, context.group, context.counter), context)
+
+    @staticmethod
+    def backward(ctx, grad):
+        context = ctx.context
+        blocks = grad.unflatten(1, (context.blocks, -1))
+        rows = [blocks[:, list(context.held_by(rank))].flatten(1, 2) for rank in range(context.size)]
+        return counted.reduce_scatter(torch.stack(rows), context.group, context.counter), None
+
+
+def _in_order(parts, context):
+    """(ranks, batch, tokens of a rank, ...) -> (batch, all tokens in order, ...)."""
+    blocks = parts.unflatten(2, (context.blocks_per_rank, -1))
+    owners = [context.owner(block) for block in range(context.blocks)]
+    return torch.cat([blocks[rank, :, place] for rank, place in owners], dim=1)
+
+
+def _to_units(x, units):
+    blocks = x.unflatten(1, (units.context.blocks_per_rank, -1)).transpose(2, 3)  # (batch, blocks, units, tokens, n)
+    whole = units.gather_blocks(blocks.flatten(3)).unflatten(3, (-1, x.shape[3]))  # (all blocks, batch, own, tokens, n)
+    return whole.permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+
+def _to_tokens(y, units):
+    whole = y.unflatten(1, (units.context.blocks, -1)).permute(1, 0, 3, 2, 4)
+    blocks = units.return_blocks(whole.flatten(3)).unflatten(3, (-1, y.shape[3]))
+    return blocks.transpose(2, 3).flatten(1, 2)
+
+
+def selective_scan_by_channels(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    context: ContextRanks,
+) -> torch.Tensor:
+    """`ops.scan.selective_scan` without a gate: (batch, tokens of this rank, channels), like x.
+
+    x, dt: like the result; B, C: (batch, tokens of this rank, N). Forward sends 3 numbers per channel and token, to all ranks together,
+    and 2N per token to each; backward sends as many.
+    """
+    units = Units(x.shape[2], context)
+    packed = _TokensToUnits.apply(torch.stack([x, dt.to(x.dtype)], dim=-1), units)
+    B, C = _GatherTokens.apply(torch.cat([B, C], dim=-1), context).chunk(2, dim=-1)
+    own = units.own
+    bias = None if dt_bias is None else dt_bias[own]
+    y, _ = selective_scan(packed[..., 0], packed[..., 1], A_log[own], B, C, D[own], None, bias)
+    return _UnitsToTokens.apply(y.unsqueeze(-1), units).squeeze(-1)
+
+
+def ssd_by_heads(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    context: ContextRanks,
+) -> torch.Tensor:
+    """`ops.scan.ssd` in which each context rank computes some heads: (batch, tokens of this rank, heads, head_dim), like x.
+
+    dt: (batch, tokens of this rank, heads); B, C: (batch, tokens of this rank, groups, N). Forward sends 2 * head_dim + 1 numbers per
+    head and token, to all ranks together, and 2N per group and token: to all ranks together if the groups divide over the
+    ranks, and to each of them otherwise. Backward sends as many.
+    """
+    heads, groups = x.shape[2], B.shape[2]
+    units = Units(heads, context)
+    packed = _TokensToUnits.apply(torch.cat([x, dt.unsqueeze(-1).to(x.dtype)], dim=-1), units)
+    both = torch.cat([B, C], dim=-1)
+    if groups % context.size == 0:
+        both = _TokensToUnits.apply(both, Units(groups, context))
+    else:
+        group_of_head = torch.arange(heads, device=x.device)[units.own] // (heads // groups)
+        both = _GatherTokens.apply(both, context)[:, :, group_of_head]
+    B, C = both.chunk(2, dim=-1)
+    x, dt = packed[..., :-1], packed[..., -1].to(A_log.dtype)
+    y, _ = ssd(x, dt, A_log[units.own], B, C, D[units.own])
+    return _UnitsToTokens.apply(y, units)

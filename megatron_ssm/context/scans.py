@@ -1,0 +1,112 @@
+"""The recurrences of Mamba-1 and Mamba-2 over a sequence that is spread over context ranks; exact, also their gradients.
+
+Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...). Forward
+computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's own
+backward is complete if it is given the gradient of each block's final state. So `_CarryAdjoint`, an identity behind the
+scan, receives the gradient of the outputs first, passes the adjoint states between the blocks, and hands the gradient of the
+final states to the scan together with that of the outputs. Nothing is differentiated twice.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ssm.ops.scan import selective_scan, ssd
+
+from .blocks import ContextRanks
+from .state_passing import PassedStates, pass_states
+from .summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
+
+
+class _CarryAdjoint(torch.autograd.Function):
+    """The outputs y as they are; backward also gives the gradient of the blocks' final states, `after`.
+
+    adjoint(dy, *tensors): the gradient of the blocks' incoming states that comes from y, like after. to_units, from_units: between
+    its shape and that of `state_passing`, (batch, blocks of a rank, units, n).
+    """
+
+    @staticmethod
+    def forward(ctx, y, after, passed, adjoint, to_units, from_units, *tensors):
+        ctx.passed, ctx.adjoint, ctx.to_units, ctx.from_units = passed, adjoint, to_units, from_units
+        ctx.save_for_backward(*tensors)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        incoming = ctx.adjoint(dy, *ctx.saved_tensors)
+        after = ctx.from_units(ctx.passed.adjoints(ctx.to_units(incoming)))
+        return dy, after, None, None, None, None, *(None for _ in ctx.saved_tensors)
+
+
+def selective_scan_over_context(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    context: ContextRanks,
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, PassedStates]:
+    """`ops.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
+
+    initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets no
+    gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
+    """
+
+    def to_units(states: torch.Tensor) -> torch.Tensor:
+        return states.transpose(1, 2).unflatten(0, (-1, context.blocks_per_rank))
+
+    def from_units(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1).transpose(1, 2).contiguous()
+
+    with torch.no_grad():
+        states, sums = selective_summary(x, dt, A_log, B, dt_bias)
+        sums = sums.unflatten(0, (-1, context.blocks_per_rank))
+        initial = None if initial is None else initial.transpose(1, 2)
+        passed = pass_states(to_units(states), sums, -torch.exp(A_log), context, initial)
+    y, after = selective_scan(x, dt, A_log, B, C, D, z, dt_bias, from_units(passed.incoming))
+    return _carry_adjoint(y, after, passed, selective_adjoint, to_units, from_units, dt, A_log, C, z, dt_bias), passed
+
+
+def ssd_over_context(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    context: ContextRanks,
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, PassedStates]:
+    """`ops.scan.ssd` in blocks: (y like x, the passed states, with n = N * head_dim for each head).
+
+    initial: (batch, heads, N, head_dim). Otherwise as `selective_scan_over_context`.
+    """
+    state_shape = B.shape[3], x.shape[3]
+
+    def to_units(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
+
+    def from_units(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1).unflatten(2, state_shape)
+
+    with torch.no_grad():
+        states, sums = ssd_summary(x, dt, A_log, B)
+        sums = sums.unflatten(0, (-1, context.blocks_per_rank))
+        initial = None if initial is None else initial.flatten(2)
+        passed = pass_states(to_units(states), sums, -torch.exp(A_log).unsqueeze(1), context, initial)
+    y, after = ssd(x, dt, A_log, B, C, D, from_units(passed.incoming))
+    return _carry_adjoint(y, after, passed, ssd_adjoint, to_units, from_units, dt, A_log, C), passed
+
+
+def _carry_adjoint(
+    y: torch.Tensor, after: torch.Tensor, passed: PassedStates, adjoint: Callable, to_units: Callable, from_units: Callable, *tensors
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return y
+    return _CarryAdjoint.apply(y, after, passed, adjoint, to_units, from_units, *tensors)

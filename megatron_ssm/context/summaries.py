@@ -1,0 +1,90 @@
+"""What a block of a recurrence contributes to others: its final state from zeros, and the gradient of its incoming state.
+
+Both are linear recurrences over the tokens of a block, without its outputs. For Mamba-2 they are one matrix product each,
+because a head has one decay for each token; for Mamba-1 they go token by token.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ssm.ops.scan import SELECTIVE_CHUNK, selective_scan
+
+
+def step_sizes(dt: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
+    """softplus(dt + dt_bias), or dt itself without a bias."""
+    return dt if dt_bias is None else F.softplus(dt + dt_bias)
+
+
+def selective_summary(
+    x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor, dt_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `ops.scan.selective_scan`.
+
+    x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None.
+    """
+    D = torch.zeros_like(A_log[:, 0])
+    _, state = selective_scan(x, dt, A_log, B, B, D, None, dt_bias)
+    return state, step_sizes(dt.to(state.dtype), dt_bias).sum(1)
+
+
+def selective_adjoint(
+    dy: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    C: torch.Tensor,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient of the incoming state of `ops.scan.selective_scan`, (batch, N, channels), that comes from its outputs.
+
+    dy: (batch, seq, channels), the gradient of y. With g_t = exp(dt_t A) (g_{t+1} + C_t dy_t silu(z_t)) it is g_1.
+    """
+    wide = A_log.dtype
+    dy, dt, C = (t.to(wide) for t in (dy, dt, C))
+    dy = dy if z is None else dy * F.silu(z.to(wide))
+    dt, A = step_sizes(dt, dt_bias), -torch.exp(A_log).t()
+    adjoint = dy.new_zeros(dy.shape[0], A.shape[0], dy.shape[2])
+    for start in reversed(range(0, dy.shape[1], SELECTIVE_CHUNK)):
+        part = slice(start, start + SELECTIVE_CHUNK)
+        decay = torch.exp(dt[:, part].unsqueeze(2) * A)
+        entry = C[:, part].unsqueeze(3) * dy[:, part].unsqueeze(2)
+        for t in reversed(range(entry.shape[1])):
+            adjoint = decay[:, t] * entry[:, t].add_(adjoint)
+    return adjoint
+
+
+def ssd_summary(
+    x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(final state from zeros (batch, heads, N, head_dim), sum of the step sizes (batch, heads)) of `ops.scan.ssd`.
+
+    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log: (heads,); B: (batch, seq, groups, N).
+    """
+    exponents = _exponents(dt, A_log)
+    to_end = (exponents[:, -1:] - exponents).to(A_log.dtype).exp()
+    return _weighted_products(B, x, dt * to_end, A_log.dtype), dt.sum(1)
+
+
+def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+    """The gradient of the incoming state of `ops.scan.ssd`, (batch, heads, N, head_dim), that comes from its outputs.
+
+    dy: like x, the gradient of y; C: (batch, seq, groups, N).
+    """
+    return _weighted_products(C, dy, _exponents(dt, A_log).to(A_log.dtype).exp(), A_log.dtype)
+
+
+def _exponents(dt, A_log):
+    """The sum of dt A up to and including each token, (batch, seq, heads), in float64."""
+    return (dt * -torch.exp(A_log)).double().cumsum(1)
+
+
+def _weighted_products(rows, columns, weights, dtype):
+    """The sum over tokens of weights x rows (outer) columns: (batch, heads, N, head_dim).
+
+    rows: (batch, seq, groups, N); columns: (batch, seq, heads, head_dim); weights: (batch, seq, heads).
+    """
+    batch, seq, heads, width = columns.shape
+    groups, size = rows.shape[2:]
+    weighted = (columns.to(dtype) * weights.unsqueeze(-1)).view(batch, seq, groups, -1)  # the heads of a group side by side
+    products = torch.matmul(rows.to(dtype).permute(0, 2, 3, 1), weighted.transpose(1, 2))  # (batch, groups, N, heads of it * width)
+    return products.view(batch, groups, size, heads // groups, width).transpose(2, 3).reshape(batch, heads, size, width)
