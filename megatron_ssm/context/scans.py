@@ -7,7 +7,8 @@ scan, receives the gradient of the outputs first, passes the adjoint states betw
 final states to the scan together with that of the outputs. Nothing is differentiated twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -40,21 +41,38 @@ class _CarryAdjoint(torch.autograd.Function):
         return dy, after, None, None, None, None, *(None for _ in ctx.saved_tensors)
 
 
+@dataclass(frozen=True)
+class ScanInputs:
+    """The inputs of `ops.scan.selective_scan` for neighbouring channels that share B and C, in blocks; its state is passed.
+
+    x, dt, z: (batch * blocks of a rank, block length, channels); B, C: (..., N); A_log: (channels, N); D, dt_bias: (channels,).
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A_log: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+    def summary(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `summaries.selective_summary`."""
+        return selective_summary(self.x, self.dt, self.A_log, self.B, self.dt_bias)
+
+    def scan(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs and the final states of the blocks, from their incoming states."""
+        return selective_scan(self.x, self.dt, self.A_log, self.B, self.C, self.D, self.z, self.dt_bias, state)
+
+
 def selective_scan_over_context(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A_log: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    context: ContextRanks,
-    initial: torch.Tensor | None = None,
+    heads: Sequence[ScanInputs], context: ContextRanks, initial: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, PassedStates]:
     """`ops.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
 
-    initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets no
+    heads: channels that do not share B and C (Zamba's Mamba heads) are given apart; their outputs and states stand side by
+    side. initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets no
     gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
     """
 
@@ -62,15 +80,23 @@ def selective_scan_over_context(
         return states.transpose(1, 2).unflatten(0, (-1, context.blocks_per_rank))
 
     def from_units(states: torch.Tensor) -> torch.Tensor:
-        return states.flatten(0, 1).transpose(1, 2).contiguous()
+        return states.flatten(0, 1).transpose(1, 2)
 
+    def adjoint(dy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        parts = zip(dy.split(widths, dim=-1), zip(*[iter(tensors)] * 5, strict=True), strict=True)
+        return torch.cat([selective_adjoint(part, *inputs) for part, inputs in parts], dim=-1)
+
+    widths = [head.x.shape[-1] for head in heads]
     with torch.no_grad():
-        states, sums = selective_summary(x, dt, A_log, B, dt_bias)
+        states, sums = (torch.cat(parts, dim=-1) for parts in zip(*(head.summary() for head in heads), strict=True))
+        rates = -torch.exp(torch.cat([head.A_log for head in heads]))
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
-        initial = None if initial is None else initial.transpose(1, 2)
-        passed = pass_states(to_units(states), sums, -torch.exp(A_log), context, initial)
-    y, after = selective_scan(x, dt, A_log, B, C, D, z, dt_bias, from_units(passed.incoming))
-    return _carry_adjoint(y, after, passed, selective_adjoint, to_units, from_units, dt, A_log, C, z, dt_bias), passed
+        passed = pass_states(to_units(states), sums, rates, context, None if initial is None else initial.transpose(1, 2))
+        incoming = from_units(passed.incoming).split(widths, dim=-1)
+    scans = [head.scan(state.contiguous()) for head, state in zip(heads, incoming, strict=True)]
+    y, after = (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
+    tensors = [t for head in heads for t in (head.dt, head.A_log, head.C, head.z, head.dt_bias)]
+    return _carry_adjoint(y, after, passed, adjoint, to_units, from_units, *tensors), passed
 
 
 def ssd_over_context(

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.context.blocks import ContextRanks, halo
-from megatron_ssm.context.scans import selective_scan_over_context, ssd_over_context
+from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context, ssd_over_context
 from megatron_ssm.ops.convolution import causal_conv
 from scans import KINDS, SEQUENCES, error, inputs_of
 from sparsefusion.collectives.counted import Counter
@@ -25,7 +25,7 @@ def run_blocks(kind, inputs, context):
     local = {name: in_blocks(context, t) if name in SEQUENCES[kind] else t for name, t in inputs.items()}
     initial = local.pop("state")
     if kind == "selective":
-        return selective_scan_over_context(**local, context=context, initial=initial.detach())
+        return selective_scan_over_context([ScanInputs(**local)], context, initial.detach())
     return ssd_over_context(**local, context=context, initial=initial.detach())
 
 
