@@ -91,7 +91,9 @@ def selective_scan_over_context(
         states, sums = (torch.cat(parts, dim=-1) for parts in zip(*(head.summary() for head in heads), strict=True))
         rates = -torch.exp(torch.cat([head.A_log for head in heads]))
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
-        passed = pass_states(to_units(states), sums, rates, context, None if initial is None else initial.transpose(1, 2))
+        passed = pass_states(
+            to_units(states), sums, rates, context, None if initial is None else initial.transpose(1, 2)
+        )
         incoming = from_units(passed.incoming).split(widths, dim=-1)
     scans = [head.scan(state.contiguous()) for head, state in zip(heads, incoming, strict=True)]
     y, after = (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
@@ -131,7 +133,13 @@ def ssd_over_context(
 
 
 def _carry_adjoint(
-    y: torch.Tensor, after: torch.Tensor, passed: PassedStates, adjoint: Callable, to_units: Callable, from_units: Callable, *tensors
+    y: torch.Tensor,
+    after: torch.Tensor,
+    passed: PassedStates,
+    adjoint: Callable,
+    to_units: Callable,
+    from_units: Callable,
+    *tensors,
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return y

@@ -119,7 +119,11 @@ class PassedStates:
 
 
 def pass_states(
-    states: torch.Tensor, dt_sums: torch.Tensor, rates: torch.Tensor, context: ContextRanks, initial: torch.Tensor | None = None
+    states: torch.Tensor,
+    dt_sums: torch.Tensor,
+    rates: torch.Tensor,
+    context: ContextRanks,
+    initial: torch.Tensor | None = None,
 ) -> PassedStates:
     """The states that enter this rank's blocks, from the summaries of all blocks. No gradient.
 

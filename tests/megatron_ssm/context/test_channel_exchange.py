@@ -9,7 +9,11 @@ from megatron_ssm.context.channel_exchange import selective_scan_by_channels, ss
 from scans import KINDS, SEQUENCES, error, inputs_of
 from sparsefusion.collectives.counted import Counter
 
-SIZES = {"selective": dict(channels=7), "ssd": dict(heads=6, groups=2, channels=3), "ssd-1-group": dict(heads=5, groups=1)}
+SIZES = {
+    "selective": dict(channels=7),
+    "ssd": dict(heads=6, groups=2, channels=3),
+    "ssd-1-group": dict(heads=5, groups=1),
+}
 
 
 def own_tokens(context, whole):
@@ -22,7 +26,9 @@ def own_tokens(context, whole):
 @pytest.mark.parametrize("case", SIZES)
 def test_scans_by_channels_equal_those_on_one_rank(ranks, world, order, case):
     kind, seq = case.partition("-")[0], 10 * world
-    function, names = (selective_scan_by_channels, ("z", "state")) if kind == "selective" else (ssd_by_heads, ("state",))
+    function, names = (
+        (selective_scan_by_channels, ("z", "state")) if kind == "selective" else (ssd_by_heads, ("state",))
+    )
 
     def without(inputs):
         return {name: tensor for name, tensor in inputs.items() if name not in names}
