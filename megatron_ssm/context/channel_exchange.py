@@ -1,8 +1,9 @@
 """The alternative to passing states: each context rank receives all tokens of some channels, and returns their outputs.
 
-This is what Megatron-Core does for Mamba layers, and Ulysses for attention. The bytes grow with the length of the sequence, where
-those of `scans` do not; for short sequences they are fewer. The gate z and the norm are computed where the tokens are, so they are
-not sent. B and C serve all channels, so every rank receives them whole, or of Mamba-2's groups those that its heads use.
+This is what Megatron-Core does for Mamba layers, and Ulysses for attention. Its bytes grow with the length of the
+sequence, those of `scans` do not; for short sequences they are fewer. The gate z and the norm are computed where the tokens
+are, so they are not sent. All channels read B and C, so every rank receives them whole; of Mamba-2's groups, it receives
+those that its heads use.
 """
 
 import torch
@@ -41,7 +42,7 @@ class _UnitsToTokens(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """(batch, tokens of this rank, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients of each token."""
+    """(batch, tokens of this rank, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, context):
@@ -87,8 +88,8 @@ def selective_scan_by_channels(
 ) -> torch.Tensor:
     """`ops.scan.selective_scan` without a gate: (batch, tokens of this rank, channels), like x.
 
-    x, dt: like the result; B, C: (batch, tokens of this rank, N). Forward sends 3 numbers per channel and token, to all ranks together,
-    and 2N per token to each; backward sends as many.
+    x, dt: like the result; B, C: (batch, tokens of this rank, N). Forward sends 3 numbers per channel and token, to all
+    ranks together, and 2N per token to each; backward sends as many.
     """
     units = Units(x.shape[2], context)
     packed = _TokensToUnits.apply(torch.stack([x, dt.to(x.dtype)], dim=-1), units)
@@ -110,9 +111,9 @@ def ssd_by_heads(
 ) -> torch.Tensor:
     """`ops.scan.ssd` in which each context rank computes some heads: (batch, tokens of this rank, heads, head_dim), like x.
 
-    dt: (batch, tokens of this rank, heads); B, C: (batch, tokens of this rank, groups, N). Forward sends 2 * head_dim + 1 numbers per
-    head and token, to all ranks together, and 2N per group and token: to all ranks together if the groups divide over the
-    ranks, and to each of them otherwise. Backward sends as many.
+    dt: (batch, tokens of this rank, heads); B, C: (batch, tokens of this rank, groups, N). Forward sends 2 * head_dim + 1
+    numbers per head and token, to all ranks together, and 2N per group and token: to all ranks together if the groups divide
+    over the ranks, and to each of them otherwise. Backward sends as many.
     """
     heads, groups = x.shape[2], B.shape[2]
     units = Units(heads, context)

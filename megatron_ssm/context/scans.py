@@ -1,8 +1,8 @@
 """The recurrences of Mamba-1 and Mamba-2 over a sequence that is spread over context ranks; exact, also their gradients.
 
-Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...). Forward
-computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's own
-backward is complete if it is given the gradient of each block's final state. So `_CarryAdjoint`, an identity behind the
+Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...).
+Forward computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's
+own backward is complete if it is given the gradient of each block's final state. So `_CarryAdjoint`, an identity behind the
 scan, receives the gradient of the outputs first, passes the adjoint states between the blocks, and hands the gradient of the
 final states to the scan together with that of the outputs. Nothing is differentiated twice.
 """
@@ -23,8 +23,8 @@ from .summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_su
 class _CarryAdjoint(torch.autograd.Function):
     """The outputs y as they are; backward also gives the gradient of the blocks' final states, `after`.
 
-    adjoint(dy, *tensors): the gradient of the blocks' incoming states that comes from y, like after. to_units, from_units: between
-    its shape and that of `state_passing`, (batch, blocks of a rank, units, n).
+    adjoint(dy, *tensors): the gradient of the blocks' incoming states that comes from y, like after. to_units, from_units:
+    between its shape and that of `state_passing`, (batch, blocks of a rank, units, n).
     """
 
     @staticmethod
@@ -43,9 +43,10 @@ class _CarryAdjoint(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """The inputs of `ops.scan.selective_scan` for neighbouring channels that share B and C, in blocks; its state is passed.
+    """The inputs of `ops.scan.selective_scan`, in blocks, for neighbouring channels that share B and C.
 
-    x, dt, z: (batch * blocks of a rank, block length, channels); B, C: (..., N); A_log: (channels, N); D, dt_bias: (channels,).
+    x, dt, z: (batch * blocks of a rank, block length, channels); B, C: the same with N in place of channels; A_log:
+    (channels, N); D, dt_bias: (channels,).
     """
 
     x: torch.Tensor

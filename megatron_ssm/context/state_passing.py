@@ -8,9 +8,9 @@ where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that
 multiplied, so none underflows. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
 gradient of the state that enters block b, and G_b the part of it that comes from the outputs of block b.
 
-Both recurrences are elementwise in the state. So each rank takes an equal share of the *units* (channels of Mamba-1, heads of
-Mamba-2) of all blocks, in one exchange, computes the recurrence over the blocks, and returns the results, in another one. What a
-rank sends depends neither on the length of the sequence nor, above two ranks, on their number.
+Both recurrences are elementwise in the state. So each rank takes an equal share of the *units* (channels of Mamba-1, heads
+of Mamba-2) of all blocks, in one exchange, computes the recurrence over the blocks, and returns the results, in another one.
+What a rank sends does not depend on the length of the sequence: with P ranks, (P-1)/P of four states forward and backward.
 """
 
 from dataclasses import dataclass
@@ -79,22 +79,20 @@ class Units:
         return torch.cat(list(parts.values()), dim=1)
 
     def _swap(self, leaving: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor]) -> None:
-        """Send leaving[r] to every other rank r, and fill arriving[r] with what comes from it, one step after the other."""
+        """Send leaving[r] to every other rank r, and fill arriving[r] with what comes from it."""
         context = self.context
-        for step in range(1, context.size):
-            to, source = (context.rank + step) % context.size, (context.rank - step) % context.size
-            sends, receives = [(leaving[to], to)], [(arriving[source], source)]
-            sends = [message for message in sends if message[0].numel()]
-            receives = [message for message in receives if message[0].numel()]
-            counted.exchange(sends, receives, context.group, context.counter).wait()
+        others = [(context.rank + step) % context.size for step in range(1, context.size)]
+        sends = [(leaving[rank], rank) for rank in others if leaving[rank].numel()]
+        receives = [(arriving[rank], rank) for rank in reversed(others) if arriving[rank].numel()]
+        counted.exchange(sends, receives, context.group, context.counter).wait()
 
 
 @dataclass
 class PassedStates:
     """The states that enter this rank's blocks, and what backward needs to pass their gradients.
 
-    incoming: (batch, blocks of a rank, units, n). final: (batch, own units, n), of the whole sequence. dt_sums: D_b of all blocks
-    for own units, (blocks, batch, own units, 1). rates: A of own units, (own units, n or 1).
+    incoming: (batch, blocks of a rank, units, n). final: (batch, own units, n), of the whole sequence. dt_sums: D_b of all
+    blocks for own units, (blocks, batch, own units, 1). rates: A of own units, (own units, n or 1).
     """
 
     units: Units
@@ -127,8 +125,9 @@ def pass_states(
 ) -> PassedStates:
     """The states that enter this rank's blocks, from the summaries of all blocks. No gradient.
 
-    states: (batch, blocks of a rank, units, n), S_b of this rank's blocks. dt_sums: (batch, blocks of a rank, units), D_b. rates:
-    A, (units, n or 1), the same on all ranks. initial: (batch, units, n), the state that enters the sequence (None: zeros).
+    states: (batch, blocks of a rank, units, n), S_b of this rank's blocks. dt_sums: (batch, blocks of a rank, units), their
+    D_b. rates: A, (units, n or 1), the same on all ranks. initial: (batch, units, n), the state that enters the sequence
+    (None: zeros).
     """
     units = Units(states.shape[2], context)
     packed = torch.cat([states, dt_sums.unsqueeze(-1)], dim=-1)

@@ -1,4 +1,4 @@
-"""Channels instead of states over context ranks. Oracle: the plain recurrences on one rank, and autograd; closed forms of bytes."""
+"""Each context rank computes some channels of all tokens. Oracle: the plain recurrences on one rank, and autograd."""
 
 import pytest
 import torch

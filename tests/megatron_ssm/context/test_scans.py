@@ -1,10 +1,10 @@
-"""State passing over context ranks. Oracle: the plain recurrences and the plain convolution on one rank, and autograd."""
+"""State passing and halos over context ranks. Oracles: the plain operators on one rank, autograd, bytes counted by hand."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.blocks import ContextRanks, check_block_length, halo
 from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context, ssd_over_context
 from megatron_ssm.ops.convolution import causal_conv
 from scans import KINDS, SEQUENCES, error, inputs_of
@@ -55,3 +55,75 @@ def test_scans_over_context_ranks_equal_those_on_one_rank(ranks, world, order, k
         assert error(last, final.transpose(1, 2) if kind == "selective" else final.flatten(2)) < 1e-12
     for name, whole_gradient, parts in zip(names, expected, zip(*(r[3] for r in results), strict=True), strict=True):
         assert error(sum(parts), whole_gradient) < 1e-12, name
+
+
+@several_ranks
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seq_per_block", (3, 5))  # 3: the whole block is the next one's halo
+def test_convolution_with_halos_equals_that_of_the_whole_sequence(ranks, world, order, seq_per_block):
+    """Also the gradients of the inputs just before each seam, which receive a part from the next block."""
+    seq = seq_per_block * world * (2 if order == "zigzag" and world > 1 else 1)
+    whole = inputs_of("conv", seq=seq, channels=5)
+    y, _ = causal_conv(**whole)
+    weights = torch.randn(y.shape, dtype=torch.float64)
+    names = ["x", "weight", "bias"]
+    expected = torch.autograd.grad((y * weights).sum(), [whole[name] for name in names])
+
+    def run(rank):
+        context = ContextRanks(dist.group.WORLD if world > 1 else None, Counter(), order)
+        inputs = inputs_of("conv", seq=seq, channels=5)
+        x = in_blocks(context, inputs["x"])
+        before = halo(x, 3, context, inputs["history"])
+        out, _ = causal_conv(x, inputs["weight"], inputs["bias"], before)
+        gradients = torch.autograd.grad((out * in_blocks(context, weights)).sum(), [inputs[name] for name in names])
+        return in_blocks(context, y.detach()), out.detach(), gradients, context.counter.sent
+
+    results = ranks(run, world)
+    for expected_y, out, *_ in results:
+        assert error(out, expected_y) < 1e-12
+    for name, whole_gradient, parts in zip(names, expected, zip(*(r[2] for r in results), strict=True), strict=True):
+        assert error(sum(parts), whole_gradient) < 1e-12, name
+    message = 2 * 3 * 5 * 8  # batch, tokens, channels, bytes
+    ends = (1, 1) if order == "zigzag" else (0, 0)  # the first and the last rank have one neighbour
+    one_way = [2 if order == "zigzag" else 1] * world
+    if order == "zigzag":
+        one_way[0], one_way[-1] = ends
+        sent = [2 * n * message for n in one_way]  # backward sends as many
+    else:
+        sent = [((rank + 1 < world) + (rank > 0)) * message for rank in range(world)]
+    assert [r[3] for r in results] == (sent if world > 1 else [0])
+
+
+@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("kind", ("selective", "ssd"))
+def test_bytes_do_not_grow_with_the_sequence(ranks, world, kind):
+    """(P-1)/P of 4 states and 2 sums of dt forward, and of 4 states backward, for sizes that divide over the ranks."""
+    sizes = dict(channels=12) if kind == "selective" else dict(heads=12, groups=2, channels=3)
+    state, sums = 2 * 4 * (12 if kind == "selective" else 36), 2 * 12  # batch * N * channels; batch * units
+
+    def run(rank, seq):
+        context = ContextRanks(dist.group.WORLD, Counter())
+        y, _ = run_blocks(kind, inputs_of(kind, seq=seq, **sizes), context)
+        forward = context.counter.sent
+        y.sum().backward()
+        return forward, context.counter.sent - forward
+
+    for seq in (2 * world, 10 * world):
+        for forward, backward in ranks(run, world, seq):
+            assert forward == 8 * (world - 1) * (4 * state + 2 * sums) // world
+            assert backward == 8 * (world - 1) * 4 * state // world
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_blocks_that_are_too_short_or_uneven_are_refused(ranks, world):
+    def run(rank):
+        context = ContextRanks(dist.group.WORLD, Counter())
+        with pytest.raises(ValueError, match=f"{4 * world} tokens over {world} context ranks make blocks of 2"):
+            check_block_length(4, 3, context)
+        with pytest.raises(ValueError, match="5 local tokens are odd"):
+            check_block_length(5, 3, context)
+        check_block_length(6, 3, context)
+        with pytest.raises(ValueError, match="not in cyclic order"):
+            ContextRanks(dist.group.WORLD, Counter(), "cyclic")
+
+    ranks(run, world)
