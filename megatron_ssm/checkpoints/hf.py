@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of, hf_shapes
+from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.kernels import BLOCK
 from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
@@ -33,7 +35,7 @@ log = logging.getLogger("megatron_ssm")
 def load(
     directory: str | Path,
     group: ProcessGroup | None = None,
-    context: None = None,
+    context: Attention2D | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
@@ -44,8 +46,8 @@ def load(
 ) -> Model:
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
-    group: the tensor-parallel process group (None: one rank). context: must be None. dtype: of parameters and activations;
-    A_log, D and the dt bias are at least fp32. device: of the parameters. data_group: the ranks that hold other tokens
+    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations; A_log, D
+    and the dt bias are at least fp32. device: of the parameters. data_group: the ranks that hold other tokens
     of the same batch, over which `model.loss` averages (None: there are none).
 
     reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
@@ -58,6 +60,10 @@ def load(
 
     graphs: on CUDA, whether tokens are decoded with CUDA graphs where that is possible.
 
+    context: a schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
+    The model then takes and returns this rank's tokens, `context.shard(input_ids)`, and cannot use a cache. The sequences
+    of a hybrid model are attended by this schedule.
+
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
     Raises ValueError or FileNotFoundError for a configuration that cannot be split or is not supported, and for tensors that
@@ -65,22 +71,23 @@ def load(
     a rank alone cannot read a file, or the ranks' configurations or arguments differ, every rank raises the same ValueError.
     The ranks compare twice, before the model is built and after it is filled: each group gathers 16 bytes from each rank.
     """
-    groups = (group, data_group)
+    groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
     def open_files() -> tuple[Config, dict[str, Any]]:
-        _check_arguments(directory, context, dtype, reduce, weights)
+        _check_arguments(directory, dtype, reduce, weights)
         config = Config.read(directory)
         config.check_ranks(1 if group is None else group.size())
+        check_schedule(context, config, group)
         tensors = open_tensors(Path(directory), stack)
         return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
     def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        return opened[0], dtype, torch.device(device).type, how, weights, replicas
+        return opened[0], dtype, torch.device(device).type, how, weights, replicas, repr(context)
 
     def build_and_fill() -> Model:
-        model = build(config, group, data_group, dtype, device, reduce, shared_memory)
+        model = build(config, group, data_group, dtype, device, reduce, shared_memory, context)
         try:
             with torch.no_grad():
                 quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
@@ -100,12 +107,8 @@ def load(
     return model
 
 
-def _check_arguments(
-    directory: str | Path, context: object, dtype: object, reduce: object, weights: str | None
-) -> None:
+def _check_arguments(directory: str | Path, dtype: object, reduce: object, weights: str | None) -> None:
     """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
-    if context is not None:
-        raise ValueError("context parallelism is not implemented yet: context must be None")
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, "int8"):
@@ -124,6 +127,7 @@ def build(
     device: torch.device | str = "cpu",
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     shared_memory: bool = True,
+    context: Attention2D | None = None,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
     config.check_ranks(1 if group is None else group.size())
@@ -131,7 +135,7 @@ def build(
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
-    model = Model(config, ranks, data_group, dtype, device)
+    model = Model(config, ranks, data_group, dtype, device, context)
     prefer_huge_pages(model.parameters())
     return model
 
@@ -174,17 +178,18 @@ def _read(parameter: nn.Parameter, tensor: Any, ranks: Ranks) -> None:
 
 
 def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write a Hugging Face directory that transformers loads; all ranks of the model (and its data group) call it.
+    """Write a Hugging Face directory that transformers loads; all ranks of the model, its data and context groups call it.
 
-    Rank 0 (of the first data-parallel replica) receives the shards tensor by tensor, holds at most the tensors of one file,
-    at most `file_bytes`, and writes them. Files appear under their names only when all are complete. Tokenizer and
-    generation files are copied from the directory that the model was loaded from. A tensor kept in fp32 (A_log, ...) is
+    Rank 0 (of the first replica and the first context rank) receives the shards tensor by tensor, holds at most the tensors
+    of one file, at most `file_bytes`, and writes them. Files appear under their names only when all are complete. Tokenizer
+    and generation files are copied from the directory that the model was loaded from. A tensor kept in fp32 (A_log, ...) is
     stored in the model's dtype where that is exact.
 
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
-    groups = (model.ranks.group, model.data_group)
+    copies = [model.data_group, None if model.context is None else model.context.group]
+    groups = (model.ranks.group, *copies)
     target, plan = run_and_compare(
         lambda: (Path(directory), _plan(model, file_bytes)),
         lambda found: {file: list(names) for file, names in found[1].items()},
@@ -192,10 +197,12 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
         model.device,
     )
     errors: Iterator[str | None] = iter([None] * (len(plan) + 2))
-    if model.data_group is None or dist.get_rank(model.data_group) == 0:
+    if all(group is None or dist.get_rank(group) == 0 for group in copies):
         errors = _save_replica(model, target, plan)
     for error in errors:
-        if error := _broadcast(error, model.data_group, model.device):
+        for group in copies:
+            error = _broadcast(error, group, model.device)
+        if error:
             raise OSError(error)
 
 

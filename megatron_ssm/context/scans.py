@@ -43,7 +43,7 @@ class _CarryAdjoint(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """The inputs of `ops.scan.selective_scan`, in blocks, for neighbouring channels that share B and C.
+    """The inputs of `ops.scan.selective_scan`, for neighbouring channels that share B and C.
 
     x, dt, z: (batch * blocks of a rank, block length, channels); B, C: the same with N in place of channels; A_log:
     (channels, N); D, dt_bias: (channels,).
@@ -62,9 +62,12 @@ class ScanInputs:
         """See `summaries.selective_summary`."""
         return selective_summary(self.x, self.dt, self.A_log, self.B, self.dt_bias)
 
-    def scan(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs and the final states of the blocks, from their incoming states."""
-        return selective_scan(self.x, self.dt, self.A_log, self.B, self.C, self.D, self.z, self.dt_bias, state)
+    def scan(
+        self, state: torch.Tensor | None, overwrite: bool = False, overwrite_x: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs and the final states, from the incoming states; see `selective_scan`."""
+        inputs = self.x, self.dt, self.A_log, self.B, self.C, self.D, self.z, self.dt_bias, state
+        return selective_scan(*inputs, overwrite=overwrite, overwrite_x=overwrite_x)
 
 
 def selective_scan_over_context(

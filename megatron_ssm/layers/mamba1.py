@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from megatron_ssm.configs.config import Config
+from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.scan import selective_scan
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RowParallelLinear, is_plain, rms_norm
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
@@ -68,6 +69,9 @@ class MambaMixer(nn.Module):
 
     Forward sends the all-reduce of out_proj and, if there are fewer heads than ranks, that of x_proj. Backward sends the
     all-reduce of the gradient of in_proj's input and, if forward does, that of x_proj's output.
+
+    context: the ranks that hold the other tokens of the sequence (None: this rank has all). Then both directions also pass
+    states and the convolution's inputs between these ranks (see `context`).
     """
 
     def __init__(
@@ -75,10 +79,12 @@ class MambaMixer(nn.Module):
         config: Config,
         ranks: Ranks,
         head_ranks: Ranks,
+        context: ContextRanks | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        self.context = context
         inner, state, rank = config.intermediate_size // ranks.size, config.state_size, config.dt_rank
         wide = at_least_fp32(dtype)
         self.head_ranks, self.channels, self.splits = head_ranks, inner, (rank, state, state)
@@ -104,6 +110,8 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
         """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated."""
+        if self.context is not None:
+            return self.out_proj(self._gated_over_context(hidden, self.context))
         return self.out_proj(self._gated(hidden, info, cache))
 
     def _gated(self, hidden, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
@@ -114,13 +122,29 @@ class MambaMixer(nn.Module):
         x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if info.mask is None else x * info.mask
-        width = self.channels // self.heads
-        heads = [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
-        scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
+        scans = []
+        for h in self._head_slices():
+            inputs = self._scan_inputs(x[..., h], z[..., h], h)
+            # A state from a cache is overwritten, and so is x, the convolution's output, unless a hook may have kept it.
+            before = None if state is None else state[..., h]
+            scans.append(inputs.scan(before, before is not None, is_plain(self.conv, Convolution)))
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
             cache.update(conv, state, info.rows)
         return y
+
+    def _gated_over_context(self, hidden: torch.Tensor, context: ContextRanks) -> torch.Tensor:
+        """`_gated` of this rank's tokens of a sequence that is spread over the context ranks."""
+        x, z = (context.to_blocks(t) for t in self.in_proj(hidden).chunk(2, dim=-1))
+        x, _ = self.conv(x, halo(x, self.kernel - 1, context))
+        heads = [self._scan_inputs(x[..., h], z[..., h], h) for h in self._head_slices()]
+        y, _ = selective_scan_over_context(heads, context)
+        return context.from_blocks(y)
+
+    def _head_slices(self) -> list[slice]:
+        """The channels of each head on this rank."""
+        width = self.channels // self.heads
+        return [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); in Falcon-Mamba, each is then normalized."""
@@ -130,13 +154,9 @@ class MambaMixer(nn.Module):
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
         return torch.cat(list(parts), dim=-1)
 
-    def _scan(self, x, z, head: slice, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_proj, dt_proj and the scan of one head's channels (batch, seq, width): the gated output and the next state.
-
-        A state from a cache is overwritten, and so is x, the output of the convolution, unless a hook may have kept it.
-        """
+    def _scan_inputs(self, x: torch.Tensor, z: torch.Tensor, head: slice) -> ScanInputs:
+        """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads."""
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
         dt = linear(dt, self.dt_proj[head])
-        inputs = x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head], state
-        return selective_scan(*inputs, overwrite=state is not None, overwrite_x=is_plain(self.conv, Convolution))
+        return ScanInputs(x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head])

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ssm.configs.config import Config
+from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.ops.scan import ssd
@@ -38,6 +40,9 @@ class Mamba2Mixer(nn.Module):
     Forward sends the all-reduces above. Backward sends one all-reduce of the gradient of in_proj's input; with fewer groups
     than ranks, one for each tensor that holds B and C (the weights, and biases if there are any, of in_proj and of the
     convolution); and with 1 < groups < ranks one of the gradients of the sums of squares.
+
+    context: the ranks that hold the other tokens of the sequence (None: this rank has all). Then both directions also pass
+    states and the convolution's inputs between these ranks (see `context`).
     """
 
     A_log: nn.Parameter
@@ -48,10 +53,12 @@ class Mamba2Mixer(nn.Module):
         self,
         config: Config,
         ranks: Ranks,
+        context: ContextRanks | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        self.context = context
         self.ranks, wide = ranks, at_least_fp32(dtype)
         self.heads, self.head_dim, self.state_size = config.heads // ranks.size, config.head_dim, config.state_size
         self.groups = max(1, config.groups // ranks.size)
@@ -92,23 +99,39 @@ class Mamba2Mixer(nn.Module):
 
     def _scanned(self, hidden, info: BatchInfo, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of the scan and the gate z, (batch, seq, this rank's channels) each. Frees its temporaries."""
-        batch, seq, _ = hidden.shape
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
+        if self.context is not None:
+            return self._scanned_over_context(xBC, dt, self.context), z
         xBC = xBC if info.mask is None else xBC * info.mask
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
-        x, B, C = xBC.split([inner, bc, bc], dim=-1)
-        dt = F.softplus(dt + self.dt_bias)
-        if not info.decoding and self.dt_limit != (0.0, float("inf")):
-            dt = dt.clamp(*self.dt_limit)
-        B, C = (t.view(batch, seq, self.groups, self.state_size) for t in (B, C))
-        x = x.view(batch, seq, self.heads, self.head_dim)
+        x, B, C = self._parts(xBC)
+        dt = self._step_sizes(dt, info.decoding)
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None)
         if cache is not None:
             cache.update(conv, state, info.rows)
-        return y.reshape(batch, seq, inner), z
+        return y.flatten(2), z
+
+    def _scanned_over_context(self, xBC: torch.Tensor, dt: torch.Tensor, context: ContextRanks) -> torch.Tensor:
+        """The output of the scan for this rank's tokens of a sequence that is spread over the context ranks."""
+        xBC, dt = context.to_blocks(xBC), context.to_blocks(dt)
+        xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context))
+        x, B, C = self._parts(xBC)
+        y, _ = ssd_over_context(x, self._step_sizes(dt), self.A_log, B, C, self.D, context)
+        return context.from_blocks(y).flatten(2)
+
+    def _parts(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (batch, seq, this rank's heads, head_dim), and B and C (batch, seq, this rank's groups, N)."""
+        x, B, C = xBC.split([self.rows[name] for name in "xBC"], dim=-1)
+        B, C = (t.unflatten(2, (self.groups, self.state_size)) for t in (B, C))
+        return x.unflatten(2, (self.heads, self.head_dim)), B, C
+
+    def _step_sizes(self, dt: torch.Tensor, decoding: bool = False) -> torch.Tensor:
+        """softplus(dt + bias), clamped to the configuration's limits, except while decoding."""
+        dt = F.softplus(dt + self.dt_bias)
+        return dt if decoding or self.dt_limit == (0.0, float("inf")) else dt.clamp(*self.dt_limit)
 
     @property
     def local_norm(self) -> bool:

@@ -189,21 +189,22 @@ class SharedBlock(nn.Module):
     """norm -> attention -> norm -> gated MLP, without residual connections. A rank has 1/T of the heads and of the MLP.
 
     Forward sends two all-reduces (o_proj, down_proj). Backward sends two, of the gradients of the inputs of qkv and gate_up,
-    and one for each adapter. core: the attention between the projections, a function with the arguments of `attend`; it may
-    be replaced.
+    and one for each adapter. core: the attention between the projections, a function with the arguments of `attend`; its
+    communication comes on top.
     """
 
     def __init__(
         self,
         config: Config,
         ranks: Ranks,
+        core: Callable[..., torch.Tensor] = attend,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__()
         shared, hidden = _shared_config(config), config.hidden_size
         where: dict[str, Any] = dict(dtype=dtype, device=device)
-        self.core: Callable[..., torch.Tensor] = attend
+        self.core = core
         self.head_dim, self.rope_theta = shared.head_dim, shared.rope_theta
         self.activation = ACTIVATIONS[shared.activation]
         self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)

@@ -1,5 +1,6 @@
 """The language model: vocabulary-parallel embedding, residual blocks and head."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import idle_tensors
+from megatron_ssm.context.blocks import check_block_length
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
@@ -16,12 +19,13 @@ from megatron_ssm.layers.block import Block
 from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation
+from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation, attend
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
 from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives import counted as collectives
 
+from .context import attend_over_context, check_on_context_ranks, check_schedule, context_ranks
 from .inputs import check_ids, check_inputs
 from .loss import vocabulary_parallel_cross_entropy
 from .parameters import attach_fields
@@ -35,6 +39,9 @@ class Model(nn.Module):
     parameters and activations. device: of the parameters. All ranks make the model together, because that may make a process
     group. ValueError on every rank if the model cannot be split over the ranks.
 
+    schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
+    the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels.
+
     The attribute directory is the checkpoint it was loaded from, or None; weights is "int8" if the matrices are
     quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA
     graphs, and is False once a step could not be captured; head_ranks are the ranks that share a head of Zamba's mixers.
@@ -47,10 +54,13 @@ class Model(nn.Module):
         data_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        schedule: Attention2D | None = None,
     ):
         super().__init__()
         config.check_ranks(ranks.size)
+        check_schedule(schedule, config, ranks.group)
         self.config, self.ranks, self.data_group = config, ranks, data_group
+        self.schedule, self.context = schedule, context_ranks(schedule, ranks.counter)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
@@ -59,13 +69,14 @@ class Model(nn.Module):
         self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        self.shared = nn.ModuleList(SharedBlock(config, ranks, **options) for _ in range(config.shared_copies))
+        core = attend if self.context is None else partial(attend_over_context, schedule)
+        self.shared = nn.ModuleList(SharedBlock(config, ranks, core, **options) for _ in range(config.shared_copies))
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
             mixer = (
-                Mamba2Mixer(config, ranks, **options)
+                Mamba2Mixer(config, ranks, self.context, **options)
                 if config.groups
-                else MambaMixer(config, ranks, self.head_ranks, **options)
+                else MambaMixer(config, ranks, self.head_ranks, self.context, **options)
             )
             use = (
                 SharedBlockInvocation(config, ranks, idle_tensors(config, layer), **options)
@@ -176,7 +187,12 @@ class Model(nn.Module):
         """
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
-        mask = self.check_inputs(input_ids, attention_mask, cache)
+        mask = check_on_context_ranks(
+            lambda: self._check_call(input_ids, attention_mask, cache, logits_to_keep),
+            (getattr(input_ids, "shape", None), torch.is_grad_enabled()),
+            self.context,
+            self.device,
+        )
         is_decoding, local = False, None
         if cache is not None and not prompt and input_ids.shape[1] == 1:
             is_decoding = bool((cache.lengths[cache.rows] > 0).all())
@@ -206,7 +222,12 @@ class Model(nn.Module):
     ) -> BatchInfo:
         """What the layers need to know about a call; reserves space for its keys and values."""
         batch, seq = input_ids.shape
-        positions = Positions.of(batch, seq, mask, cache, self.device) if self.shared else None
+        positions = None
+        if self.shared and self.schedule is not None and self.context is not None:
+            new = self.schedule.positions(seq * self.context.size).to(self.device).expand(batch, -1)
+            positions = Positions(new, seq, True, None)
+        elif self.shared:
+            positions = Positions.of(batch, seq, mask, cache, self.device)
         if positions is not None and cache is not None:
             cache.reserve(positions.longest)
         begins = cache is not None and not cache.lengths[cache.rows].any()
@@ -237,7 +258,9 @@ class Model(nn.Module):
         input_ids = arguments.pop("inputs", None) if input_ids is None else input_ids
         return transformers_generate(self, input_ids, attention_mask, generation_config, seed, arguments)
 
-    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    def loss(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100, seq: int | None = None
+    ) -> torch.Tensor:
         """The mean cross-entropy in nats of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
 
         input_ids, labels: (batch, seq), the same on all tensor-parallel ranks; positions with `ignore_index` do not count.
@@ -245,21 +268,59 @@ class Model(nn.Module):
         rank is the share of its own tokens, to be summed over that group. Sends all-reduces of 1 and of 2 values per
         position over the tensor-parallel ranks, and one of 2 values over the data group. ValueError for ids outside the
         vocabulary, for labels of another shape than input_ids, and for a quantized model under autograd.
+
+        Under context parallelism, input_ids and labels are this rank's tokens: the labels are shifted before they are
+        sharded, and the mean and the sum of the gradients are also over the context ranks. seq: the length of the whole
+        sequence, whose padding does not count (None: there is no padding).
         """
-        if torch.is_grad_enabled():
-            self.check_exact_weights("trained")
-        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
-        check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
+        labels = check_on_context_ranks(
+            lambda: self._check_labels(input_ids, labels, ignore_index, seq),
+            (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
+            self.context,
+            self.device,
+        )
         vocabulary = range(self.embeddings.start, self.embeddings.stop)
         nats = vocabulary_parallel_cross_entropy(self.local_logits(input_ids), labels, vocabulary, self.ranks)
         counted = labels != ignore_index
         sums = torch.stack([nats.masked_fill(~counted, 0).sum(), counted.sum().to(nats.dtype)])
-        total, count = reduce_from_ranks(sums, self.data_group, self._sum_over_data_group)
+        for group in (self.data_group, None if self.context is None else self.context.group):
+            sums = reduce_from_ranks(sums, group, self._sum_over_data_group)
+        total, count = sums
         return total / count.clamp(min=1)
+
+    def _check_labels(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int, seq: int | None
+    ) -> torch.Tensor:
+        """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `loss` for what is refused."""
+        if torch.is_grad_enabled():
+            self.check_exact_weights("trained")
+        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
+        if seq is not None:
+            if self.schedule is None:
+                raise ValueError(f"seq={seq}: only sequences that context ranks share are padded")
+            positions = self.schedule.positions(seq)
+            if len(positions) != labels.shape[1]:
+                raise ValueError(f"seq={seq} makes {len(positions)} local tokens, not {labels.shape[1]}")
+            labels = labels.masked_fill((positions >= seq).to(labels.device), ignore_index)
+        check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
+        return labels
 
     def _sum_over_data_group(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         return collectives.all_reduce(tensor, group, self.counter)
+
+    def _check_call(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, logits_to_keep: int
+    ) -> torch.Tensor | None:
+        """`check_inputs`, and ValueError for what a call under context parallelism does not support."""
+        mask = self.check_inputs(input_ids, attention_mask, cache)
+        if self.context is not None:
+            if mask is not None:
+                raise ValueError("attention_mask has zeros, which context parallelism does not support")
+            if cache is not None or logits_to_keep:
+                raise ValueError("under context parallelism a call has neither a cache nor logits_to_keep")
+            check_block_length(input_ids.shape[1], self.config.conv_kernel - 1, self.context)
+        return mask
 
     def check_inputs(
         self,

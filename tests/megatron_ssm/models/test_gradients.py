@@ -3,17 +3,23 @@
 In float64, any number of ranks is within 5e-11 of transformers, so any two are within 1e-10 of each other.
 """
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from gradients import (
+    assert_near,
+    cross_entropy,
+    errors,
+    gradients,
+    shifted,
+    transformers_gradients,
+    transformers_loss,
+    whole,
+)
 
 import megatron_ssm
-from cases import MARKED, assemble, oracle
+from cases import MARKED, oracle
 from hf import precisely
-from megatron_ssm.configs.layouts import layout
 
 __all__ = ["oracle"]
 
@@ -24,68 +30,12 @@ FEW = (
 )  # fmt: skip
 
 
-def shifted(ids, ignored=0.0, value=-100, seed=5):
-    """(inputs, labels) for predicting the next id; a fraction `ignored` of the labels is set to `value`."""
-    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
-    drawn = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed))
-    return inputs, labels.masked_fill(drawn < ignored, value)
-
-
-def cross_entropy(logits, labels, ignore_index=-100):
-    """The loss of logits over the whole vocabulary."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index)
-
-
-def gradients(model):
-    """{our name: this rank's gradient}; asserts that only adapters that no layer uses have none."""
-    idle = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert idle == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert all(".use.idle." in name for name in idle)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if name not in idle}
-
-
 def run_loss(oracle, inputs, labels, group=None, dtype=torch.float64, **keywords):
     """The loss of our model, and this rank's gradients."""
     model = megatron_ssm.load(oracle.directory, group, dtype=dtype)
     loss = model.loss(inputs, labels, **keywords)
     loss.backward()
     return loss.detach(), gradients(model)
-
-
-def whole(oracle, shards):
-    """{Hugging Face name: whole gradient} from all ranks' parts; replicated gradients must be bitwise equal."""
-    fields = layout(megatron_ssm.Config.read(oracle.directory))
-    return assemble([field for field in fields if field.name in shards[0]], shards)
-
-
-@cache
-def transformers_loss(oracle, ignored=0.0):
-    """(loss, {name: gradient}) of transformers, from its logits and labels that are already shifted."""
-    model, (inputs, labels) = oracle.model, shifted(oracle.ids, ignored)
-    model.zero_grad(set_to_none=True)
-    with precisely(oracle.dtype):
-        loss = cross_entropy(model(inputs, use_cache=False).logits, labels)
-        loss.backward()
-    return loss.detach().double(), transformers_gradients(model)
-
-
-def transformers_gradients(model):
-    """{Hugging Face name: gradient}; adapters that are unused because blocks are untied have none."""
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def errors(ours, theirs):
-    """{name: ||g - g_ref|| / ||g_ref||}, absolute where ||g_ref|| < 1e-8."""
-    assert set(ours) == set(theirs)
-    scales = {name: theirs[name].norm() for name in theirs}
-    return {n: ((ours[n] - theirs[n]).norm() / (s if s >= 1e-8 else 1)).item() for n, s in scales.items()}
-
-
-def assert_near(ours, theirs, tolerance):
-    """Assert that the error of every tensor is at most the tolerance."""
-    __tracebackhide__ = True
-    wrong = {name: error for name, error in errors(ours, theirs).items() if not error <= tolerance}
-    assert not wrong, f"beyond {tolerance}: {wrong}"
 
 
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))

@@ -1,0 +1,77 @@
+"""The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from attention2d import Attention2D
+from attention2d.layout.checks import check_heads
+from megatron_ssm.configs.config import Config
+from megatron_ssm.context.blocks import ContextRanks
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import Counter, all_gather_small
+
+Result = TypeVar("Result")
+
+
+def check_schedule(schedule: Attention2D | None, config: Config, group: ProcessGroup | None) -> None:
+    """ValueError if `schedule` cannot spread the sequences of this model over ranks. group: the tensor-parallel ranks."""
+    if schedule is None:
+        return
+    if not isinstance(schedule, Attention2D):
+        raise ValueError(f"context={schedule!r} is not a schedule that attention2d's Attention2D, Ring, ... return")
+    ContextRanks(schedule.group, Counter(), schedule.order)
+    if schedule.group is not None and group is not None:
+        tensor, context = (set(dist.get_process_group_ranks(each)) for each in (group, schedule.group))
+        if tensor & context != {dist.get_rank()}:
+            raise ValueError(
+                f"context ranks {sorted(context)} and tensor-parallel ranks {sorted(tensor)} must share this rank only"
+            )
+    if config.shared is not None:
+        ranks = 1 if group is None else group.size()
+        check_heads(config.shared.heads // ranks, config.shared.kv_heads // ranks, schedule.grid.ulysses)
+
+
+def context_ranks(schedule: Attention2D | None, counter: Counter) -> ContextRanks | None:
+    """The ranks of a schedule, or None if there is only one. counter: counts what the state-space layers send."""
+    if schedule is None or schedule.ranks == 1:
+        return None
+    return ContextRanks(schedule.group, counter, schedule.order)
+
+
+def attend_over_context(
+    schedule: Attention2D,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`layers.shared_attention.attend` of this rank's tokens to those of all context ranks."""
+    assert causal and mask is None, "under context parallelism there is no mask but the causal one"
+    out = schedule(q, k, v, causal=True, scale=scale)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def check_on_context_ranks(
+    check: Callable[[], Result], compared: tuple, context: ContextRanks | None, device: torch.device
+) -> Result:
+    """What `check()` returns. ValueError on every context rank if it fails on one of them, or if `compared` differs.
+
+    The ranks hold different tokens, so that one of them alone can be given a wrong one. Gathers 16 bytes of each rank.
+    """
+    if context is None:
+        return check()
+    results: list[Result] = []
+
+    def arguments() -> tuple:
+        results.append(check())
+        return compared
+
+    agree(lambda mine: all_gather_small(mine, context.group), device, arguments, "context ranks")
+    return results[0]

@@ -1,0 +1,155 @@
+"""Models whose sequences are spread over context ranks. Oracle: transformers' autograd in float64.
+
+Sequences of 69 tokens do not divide over the ranks, so they are padded.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradients import assert_near, gradients, shifted, transformers_loss, whole
+
+import megatron_ssm
+from attention2d import USP, AllGather, Attention2D, Ring, Tree, Ulysses
+from cases import TOLERANCE, oracle
+from serving import attempt
+
+__all__ = ["oracle"]
+
+EXACT = 5e-11
+SCHEDULES = {  # name: (context ranks, the schedule of a group)
+    "ring-2": (2, Ring),
+    "ring-3": (3, Ring),
+    "contiguous-3": (3, lambda group: Ring(group, "contiguous")),
+    "all-gather-2": (2, AllGather),
+    "ulysses-2": (2, Ulysses),
+    "usp-4": (4, lambda group: USP(group, 2)),
+    "2d-4": (4, lambda group: Attention2D(group, 2, 2)),
+    "2d-overlapped-4": (4, lambda group: Attention2D(group, 2, 2, overlap=True)),
+    "one-rank": (1, Ring),
+}
+NAMES = (
+    "mamba", "mamba-biases-untied", "falcon", "mamba2-1-group", "mamba2-2-groups", "mamba2-dt-limit", "zamba-2-heads-biases",
+    "zamba-4-heads-grouped-untied", "zamba2-1-group", "zamba2-2-groups-adapters-rope",
+)  # fmt: skip
+DEFAULT = (  # (model, tensor-parallel ranks, schedule)
+    ("mamba-biases-untied", 1, "ring-3"), ("mamba", 2, "ring-2"), ("falcon", 2, "contiguous-3"),
+    ("mamba2-1-group", 2, "ring-2"), ("mamba2-2-groups", 1, "usp-4"), ("mamba2-dt-limit", 1, "one-rank"),
+    ("zamba-2-heads-biases", 2, "all-gather-2"), ("zamba-4-heads-grouped-untied", 1, "ulysses-2"),
+    ("zamba2-1-group", 1, "2d-4"), ("zamba2-2-groups-adapters-rope", 2, "2d-overlapped-4"),
+)  # fmt: skip
+ALL = [(name, tp, schedule) for name in NAMES for tp in (1, 2) for schedule in SCHEDULES]
+CASES = [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in ALL]
+
+
+def groups_of(rank, tp, cp):
+    """This rank's tensor-parallel and context-parallel groups in a world of tp * cp ranks; tensor ranks are neighbours."""
+    tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)]
+    context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)]
+    return tensor[rank // tp], context[rank % tp]
+
+
+def load(oracle, rank, tp, schedule):
+    """The model over tensor-parallel ranks and the ranks of a schedule, and the schedule."""
+    cp, make = SCHEDULES[schedule]
+    tensor, context = groups_of(rank, tp, cp)
+    schedule = make(context)
+    return megatron_ssm.load(oracle.directory, tensor, context=schedule, dtype=torch.float64), schedule
+
+
+@pytest.mark.parametrize("name, tp, schedule", CASES)
+def test_loss_and_gradients_equal_those_of_one_rank(ranks, name, tp, schedule, oracle):
+    """A fifth of the labels is ignored. The gradients of the context ranks add up to those of the whole sequence."""
+    oracle = oracle(name, torch.float64)
+    inputs, labels = shifted(oracle.ids, ignored=0.2)
+
+    def run(rank):
+        model, spread = load(oracle, rank, tp, schedule)
+        loss = model.loss(spread.shard(inputs), spread.shard(labels), seq=inputs.shape[1])
+        loss.backward()
+        found = gradients(model)
+        for gradient in found.values():
+            dist.all_reduce(gradient, group=spread.group)
+        return loss.detach(), found
+
+    results = ranks(run, tp * SCHEDULES[schedule][0])
+    loss, theirs = transformers_loss(oracle, ignored=0.2)
+    assert all(torch.equal(results[0][0], other) for other, _ in results)
+    torch.testing.assert_close(results[0][0], loss, rtol=EXACT, atol=0)
+    assert_near(whole(oracle, [shard for _, shard in results[:tp]]), theirs, EXACT)
+
+
+@pytest.mark.parametrize("schedule", ("ring-2", "2d-4"))
+@pytest.mark.parametrize("name", ("mamba", "zamba2-2-groups-adapters-rope"))
+def test_logits_in_fp32(ranks, name, schedule, oracle):
+    """The C kernels, which compute in fp32, give the logits of one rank within rounding."""
+    oracle = oracle(name)
+
+    def run(rank):
+        spread = SCHEDULES[schedule][1](dist.group.WORLD)
+        model = megatron_ssm.load(oracle.directory, context=spread)
+        with torch.no_grad():
+            logits = spread.unshard(model(spread.shard(oracle.ids)), 1, oracle.ids.shape[1])
+        model.loss(spread.shard(oracle.ids), spread.shard(oracle.ids), seq=oracle.ids.shape[1]).backward()
+        for gradient in (found := gradients(model)).values():
+            dist.all_reduce(gradient)
+        return logits, found
+
+    one = megatron_ssm.load(oracle.directory)
+    one.loss(oracle.ids, oracle.ids).backward()
+    expected = gradients(one)
+    with torch.no_grad():
+        whole_logits = one(oracle.ids)
+    for logits, found in ranks(run, SCHEDULES[schedule][0]):
+        torch.testing.assert_close(logits, whole_logits, rtol=0, atol=TOLERANCE[oracle.family])
+        assert_near(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
+    """Also those that are wrong on the last rank only."""
+    oracle = oracle("zamba2-1-group", torch.float64)
+
+    def run(rank):
+        spread, is_last = Ring(dist.group.WORLD), rank == world - 1
+        model = megatron_ssm.load(oracle.directory, context=spread, dtype=torch.float64)
+        ids = spread.shard(oracle.ids[:, : 16 * world])
+        wrong_id = ids.clone()
+        wrong_id[0, 0] = 10_000 if is_last else 0
+        mask = torch.ones_like(ids)
+        mask[0, 0] = 0 if is_last else 1
+        calls = {
+            "token id 10000 is outside": lambda: model(wrong_id),
+            "label 10000 is outside": lambda: model.loss(ids, wrong_id),
+            "attention_mask has zeros": lambda: model(ids, mask),
+            "make blocks of 2, shorter than the convolution's halo of 3": lambda: model(ids[:, :4]),
+            "were asked something else than rank 0": lambda: model(ids[:, : 14 if is_last else 16]),
+            "seq=7 makes": lambda: model.loss(ids, ids, seq=7),
+            "neither a cache nor logits_to_keep": lambda: model(ids, cache=model.new_cache(2)),
+        }
+        return {words: attempt(call) for words, call in calls.items()}, model(ids).isfinite().all()
+
+    for errors, goes_on in ranks(run, world):
+        assert goes_on
+        for words, error in errors.items():
+            assert error is not None and error[0] == "ValueError" and words in error[1], (words, error)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_schedules_that_do_not_fit_are_refused_by_load(ranks, world, oracle):
+    directory = oracle("zamba2-1-group", torch.float64).directory
+
+    def run(rank):
+        group = dist.group.WORLD
+        schedules = {
+            "is not a schedule": Tree(group),
+            "must share this rank only": Ring(group),
+            "not in cyclic order": Ring(group, "cyclic"),
+        }
+        return {
+            words: attempt(megatron_ssm.load, directory, group if "share" in words else None, schedule)
+            for words, schedule in schedules.items()
+        }
+
+    for errors in ranks(run, world):
+        for words, error in errors.items():
+            assert error is not None and error[0] == "ValueError" and words in error[1], (words, error)
