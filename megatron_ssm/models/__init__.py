@@ -2,5 +2,5 @@
 
 In: a `Config` and the tensor-parallel ranks. Out: logits, losses, and generated tokens.
 How a family differs from another is in `configs`; there is no module per family here.
-May import: configs, parallel, layers, decoding, inference.
+May import: configs, context, parallel, layers, decoding, inference.
 """
