@@ -1,13 +1,15 @@
 """The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from attention2d import Attention2D
+from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from attention2d.layout.checks import check_heads
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
@@ -15,6 +17,26 @@ from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small
 
 Result = TypeVar("Result")
+
+
+def schedule_of(name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int) -> Attention2D:
+    """The attention schedule called `name` for the ranks of `group`.
+
+    name: ring, all-gather, ulysses, usp (two ranks of each cell divide the heads), 2d (the most square grid), 3d (usp on
+    such a grid), or auto: the one that sends the fewest bytes for this model's attention, split over `tensor_ranks`, and for
+    `batch` sequences of `seq` tokens. A model without attention sends nothing by it, and auto is then the ring. ValueError
+    if the schedule does not fit the number of ranks.
+    """
+    ranks, shared = group.size(), config.shared
+    if name == "auto" and shared is not None:
+        heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
+        return choose(group, heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch, itemsize=4)
+    if name in ("2d", "3d"):
+        cells = ranks // 2 if name == "3d" else ranks
+        rows = max(1, *(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0))
+        return Attention2D(group, rows, max(1, cells // rows), 2 if name == "3d" else 1)
+    kinds = {"auto": Ring, "ring": Ring, "all-gather": AllGather, "ulysses": Ulysses, "usp": partial(USP, ulysses=2)}
+    return kinds[name](group)
 
 
 def check_schedule(schedule: Attention2D | None, config: Config, group: ProcessGroup | None) -> None:

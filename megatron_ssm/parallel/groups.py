@@ -20,14 +20,16 @@ TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost r
 class Groups:
     """The process groups of this rank. A group of one rank is None.
 
-    tensor: the ranks that hold the parts of one replica of the model. data: the ranks that hold the same part of the other
-    replicas. context: the ranks that share a sequence (always None: not implemented yet). rank, ranks: this rank's number in
-    the world, and the size of the world.
+    tensor: the ranks that hold the parts of one copy of the model. context: the ranks that hold the same part, and other
+    tokens of the same sequences. data: the ranks that hold the same part, and other sequences. copies: all ranks that hold
+    the same part, which sum their gradients: context x data. rank, ranks: this rank's number in the world, and the size of
+    the world.
     """
 
     tensor: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
+    copies: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
 
@@ -51,32 +53,55 @@ class Groups:
         """How many replicas there are."""
         return 1 if self.data is None else self.data.size()
 
+    @property
+    def context_ranks(self) -> int:
+        """How many ranks share a sequence."""
+        return 1 if self.context is None else self.context.size()
+
+    @property
+    def copy_rank(self) -> int:
+        """This rank's number among those that hold the same part of the model."""
+        return 0 if self.copies is None else dist.get_rank(self.copies)
+
+    @property
+    def copy_ranks(self) -> int:
+        """How many ranks hold the same part of the model."""
+        return 1 if self.copies is None else self.copies.size()
+
 
 def launched_ranks() -> int:
     """How many ranks torchrun or the deepspeed launcher started (1: none of them did)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_world(tensor: int, world: int) -> None:
-    """ValueError unless replicas of `tensor` ranks divide a world of `world` ranks."""
-    if tensor < 1:
-        raise ValueError(f"{tensor} tensor-parallel ranks: there must be at least 1")
-    if world % tensor:
-        numbers = f"({world} % {tensor} = {world % tensor})"
-        hint = "" if "WORLD_SIZE" in os.environ else f"; start it with torchrun --nproc-per-node {tensor}"
-        raise ValueError(f"{world} ranks do not divide over replicas of {tensor} tensor-parallel ranks {numbers}{hint}")
+def check_world(tensor: int, world: int, context: int = 1) -> None:
+    """ValueError unless replicas of `tensor` x `context` ranks divide a world of `world` ranks."""
+    for name, size in dict(tensor=tensor, context=context).items():
+        if size < 1:
+            raise ValueError(f"{size} {name}-parallel ranks: there must be at least 1")
+    replica, of_context = tensor * context, f" x {context} context-parallel" if context > 1 else ""
+    if world % replica:
+        numbers = f"({world} % {replica} = {world % replica})"
+        hint = "" if "WORLD_SIZE" in os.environ else f"; start it with torchrun --nproc-per-node {replica}"
+        raise ValueError(
+            f"{world} ranks do not divide over replicas of {tensor} tensor-parallel{of_context} ranks {numbers}{hint}"
+        )
 
 
 def join(
-    tensor: int, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+    tensor: int,
+    device: str = "cpu",
+    timeout: datetime.timedelta = TIMEOUT,
+    init_method: str | None = None,
+    context: int = 1,
 ) -> int:
     """Initialize torch.distributed from torchrun's environment variables, unless it is, or there is only one rank.
 
     device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: torchrun's address). Returns
-    the size of the world. ValueError on every rank, before they meet, if `tensor` does not divide it.
+    the size of the world. ValueError on every rank, before they meet, if `tensor` x `context` does not divide it.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-    check_world(tensor, world)
+    check_world(tensor, world, context)
     if world > 1 and not dist.is_initialized():
         backend = "nccl" if device.startswith("cuda") else "gloo"
         rank = int(os.environ["RANK"])
@@ -97,7 +122,7 @@ def replicas(
     group = dist.group.WORLD
     if tensor < world:
         group = None if tensor == 1 else dist.new_subgroups(tensor, timeout=timeout)[0]
-    return Groups(group, None, None, dist.get_rank(), world)
+    return Groups(group, rank=dist.get_rank(), ranks=world)
 
 
 # {group: {count: this rank's subgroup}}, so that a second model uses the subgroups of the first.
@@ -124,15 +149,20 @@ def neighbours(group: dist.ProcessGroup, count: int, timeout: datetime.timedelta
 
 
 def initialize(
-    tensor: int = 1, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+    tensor: int = 1,
+    device: str = "cpu",
+    timeout: datetime.timedelta = TIMEOUT,
+    init_method: str | None = None,
+    context: int = 1,
 ) -> Groups:
     """Groups for training: `join`, then Megatron's parallel_state (unless it is set up), and this rank's groups from it.
 
-    tensor: ranks per replica; consecutive ranks form a replica, and all replicas are data parallel. All ranks of the world
-    call it together. One rank needs neither torch.distributed nor Megatron. ValueError on every rank if parallel_state is
-    already set up with another number of tensor-parallel ranks, or with pipeline or context parallelism.
+    tensor, context: the sizes of these groups. `tensor` consecutive ranks hold the parts of a model, `context` such groups
+    in a row share each sequence and form a replica, and all replicas are data parallel. All ranks of the world call it
+    together. One rank needs neither torch.distributed nor Megatron. ValueError on every rank if parallel_state is already
+    set up with other sizes, or with pipeline parallelism.
     """
-    world = join(tensor, device, timeout, init_method)
+    world = join(tensor, device, timeout, init_method, context)
     if world == 1:
         return Groups()
     with warnings.catch_warnings():
@@ -142,21 +172,26 @@ def initialize(
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
-            context_parallel_size=1,
+            context_parallel_size=context,
             distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
-    _check_parallel_state(parallel_state, tensor)
-    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
-    tensor_group, data_group = (None if g.size() == 1 else g for g in groups)
-    return Groups(tensor_group, None, data_group, dist.get_rank(), world)
+    _check_parallel_state(parallel_state, tensor, context)
+    groups = dict(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        copies=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    several = {name: group for name, group in groups.items() if group.size() > 1}
+    return Groups(**several, rank=dist.get_rank(), ranks=world)
 
 
-def _check_parallel_state(parallel_state, tensor: int) -> None:
-    """ValueError unless Megatron's parallel_state has `tensor` tensor-parallel ranks, and else only data parallelism."""
+def _check_parallel_state(parallel_state, tensor: int, context: int) -> None:
+    """ValueError unless Megatron's parallel_state has these sizes, and else only data parallelism."""
     sizes = {
         "tensor": (parallel_state.get_tensor_model_parallel_world_size(), tensor),
         "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), 1),
-        "context": (parallel_state.get_context_parallel_world_size(), 1),
+        "context": (parallel_state.get_context_parallel_world_size(), context),
     }
     for name, (size, expected) in sizes.items():
         if size != expected:

@@ -12,6 +12,9 @@ from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import Parser, did_you_mean
 
+# Schedules of attention2d. auto: the one that sends the fewest bytes.
+CONTEXT_SCHEDULES = ("auto", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
+
 
 def _option(default: Any, help: str, **more: Any) -> Any:
     """A field of `Options` with its help text; more: choices, required."""
@@ -52,7 +55,8 @@ class Options:
     untie_embeddings_and_output_weights: bool = _option(False, "give the language-model head weights of its own")
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
-    context_parallel_size: int = _option(1, "ranks that split one sequence (only 1 is implemented)")
+    context_parallel_size: int = _option(1, "ranks that share each sequence")
+    context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
     seq_length: int = _option(256, "tokens per sequence")
@@ -98,8 +102,6 @@ class Options:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed {self.seed} is not a 64-bit integer")
-        if self.context_parallel_size != 1:
-            raise ValueError(f"--context-parallel-size {self.context_parallel_size} is not implemented (only 1)")
 
     @property
     def decay_steps(self) -> int:
@@ -160,9 +162,9 @@ class Options:
 
 _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
-                     "tensor_model_parallel_size", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim",
-                     "mamba_num_groups", "hybrid_interval", "shared_blocks", "adapter_rank",
-                     "num_attention_heads"), 1),
+                     "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",
+                     "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval", "shared_blocks",
+                     "adapter_rank", "num_attention_heads"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup"), 0),

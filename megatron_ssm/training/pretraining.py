@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attention2d import Attention2D
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
@@ -30,6 +31,7 @@ from megatron_ssm.checkpoints.training import (
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.models.context import schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
@@ -59,13 +61,14 @@ def pretrain(options: Options) -> None:
 
     ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on.
     """
-    check_world(options.tensor_model_parallel_size, launched_ranks())
-    options.accumulation(launched_ranks() // options.tensor_model_parallel_size)
+    tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
+    check_world(tensor, launched_ranks(), context)
+    options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        join(options.tensor_model_parallel_size, device)
+        join(tensor, device, context=context)
         inputs = _read_on_all_ranks(options, device_of_rank(device))
-        groups = initialize(options.tensor_model_parallel_size, device)
+        groups = initialize(tensor, device, context=context)
         _run(options, inputs, groups, device_of_rank(device))
     finally:
         shut_down()
@@ -145,7 +148,7 @@ def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
 def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device) -> None:
     """Build or load the model, train it, and write it."""
     torch.manual_seed(options.seed)
-    with _model(options, inputs.config, groups, device) as model:
+    with make_model(options, inputs.config, groups, device) as model:
         progress = Progress(options, inputs.start)
         trainer = Trainer(model, groups, options, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
@@ -205,12 +208,27 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
     progress.print_line(f"saved {inputs.out}")
 
 
-def _model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
-    """The model to train: that of --init-from, or a new one."""
-    dtype = getattr(torch, options.params_dtype)
+def make_model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
+    """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
+    dtype, schedule = getattr(torch, options.params_dtype), _context_schedule(options, config, groups)
     if options.init_from:
-        return load(options.init_from, groups.tensor, None, dtype, device, options.reduce, groups.data)
-    return initialize_parameters(build(config, groups.tensor, groups.data, dtype, device, options.reduce), options.seed)
+        return load(options.init_from, groups.tensor, schedule, dtype, device, options.reduce, groups.data)
+    model = build(config, groups.tensor, groups.data, dtype, device, options.reduce, context=schedule)
+    return initialize_parameters(model, options.seed)
+
+
+def _context_schedule(options: Options, config: Config, groups: Groups) -> Attention2D | None:
+    """How the context ranks share a sequence; None if there is one. ValueError if --context-schedule does not fit them."""
+    if groups.context is None:
+        return None
+    return schedule_of(
+        options.context_schedule,
+        groups.context,
+        config,
+        groups.tensor_ranks,
+        options.seq_length,
+        options.micro_batch_size,
+    )
 
 
 def _make_output_directory(path: str) -> Path:
@@ -251,6 +269,7 @@ def _checksum(tokens: Tokens) -> int:
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
+    context = "" if groups.context is None else f" {groups.context_ranks} context ({model.schedule}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
     if inputs.checkpoint:
@@ -260,6 +279,6 @@ def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     else:
         target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (
-        f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x {groups.data_ranks} data-parallel "
-        f"ranks; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
+        f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x{context} {groups.data_ranks} "
+        f"data-parallel ranks; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
     )

@@ -1,7 +1,8 @@
-"""The training loop: tensor x data parallelism with torch's DDP, and AdamW.
+"""The training loop: tensor x context x data parallelism with torch's DDP, and AdamW.
 
 Every step depends on the options and on its number, never on the number of ranks: 1 rank and 8 ranks see the same global
-batch and compute the same loss and gradient norm. The ranks of one replica read the same tokens, replicas different ones.
+batch and compute the same loss and gradient norm. Replicas read different sequences; the context ranks of a replica share
+each of its sequences, and its tensor-parallel ranks read the same tokens.
 """
 
 import contextlib
@@ -71,6 +72,14 @@ def clip_gradients(model: Model, norm: torch.Tensor, limit: float) -> None:
                 parameter.grad.mul_((limit / (norm + 1e-6)).to(parameter.grad.dtype))
 
 
+def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`Model.loss` of whole sequences, the same on all context ranks, of which each of these takes its tokens."""
+    schedule = model.schedule
+    if schedule is None:
+        return model.loss(inputs, labels)
+    return model.loss(schedule.shard(inputs), schedule.shard(labels), seq=inputs.shape[1])
+
+
 class _Loss(nn.Module):
     """A module whose forward pass is the model's loss, so that DDP can wrap it."""
 
@@ -79,8 +88,8 @@ class _Loss(nn.Module):
         self.model = model
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`Model.loss`."""
-        return self.model.loss(inputs, labels)
+        """See `sequence_loss`."""
+        return sequence_loss(self.model, inputs, labels)
 
 
 @dataclass
@@ -93,7 +102,7 @@ class Step:
 
 
 class Trainer:
-    """A model in training. The ranks of `groups.tensor` split one replica; those of `groups.data` hold other replicas.
+    """A model in training, over tensor-parallel, context and data-parallel ranks (see `Groups`).
 
     report: is called on rank 0 with the lines that sparse gradient reduction reports. fusion: the sparse gradient reduction,
     or None. pending_gradients: {name: flat gradient} that an earlier run with sparse reduction had not sent yet; they are
@@ -105,11 +114,11 @@ class Trainer:
         self.accumulation = options.accumulation(groups.data_ranks)
         self.optimizer = adamw(model, options)
         self.loss: nn.Module = _Loss(model)
-        if groups.data is not None:
-            self.loss = DistributedDataParallel(self.loss, process_group=groups.data, gradient_as_bucket_view=True)
+        if groups.copies is not None:
+            self.loss = DistributedDataParallel(self.loss, process_group=groups.copies, gradient_as_bucket_view=True)
         self.fusion: SparseFusion | None = None
         self.pending_gradients: dict[str, torch.Tensor] = {}
-        if groups.data is not None and options.gradient_mode != "dense":
+        if groups.copies is not None and options.gradient_mode != "dense":
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
                 density_warmup=options.gradient_density_warmup, model_group=groups.tensor,
@@ -120,8 +129,8 @@ class Trainer:
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.
 
-        Replicas average their gradients; the tensor-parallel ranks exchange what `Model.loss` and `grad_norm` send. Failure
-        on every rank if the loss or the gradient is not finite.
+        Context and data-parallel ranks sum their gradients; the tensor-parallel ranks exchange what `Model.loss` and
+        `grad_norm` send. Failure on every rank if the loss or the gradient is not finite.
         """
         inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
         total: torch.Tensor | float = 0.0
@@ -164,8 +173,8 @@ class Trainer:
         with average:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
-            # The loss is a mean over all replicas' tokens, so their gradients add up; DDP averages them.
-            (loss * self.groups.data_ranks).backward()
+            # The loss is a mean over the tokens of all copies of the model, so their gradients add up; DDP averages them.
+            (loss * self.groups.copy_ranks).backward()
         return loss.detach().to(at_least_fp32(model.dtype))
 
 
@@ -185,6 +194,6 @@ def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options) -> 
     for start in range(0, len(inputs), rows * ranks):
         mine = slice(start + groups.data_rank * rows, start + (groups.data_rank + 1) * rows)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.bf16):
-            mean = model.loss(inputs[mine].to(model.device), labels[mine].to(model.device))
+            mean = sequence_loss(model, inputs[mine].to(model.device), labels[mine].to(model.device))
         nats += float(mean) * int((labels[start : start + rows * ranks] != IGNORE_INDEX).sum())
     return nats / tokens.text_bytes

@@ -4,12 +4,11 @@ import warnings
 
 import torch
 
-from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.configs.config import Config
-from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.data import Batches, Tokens
 from megatron_ssm.training.options import Options
+from megatron_ssm.training.pretraining import make_model
 from megatron_ssm.training.trainer import Trainer
 
 with warnings.catch_warnings():
@@ -54,8 +53,7 @@ def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
     """A trainer of a new model over these groups (None: one rank)."""
     groups = groups or Groups()
     config = Config.from_dict(run.model_config(vocab, 0))
-    model = build(config, groups.tensor, groups.data, getattr(torch, run.params_dtype))
-    return Trainer(initialize_parameters(model, run.seed), groups, run)
+    return Trainer(make_model(run, config, groups, torch.device("cpu")), groups, run)
 
 
 def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
@@ -66,8 +64,8 @@ def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
 
 
 def trainer_on(tp, run: Options, vocab=VOCAB) -> Trainer:
-    """A trainer on the calling rank; each replica is split over `tp` ranks."""
-    return trainer(run, initialize(tp), vocab)
+    """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
+    return trainer(run, initialize(tp, context=run.context_parallel_size), vocab)
 
 
 def pieces(trainer: Trainer) -> dict:

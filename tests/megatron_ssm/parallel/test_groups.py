@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch.distributed as dist
 
 from megatron_ssm.parallel.groups import check_world, initialize
 from serving import attempt
@@ -41,3 +42,30 @@ def test_a_parallel_state_of_another_tensor_parallel_degree(ranks, world):
 def test_there_is_at_least_one_rank(tensor):
     with pytest.raises(ValueError, match=f"^{tensor} tensor-parallel ranks: there must be at least 1$"):
         check_world(tensor, 4)
+
+
+@pytest.mark.parametrize("world", (4, 8))
+def test_groups_of_tensor_context_and_data_parallel_ranks(ranks, world):
+    """In Megatron's order: tensor-parallel ranks are neighbours, and data-parallel ranks are furthest apart."""
+
+    def run(rank):
+        groups = initialize(2, context=2)
+        members = {name: getattr(groups, name) for name in ("tensor", "context", "data", "copies")}
+        return {name: group and dist.get_process_group_ranks(group) for name, group in members.items()}
+
+    for rank, found in enumerate(ranks(run, world)):
+        tensor, replica = rank % 2, rank // 4 * 4
+        context = [replica + tensor, replica + tensor + 2]
+        assert found == {
+            "tensor": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "context": context,
+            "data": None if world == 4 else [rank % 4, rank % 4 + 4],
+            "copies": list(range(tensor, world, 2)),
+        }
+
+
+def test_replicas_that_do_not_divide_the_world():
+    with pytest.raises(
+        ValueError, match=r"^6 ranks do not .* 2 tensor-parallel x 2 context-parallel ranks \(6 % 4 = 2\)"
+    ):
+        check_world(2, 6, 2)

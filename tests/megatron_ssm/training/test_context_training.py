@@ -1,0 +1,116 @@
+"""Training over tensor x context x data-parallel ranks. Oracle: the run on one rank."""
+
+import functools
+
+import pytest
+import torch
+
+import tiny
+from megatron_ssm.configs.layouts import layout
+from megatron_ssm.parallel.groups import initialize
+from megatron_ssm.training.data import Tokens
+from megatron_ssm.training.trainer import evaluate
+
+EXACT = 1e-10
+# 29 tokens do not divide over the context ranks, and are padded.
+MODELS = {
+    name: dict(changes, seq_length=29)
+    for name, changes in {
+        "mamba": dict(model_type="mamba"),
+        "mamba2": {},
+        "mamba2 groups": dict(mamba_num_groups=2),
+        "falcon": dict(model_type="falcon_mamba", lr=1e-3),
+        "zamba": tiny.ZAMBA,
+        "zamba2": dict(tiny.ZAMBA2, lr=1e-3),
+    }.items()
+}
+SCHEDULES = ("auto", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
+LAYOUTS = [(tp, cp, dp) for tp in (1, 2) for cp in (2, 4) for dp in (1, 2) if tp * cp * dp <= 8]
+
+
+@functools.cache
+def one_rank(model):
+    """(curve, final parameters, fields, held-out loss) of the run on one rank with the whole batch at once."""
+    trainer = tiny.trainer(tiny.options(**MODELS[model], micro_batch_size=4))
+    curve = tiny.curve(trainer)
+    return curve, tiny.pieces(trainer), layout(trainer.model.config), held_out_loss(trainer)
+
+
+def held_out_loss(trainer):
+    return evaluate(trainer.model, Tokens(tiny.stream(tokens=100).ids, 101), trainer.groups, trainer.options)
+
+
+def check_run(ranks, model, tp, cp, dp, schedule, micro=2):
+    """Assert that 20 clipped steps give the losses, gradient norms and parameters of one rank, on every rank."""
+    run = tiny.options(**MODELS[model], micro_batch_size=micro, context_parallel_size=cp, context_schedule=schedule)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        return tiny.curve(trainer), tiny.pieces(trainer), held_out_loss(trainer)
+
+    curves, parameters, held_out = zip(*ranks(train, tp * cp * dp), strict=True)
+    curve, wholes, fields, expected = one_rank(model)
+    assert (curve[1] > run.clip_grad).all(), "clipping was not active"
+    assert all(torch.equal(other, curves[0]) for other in curves)
+    assert (curves[0] - curve).abs().max() <= EXACT
+    assert set(held_out) == {held_out[0]} and abs(held_out[0] - expected) <= EXACT
+    for name, whole in tiny.assembled(parameters, fields, tp).items():
+        assert (whole - wholes[name]).abs().max() <= EXACT, name
+
+
+@pytest.mark.parametrize(
+    "model, tp, cp, dp, schedule",
+    [
+        ("mamba", 1, 4, 1, "auto"),
+        ("mamba2 groups", 2, 2, 1, "auto"),
+        ("falcon", 1, 2, 2, "auto"),
+        ("zamba", 2, 2, 1, "ring"),
+        ("zamba2", 1, 4, 1, "2d"),
+        ("zamba2", 1, 2, 2, "auto"),
+    ],
+)
+def test_curves(ranks, model, tp, cp, dp, schedule):
+    check_run(ranks, model, tp, cp, dp, schedule)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("micro", (1, 2))
+@pytest.mark.parametrize("tp, cp, dp", [(1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 4, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_curve(ranks, model, tp, cp, dp, micro):
+    check_run(ranks, model, tp, cp, dp, "auto", micro)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ("zamba", "zamba2"))
+@pytest.mark.parametrize("cp, schedule", [(cp, schedule) for cp in (2, 4) for schedule in SCHEDULES])
+def test_every_schedule(ranks, model, cp, schedule):
+    check_run(ranks, model, 1, cp, 1, schedule)
+
+
+@pytest.mark.parametrize("tp, cp, dp", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_sparse_gradients_are_summed_over_context_ranks(ranks, tp, cp, dp):
+    """At density 1 every element is sent, so the run is the dense one, up to rounding in another order."""
+    changes = dict(gradient_mode="layerwise", gradient_density=1.0, gradient_sparsifier="topk")
+    run = tiny.options(**MODELS["mamba2"], context_parallel_size=cp, **changes)
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * cp * dp)
+    assert all(torch.equal(other, curves[0]) for other in curves)
+    assert (curves[0] - one_rank("mamba2")[0]).abs().max() <= EXACT
+
+
+@pytest.mark.parametrize("world", (3, 4))
+def test_schedules_that_do_not_fit_are_one_error(ranks, world):
+    def run(rank):
+        errors = []
+        for schedule in ("usp", "ulysses"):
+            options = tiny.options(
+                **tiny.ZAMBA2, context_parallel_size=world, context_schedule=schedule, num_attention_heads=2
+            )
+            with pytest.raises(ValueError) as error:
+                tiny.trainer(options, initialize(1, context=world))
+            errors.append(str(error.value))
+        return errors
+
+    for usp, ulysses in ranks(run, world):
+        assert ("make 2 ranks" if world == 3 else "") in usp
+        assert f"do not divide over ulysses={world}" in ulysses
