@@ -2,5 +2,5 @@
 
 In: this rank's blocks of a sequence, in zigzag or contiguous order, and the group of ranks that share it.
 Out: the inputs before each block, its incoming state, and the gradients of both; the same as on one rank.
-May import: ops.
+May import: native, ops.
 """

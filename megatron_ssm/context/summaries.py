@@ -7,6 +7,8 @@ because a head has one decay for each token; for Mamba-1 they go token by token.
 import torch
 import torch.nn.functional as F
 
+from megatron_ssm.native import kernels
+from megatron_ssm.native.context_kernels import selective_carry
 from megatron_ssm.ops.scan import SELECTIVE_CHUNK, selective_scan
 
 
@@ -22,9 +24,18 @@ def selective_summary(
 
     x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None.
     """
+    wide = A_log.dtype
+    x, dt, B = (t.to(wide) for t in (x, dt, B))
+    if _fits_kernel(A_log, x, dt, B, dt_bias):
+        return selective_carry(x, dt, A_log, B, None, dt_bias, reverse=False)
     D = torch.zeros_like(A_log[:, 0])
     _, state = selective_scan(x, dt, A_log, B, B, D, None, dt_bias)
-    return state, step_sizes(dt.to(state.dtype), dt_bias).sum(1)
+    return state, step_sizes(dt, dt_bias).sum(1)
+
+
+def _fits_kernel(A_log: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
+    """Whether the C kernel takes these tensors (None: absent), which have the dtype of A_log."""
+    return A_log.dtype is torch.float32 and A_log.shape[1] <= kernels.LARGEST_STATE and kernels.usable(A_log, *tensors)
 
 
 def selective_adjoint(
@@ -41,7 +52,10 @@ def selective_adjoint(
     """
     wide = A_log.dtype
     dy, dt, C = (t.to(wide) for t in (dy, dt, C))
-    dy = dy if z is None else dy * F.silu(z.to(wide))
+    z = None if z is None else z.to(wide)
+    if _fits_kernel(A_log, dy, dt, C, z, dt_bias):
+        return selective_carry(dy, dt, A_log, C, z, dt_bias, reverse=True)[0]
+    dy = dy if z is None else dy * F.silu(z)
     dt, A = step_sizes(dt, dt_bias), -torch.exp(A_log).t()
     adjoint = dy.new_zeros(dy.shape[0], A.shape[0], dy.shape[2])
     for start in reversed(range(0, dy.shape[1], SELECTIVE_CHUNK)):

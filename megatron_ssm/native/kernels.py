@@ -41,6 +41,7 @@ SIGNATURES = {
     "causal_conv_backward": [POINTER] * 10 + [SIZE] * 7 + [INT],
     "selective_scan": [POINTER] * 13 + [SIZE] * 6 + [INT] * 2,
     "selective_scan_backward": [POINTER] * 20 + [SIZE] * 5 + [INT],
+    "selective_carry": [POINTER] * 9 + [SIZE] * 4 + [INT] * 2,
     "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 2,
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,

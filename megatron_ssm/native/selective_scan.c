@@ -131,6 +131,56 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
   return 0;
 }
 
+/* What a block of tokens passes on to other blocks, float32; see context/summaries.py. Forward: the final state from zeros,
+   and the sum of dt over the tokens. In reverse: the gradient of the initial state that comes from the outputs; there, x is
+   the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
+INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {
+  float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], in[WIDTH], sum[WIDTH] = {0};
+  load_A(a, first, width, A);
+  memset(h, 0, a->N * sizeof h[0]);
+  for (ptrdiff_t step = 0; step < a->seq; step++) {
+    ptrdiff_t t = reverse ? a->seq - 1 - step : step;
+    const float *x = (const float *)row(a, a->x, X, b, t, FLOAT32) + first;
+    const float *Bt = row(a, a->B, B_, b, t, FLOAT32);
+    step_sizes(a, b, t, first, width, dt, FLOAT32);
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) dt_log2e[c] = dt[c] * LOG2E, in[c] = reverse ? x[c] : dt[c] * x[c], sum[c] += dt[c];
+    if (reverse && a->z) {
+      const float *z = (const float *)row(a, a->z, Z, b, t, FLOAT32) + first;
+#pragma omp simd
+      for (ptrdiff_t c = 0; c < width; c++) in[c] *= z[c] * sigmoid_(z[c]);
+    }
+    for (ptrdiff_t n = 0; n < a->N; n++) {
+      float Bn = Bt[n], *state = h[n];
+#pragma omp simd
+      for (ptrdiff_t c = 0; c < width; c++) {
+        float decay = exp2_(dt_log2e[c] * A[n][c]);
+        state[c] = reverse ? decay * (state[c] + in[c] * Bn) : decay * state[c] + in[c] * Bn;
+      }
+    }
+  }
+  for (ptrdiff_t n = 0; n < a->N; n++)
+    memcpy(a->next + (b * a->N + n) * a->channels + first, h[n], width * sizeof(float));
+  if (a->y) memcpy((float *)a->y + b * a->channels + first, sum, width * sizeof(float));
+}
+
+CLONES static void carry_task(const Scan *a, ptrdiff_t task, int reverse) {
+  ptrdiff_t blocks = (a->channels + WIDTH - 1) / WIDTH, b = task / blocks, first = task % blocks * WIDTH;
+  ptrdiff_t width = a->channels - first;
+  if (reverse) carry_block(a, b, first, width < WIDTH ? width : WIDTH, 1);
+  else carry_block(a, b, first, width < WIDTH ? width : WIDTH, 0);
+}
+
+int selective_carry(const float *x, const float *dt, const float *A_log, const float *B, const float *z,
+                    const float *dt_bias, float *next, float *sums, const ptrdiff_t *strides, ptrdiff_t batch,
+                    ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t N, int reverse, int threads) {
+  Scan a = {x, dt, B, NULL, z, A_log, NULL, dt_bias, NULL, sums, next, NULL, strides, batch, seq, channels, 1, N, 0};
+  ptrdiff_t tasks = batch * ((channels + WIDTH - 1) / WIDTH);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t task = 0; task < tasks; task++) carry_task(&a, task, reverse);
+  return 0;
+}
+
 /* The gradients of float32 inputs with one head. With g_t = dLoss/dh_t:  g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}, which
    begins with the gradient of the final state. Each chunk's states are computed again from the state before it. Each thread
    adds up a dB and a dC of its own; dA_log, dD and ddt_bias are per sequence; the caller adds them all up. */
