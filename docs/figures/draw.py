@@ -15,6 +15,7 @@ FIGURES = (
     overview.overview,
     models.splitting_an_ssm,
     models.all_reduce_count,
+    models.passing_states,
     attention.attention_on_a_grid,
     attention.grid_traffic,
     gradients.selective_sparsification,

@@ -1,4 +1,4 @@
-"""Figures of a state-space block: how it is split over two ranks, and how many all-reduces each kind of block needs."""
+"""Figures of a state-space block: how it is split over ranks, how many all-reduces it needs, how context ranks share it."""
 
 from pathlib import Path
 
@@ -90,3 +90,33 @@ def all_reduce_count() -> Path:
     for number, line in enumerate(notes):
         drawing.note(left, 528 + 21 * number, line)
     return drawing.save("all-reduce-count")
+
+
+def passing_states() -> Path:
+    """Draw a sequence of eight blocks on four ranks in zigzag order: who holds what, and what travels."""
+    drawing = Drawing(860, 330, "A sequence of eight blocks on four context ranks in zigzag order")
+    colours, width, left, top = ("blue", "orange", "green", "violet"), 92, 40, 62
+    drawing.text(left, 32, "One sequence, in eight blocks, on four context ranks", bold=True)
+    for block in range(8):
+        rank = min(block, 7 - block)
+        x = left + block * (width + 6)
+        drawing.box(x, top, width, 56, f"block {block}\nrank {rank}", colours[rank], 14)
+        if block < 7:
+            drawing.line([(x + width - 14, top + 70), (x + width + 20, top + 70)], arrow=True)
+    drawing.note(left, top + 94, "The last K-1 inputs of the convolution go to the next block, from rank to rank.")
+    drawing.text(
+        left, 202, "States: every rank computes the recurrence over all blocks for a quarter of the channels", bold=True
+    )
+    steps = (
+        "each block's final\nstate from zeros,\nand its sum of dt",
+        "exchange: a quarter\nof the channels\nof all blocks",
+        "8 steps of\nH ← E·H + S",
+        "exchange back: the\nstate that enters\neach own block",
+        "the scan of\neach block",
+    )
+    for index, step in enumerate(steps):
+        x = left + index * 160
+        drawing.box(x, 222, 140, 74, step, "grey" if "exchange" in step else "white", 13, dashed="exchange" in step)
+        if index < len(steps) - 1:
+            drawing.line([(x + 141, 259), (x + 158, 259)], arrow=True)
+    return drawing.save("passing-states")
