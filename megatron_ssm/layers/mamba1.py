@@ -122,12 +122,8 @@ class MambaMixer(nn.Module):
         x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if info.mask is None else x * info.mask
-        scans = []
-        for h in self._head_slices():
-            inputs = self._scan_inputs(x[..., h], z[..., h], h)
-            # A state from a cache is overwritten, and so is x, the convolution's output, unless a hook may have kept it.
-            before = None if state is None else state[..., h]
-            scans.append(inputs.scan(before, before is not None, is_plain(self.conv, Convolution)))
+        heads = self._head_slices()
+        scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
         y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
         if cache is not None:
             cache.update(conv, state, info.rows)
@@ -153,6 +149,13 @@ class MambaMixer(nn.Module):
             return parameters
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
         return torch.cat(list(parts), dim=-1)
+
+    def _scan(self, x, z, head: slice, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gated output and the next state of one head's channels (batch, seq, width). Its temporaries are freed.
+
+        A state from a cache is overwritten, and so is x, the output of the convolution, unless a hook may have kept it.
+        """
+        return self._scan_inputs(x, z, head).scan(state, state is not None, is_plain(self.conv, Convolution))
 
     def _scan_inputs(self, x: torch.Tensor, z: torch.Tensor, head: slice) -> ScanInputs:
         """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads."""
