@@ -76,8 +76,7 @@ def test_loss_and_gradients_equal_those_of_one_rank(ranks, name, tp, cp, schedul
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tp", (1, 2))
-@pytest.mark.parametrize("cp", (2, 4))
+@pytest.mark.parametrize("tp, cp", ((1, 2), (1, 4)))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_with_every_schedule(ranks, name, tp, cp, schedule, oracle):

@@ -64,7 +64,7 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2):
         ("mamba", 1, 4, 1, "auto"),
         ("mamba2 groups", 2, 2, 1, "auto"),
         ("falcon", 1, 2, 2, "auto"),
-        ("zamba", 2, 2, 1, "ring"),
+        ("zamba", 1, 2, 1, "ring"),
         ("zamba2", 1, 4, 1, "2d"),
         ("zamba2", 1, 2, 2, "auto"),
     ],
@@ -83,7 +83,8 @@ def test_every_curve(ranks, model, tp, cp, dp, micro):
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", ("zamba", "zamba2"))
-@pytest.mark.parametrize("cp, schedule", [(cp, schedule) for cp in (2, 4) for schedule in SCHEDULES])
+@pytest.mark.parametrize("cp", (2, 4))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks, model, cp, schedule):
     check_run(ranks, model, 1, cp, 1, schedule)
 
@@ -98,7 +99,7 @@ def test_sparse_gradients_are_summed_over_context_ranks(ranks, tp, cp, dp):
     assert (curves[0] - one_rank("mamba2")[0]).abs().max() <= EXACT
 
 
-@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize("world", (3, 5))
 def test_schedules_that_do_not_fit_are_one_error(ranks, world):
     def run(rank):
         errors = []
@@ -112,5 +113,5 @@ def test_schedules_that_do_not_fit_are_one_error(ranks, world):
         return errors
 
     for usp, ulysses in ranks(run, world):
-        assert ("make 2 ranks" if world == 3 else "") in usp
+        assert "make" in usp and f"the group has {world}" in usp
         assert f"do not divide over ulysses={world}" in ulysses

@@ -405,7 +405,6 @@ def refused(capsys, *arguments):
         ("--out out", "--data is required"),
         ("--data text", "--out is required"),
         ("--data text --out out --context-parallel-size 0", "--context-parallel-size 0 must be at least 1"),
-        ("--data text --out out --context-schedule star", "argument --context-schedule: invalid choice: 'star'"),
         ("--data text --out out --seq-length 0", "--seq-length 0 must be at least 1"),
         ("--data text --out out --mamba-head-dim 0", "--mamba-head-dim 0 must be at least 1"),
         *[(f"--data text --out out --{name} -1", f"--{name} -1 must be at least 0")
