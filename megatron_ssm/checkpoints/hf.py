@@ -61,8 +61,8 @@ def load(
     graphs: on CUDA, whether tokens are decoded with CUDA graphs where that is possible.
 
     context: a schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
-    The model then takes and returns this rank's tokens, `context.shard(input_ids)`, and cannot use a cache. The sequences
-    of a hybrid model are attended by this schedule.
+    The model then takes and returns this rank's tokens, `context.shard(input_ids)`, and cannot use a cache. The
+    schedule computes the attention of a hybrid model.
 
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 

@@ -84,14 +84,10 @@ def test_convolution_with_halos_equals_that_of_the_whole_sequence(ranks, world, 
     for name, whole_gradient, parts in zip(names, expected, zip(*(r[2] for r in results), strict=True), strict=True):
         assert error(sum(parts), whole_gradient) < 1e-12, name
     message = 2 * 3 * 5 * 8  # batch, tokens, channels, bytes
-    ends = (1, 1) if order == "zigzag" else (0, 0)  # the first and the last rank have one neighbour
-    one_way = [2 if order == "zigzag" else 1] * world
-    if order == "zigzag":
-        one_way[0], one_way[-1] = ends
-        sent = [2 * n * message for n in one_way]  # backward sends as many
-    else:
-        sent = [((rank + 1 < world) + (rank > 0)) * message for rank in range(world)]
-    assert [r[3] for r in results] == (sent if world > 1 else [0])
+    # Forward and backward together: one message between two neighbouring blocks on different ranks in each direction.
+    at_ends = 2 if order == "zigzag" else 1
+    sent = [at_ends * (2 if 0 < rank < world - 1 else 1) * message if world > 1 else 0 for rank in range(world)]
+    assert [r[3] for r in results] == sent
 
 
 @pytest.mark.parametrize("world", (2, 3, 4))
