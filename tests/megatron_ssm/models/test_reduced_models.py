@@ -74,7 +74,10 @@ def short_measurements(monkeypatch):
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @models
 def test_logits(ranks, tp, name, oracle):
-    """Logits are bitwise equal on all ranks, and close but not equal to the exact model's. "callable" sums exactly."""
+    """Logits are bitwise equal on all ranks, and close but not equal to the exact model's. "callable" sums exactly.
+
+    They are compared with transformers' logits in float64: its own error in fp32 is close to the tolerance.
+    """
     source, ids = oracle(name).directory, oracle(name).ids
 
     @torch.no_grad()
@@ -89,7 +92,7 @@ def test_logits(ranks, tp, name, oracle):
     for key, tensor in first.items():
         assert all(other[key].view(torch.int32).equal(tensor.view(torch.int32)) for other in others), key
     exact = first["fp32"]
-    assert (exact - oracle(name).whole).abs().max() <= oracle(name).tolerance
+    assert (exact - oracle(name).exact).abs().max() <= oracle(name).tolerance
     torch.testing.assert_close(first["callable"], exact, rtol=0, atol=oracle(name).tolerance)
     for format in LOSSY:
         assert 0 < relative(first[format], exact) <= bound(name, format), format
