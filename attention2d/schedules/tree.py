@@ -4,6 +4,8 @@ Tree attention (Shyam et al., 2024) does this with an all-reduce along a tree. H
 a merge in rank order, give the same bits on every rank.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -18,13 +20,15 @@ from attention2d.layout.checks import (
     refuse_features,
 )
 from attention2d.layout.sharding import SequenceSharding
-from sparsefusion.collectives.counted import all_gather
+from sparsefusion.collectives.counted import all_gather, all_to_all
 
 Tensor = torch.Tensor
 
 
 class Tree(SequenceSharding):
     """Attention of a few queries, the same on every rank of `group`, to keys and values of which each rank holds a part.
+
+    `attend_own` does the same for queries of which each rank has its own, as when a long prompt is continued.
 
     It has no gradient. order: how `shard` divides keys and values. Any other division gives the same result, because the
     order of keys does not matter to a query that sees all of them.
@@ -48,14 +52,15 @@ class Tree(SequenceSharding):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, seq: int | None = None,
-        return_lse: bool = False, **features: object,
+        return_lse: bool = False, lengths: Sequence[int] | None = None, **features: object,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """softmax(scale q k^T) v over the keys of all ranks.
 
         q: (batch, queries, heads, head_dim), the same on every rank. k, v: (batch, local keys, kv_heads, head_dim); the
         number of local keys may differ between ranks and may be 0. causal: refused for more than one query, because the
         positions of the keys are not known. scale: None is 1/sqrt(head_dim). seq: the number of tokens that `shard` has
-        divided, so that padding is left out (None: there is no padding). return_lse, features: see `Attention2D`.
+        divided, so that padding is left out (None: there is no padding). lengths: how many of this rank's local keys count
+        in each sequence, the first ones (None: all). return_lse, features: see `Attention2D`.
 
         Returns out, with q's shape and dtype, and the same bits on every rank. With return_lse it returns (out, lse): lse is
         (batch, queries, heads) in at least fp32. If no rank has a key, out is 0 and lse -inf. Sends the bytes of `volume`
@@ -63,27 +68,31 @@ class Tree(SequenceSharding):
         argument is wrong on one of them or differs between them; on CUDA only as `Attention2D` says.
         """
         q, k, v = cast_for_autocast(q, k, v)
-        self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, features), q, k, v)
+        self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, lengths, features), q, k, v)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            out, lse = self._attend(q, k, v, scale, seq)
+            count = self._count_keys(k.shape[1], seq)
+            part = _attend_local(q, k[:, :count], v[:, :count], scale, lengths)
+            out, lse = _merged(all_gather(part, self.group, self.counter), q.dtype)
         return (out, lse) if return_lse else out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, seq: int | None) -> tuple[Tensor, Tensor]:
-        """Attend this rank's keys, gather every rank's result, and merge them in rank order."""
-        k, v = (t[:, : self._count_keys(k.shape[1], seq)].transpose(0, 1) for t in (k, v))
-        q, scale = q.transpose(0, 1), q.shape[-1] ** -0.5 if scale is None else scale
-        out, lse = empty_result(q)
-        for keys, values in zip(*(t.split(tile_length(t)) for t in (k, v)), strict=True) if len(k) else ():
-            merge(out, lse, *attend(q, keys, values, False, scale))
-        parts = all_gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1), self.group, self.counter)
-        out, lse = parts[0, ..., :-1].contiguous(), parts[0, ..., -1].contiguous()
-        for part in parts[1:]:
-            merge(out, lse, part[..., :-1], part[..., -1])
-        return out.to(q.dtype).transpose(0, 1), lse.transpose(0, 1)
+    def attend_own(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's queries and the keys of all ranks; every rank has queries of its own, equally many.
+
+        q: (batch, queries, heads, head_dim). The other arguments, and the results, are those of a call with return_lse.
+        Sends the queries to all ranks, and each rank's partial result for the queries of another rank to that rank, besides
+        16 bytes to compare the arguments: (P - 1) batch queries heads (head_dim itemsize + (head_dim + 1) a) bytes.
+        """
+        self._compare_ranks(lambda: self._arguments(q, k, v, False, scale, None, lengths, {}), q, k, v)
+        with torch.no_grad():
+            queries = all_gather(q, self.group, self.counter)
+            parts = torch.stack([_attend_local(each, k, v, scale, lengths) for each in queries])
+            return _merged(all_to_all(parts, self.group, self.counter), q.dtype)
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None,
-        features: dict[str, object],
+        lengths: Sequence[int] | None, features: dict[str, object],
     ) -> tuple[object, ...]:  # fmt: skip
         """The values that must be equal on all ranks. ValueError if an argument is wrong."""
         refuse_features(**features)
@@ -97,6 +106,8 @@ class Tree(SequenceSharding):
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             raise ValueError("Tree has no gradient: call it under torch.no_grad()")
         self._count_keys(k.shape[1], seq)
+        if lengths is not None and (len(lengths) != len(k) or not all(0 <= n <= k.shape[1] for n in lengths)):
+            raise ValueError(f"lengths={list(lengths)} of {len(k)} sequences must be from 0 to {k.shape[1]} local keys")
         return repr(self), tuple(q.shape), k.shape[2], q.dtype, scale, seq
 
     def _count_keys(self, local: int, seq: int | None) -> int:
@@ -104,3 +115,29 @@ class Tree(SequenceSharding):
         if seq is None:
             return local
         return sum(segment.valid for segment in self._segments(local, self._sequence_length(local, seq)))
+
+
+def _attend_local(q: Tensor, k: Tensor, v: Tensor, scale: float | None, lengths: Sequence[int] | None) -> Tensor:
+    """The result of attending this rank's keys: [out | lse], (batch, queries, heads, head_dim + 1), in at least fp32."""
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = empty_result(q)
+    rows = [(slice(None), len(k))]
+    if lengths is not None and len(set(lengths)) == 1:
+        rows = [(slice(None), lengths[0])]
+    elif lengths is not None:
+        rows = [(slice(row, row + 1), count) for row, count in enumerate(lengths)]
+    for row, count in rows:
+        keys, values = (t[:count, row] for t in (k, v))
+        tiles = zip(*(t.split(tile_length(t)) for t in (keys, values)), strict=True) if count else ()
+        for tile_keys, tile_values in tiles:
+            merge(out[:, row], lse[:, row], *attend(q[:, row], tile_keys, tile_values, False, scale))
+    return torch.cat([out, lse.unsqueeze(-1)], dim=-1).transpose(0, 1)
+
+
+def _merged(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) from the results of all ranks, (ranks, *that of `_attend_local`), merged in rank order."""
+    out, lse = parts[0, ..., :-1].contiguous(), parts[0, ..., -1].contiguous()
+    for part in parts[1:]:
+        merge(out, lse, part[..., :-1], part[..., -1])
+    return out.to(dtype), lse

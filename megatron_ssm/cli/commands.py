@@ -18,6 +18,7 @@ from megatron_ssm.configs.config import Config, read_for_ranks, token_ids
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.inference.text import TextStream, load_tokenizer
+from megatron_ssm.models.context import schedule_of
 from megatron_ssm.parallel.groups import check_world, device_of_rank, join, launched_ranks, replicas, shut_down
 from sparsefusion.foundation.command_line import Printer
 
@@ -38,20 +39,24 @@ def generate(arguments: Namespace) -> None:
     The ranks join before they read their inputs and compare what they have read, so an input that one rank alone cannot read
     is one error on all of them.
     """
-    tensor = arguments.tp or launched_ranks()
-    check_world(tensor, launched_ranks())
+    context = arguments.cp
+    tensor = arguments.tp or max(1, launched_ranks() // context)
+    check_world(tensor, launched_ranks(), context)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
     try:
-        join(tensor, device, init_method=arguments.rendezvous)
+        join(tensor, device, init_method=arguments.rendezvous, context=context)
         world = dist.group.WORLD if dist.is_initialized() else None
         inputs = run_and_compare(
             lambda: _Inputs.read(arguments, tensor), _Inputs.fingerprint, [world], device_of_rank(device)
         )
-        groups = replicas(tensor, device)
+        groups = replicas(tensor, device, context=context)
+        schedule = None
+        if groups.context is not None:
+            schedule = schedule_of("auto", groups.context, inputs.config, tensor, len(inputs.prompt), 1, training=False)
         dtype = getattr(torch, arguments.dtype)
-        model = load(arguments.model, groups.tensor, None, dtype, device_of_rank(device), arguments.reduce,
+        model = load(arguments.model, groups.tensor, schedule, dtype, device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
@@ -164,6 +169,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
         "tpot_s": (times[-1] - times[0]) / steps if steps else None,
         "tokens_per_s": len(progress.tokens) / (times[-1] - start),
         "tp": model.ranks.size,
+        **({"cp": arguments.cp} if arguments.cp > 1 else {}),
         "reduce": arguments.reduce,
         "bytes_sent_per_token": sent_per_token,
         "cache_bytes": model.new_cache(1, len(inputs.prompt) + arguments.max_new_tokens - 1).nbytes,

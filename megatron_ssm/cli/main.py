@@ -47,6 +47,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
+    generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
     generate.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
@@ -72,12 +73,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Generate on this rank; or, alone with --tp N, start N local ranks that do."""
-    if arguments.tp is not None and arguments.tp < 1:
-        parser().error(f"--tp {arguments.tp} must be at least 1")
-    if "WORLD_SIZE" not in os.environ and (arguments.tp or 1) > 1:  # checked before ranks start and import torch
-        code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, arguments.tp))
-        return code or run_local_ranks(argv, arguments.tp)
+    """Generate on this rank; or, alone with --tp N or --cp M, start N x M local ranks that do."""
+    for name in ("tp", "cp"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser().error(f"--{name} {value} must be at least 1")
+    tensor = arguments.tp or 1
+    if "WORLD_SIZE" not in os.environ and tensor * arguments.cp > 1:  # checked before ranks start and import torch
+        code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, tensor))
+        return code or run_local_ranks(argv, tensor * arguments.cp)
     leave_on_interrupt()
     silence_third_parties()
 

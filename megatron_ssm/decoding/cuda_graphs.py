@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.layers.cache import BatchInfo, Cache
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, attend
+from megatron_ssm.layers.shared_attention import Positions, SharedBlock, attend_with_cache
 from sparsefusion.collectives import counted as collectives
 
 from .decode_plan import PLANS, ModelFingerprint
@@ -280,7 +280,7 @@ def _is_capturable(model: Any) -> bool:
     inside = [module for module in model.modules() if module is not model]
     if any(is_altered(module) or not type(module).__module__.startswith(LIBRARY_MODULES) for module in inside):
         return False
-    if any(block.core is not attend for block in inside if type(block) is SharedBlock):
+    if any(block.core is not attend_with_cache for block in inside if type(block) is SharedBlock):
         return False
     groups = [ranks.group for ranks in (model.ranks, model.head_ranks) if ranks.group is not None]
     return not callable(model.ranks.format) and all("nccl" in dist.get_backend(group) for group in groups)

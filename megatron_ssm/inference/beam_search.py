@@ -100,7 +100,7 @@ class BeamSearch:
         beams = self.settings.num_beams
         rows = torch.arange(self.batch).repeat_interleave(beams) * beams
         cache = self.cache.select(range(0, len(rows), beams))
-        local = self.model.local_logits(self.input_ids, self.attention_mask, cache, logits_to_keep=1)[:, -1]
+        local = self.model.next_logits(self.input_ids, self.attention_mask, cache)
         self.cache.reorder(rows)
         return local.repeat_interleave(beams, 0)
 
@@ -112,7 +112,7 @@ class BeamSearch:
         tokens = self.sequences[..., -1].reshape(-1, 1)
         if self.seen is not None:
             self.seen = self.seen[rows].scatter_(1, tokens, True)
-        return self.model.local_logits(tokens.to(self.model.device), None, self.cache)[:, -1]
+        return self.model.next_logits(tokens.to(self.model.device), None, self.cache)
 
     def _candidates(self, local: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The best continuations: (batch, num_candidates) sums of log-probabilities, parent beams and tokens."""

@@ -99,7 +99,7 @@ class Engine:
             )
             return {"call": "add", **self._state(), "request": self.fingerprint(made), **self._history()}
 
-        drawn_seed = self.model.ranks.agree(self.model.device, compared)
+        drawn_seed = self.model.agree(compared)
         return self.enqueue(made[0], drawn_seed)
 
     def make_request(
@@ -208,8 +208,8 @@ class Engine:
         compare_ranks: first gather 16 bytes from each rank, and raise ValueError on every rank if their engines differ (some
         ranks have cancelled a request, step another engine, or call `add`). False: the caller knows that they are equal.
         """
-        if compare_ranks and self.model.ranks.size > 1:
-            self.model.ranks.agree(self.model.device, lambda: {"call": "step", **self._state(), **self._history()})
+        if compare_ranks and self.model.num_ranks > 1:
+            self.model.agree(lambda: {"call": "step", **self._state(), **self._history()})
         self._steps += 1
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
@@ -241,6 +241,7 @@ class Engine:
             marks = [slot.seen for slot in group if slot.seen is not None]  # of all slots, or of none
             seen = torch.stack(marks) if marks else None
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
+            tokens = self.model.same_on_context_ranks(tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)
                 if slot.request.finished is not None:

@@ -90,7 +90,7 @@ def stream(
             )
         return {"call": "generate", "pad_token_id": fill, "requests": engine.fingerprint(requests)}
 
-    drawn_seed = model.ranks.agree(model.device, compared)
+    drawn_seed = model.agree(compared)
     for row, request in enumerate(requests):
         engines[0].enqueue(request, drawn_seed + row)
     return _columns(engines[0], requests, operator.index(pad_token_id))

@@ -1,5 +1,6 @@
 """What generation needs from a model: the interface that `Engine`, `generate` and beam search are written against."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -38,16 +39,25 @@ class LanguageModel(Protocol):
     ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, before anything is sent; returns the mask as (batch, seq, 1), or None."""
 
-    def local_logits(
+    def next_logits(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        logits_to_keep: int = 0,
         prompt: bool = False,
     ) -> torch.Tensor:
-        """This rank's slice of the logits: (batch, kept, ceil(vocab_size / ranks)).
+        """This rank's slice of the logits after the last token: (batch, ceil(vocab_size / ranks)).
 
-        logits_to_keep: only the last positions (0: all). prompt: the tokens are part of a prompt, even if there is only one
+        input_ids: (batch, seq), the same on all ranks. prompt: the tokens are part of a prompt, even if there is only one
         per row; a single token counts as a decoding step otherwise.
         """
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks make the same calls."""
+
+    def agree(self, asked: Callable[[], object]) -> int:
+        """Compare what these ranks are asked to do; returns a random number, the same on all."""
+
+    def same_on_context_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens that the first of the ranks that share the sequences has chosen."""

@@ -85,11 +85,11 @@ def run_model(
 ) -> None:
     """Continue the sequence of each slot by its row of `ids` (the same number for all); leaves the last logits in the slots.
 
-    prompt: whether the tokens are part of prompts (see `LanguageModel.local_logits`). Sends what one call of the model
+    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). Sends what one call of the model
     sends.
     """
     if slots:
         rows = cache.select(slot.row for slot in slots)
-        local = model.local_logits(torch.tensor(ids, device=model.device), None, rows, logits_to_keep=1, prompt=prompt)
-        for slot, logits in zip(slots, local[:, -1], strict=True):
+        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
+        for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

@@ -76,12 +76,14 @@ def transformers_generate(
         values = _merged_arguments(model, generation_config, arguments)
         call = _as_call(model, input_ids, attention_mask, values, seed)
         calls.append(call)
+        if call.beams is not None and model.num_ranks > model.ranks.size:
+            raise ValueError(f"num_beams={call.beams.num_beams}: there is no beam search on context ranks")
         if call.beams is not None:  # its memory may not be available on one rank alone
             searches.append(BeamSearch(model, input_ids, call.attention_mask, call.beams))
         mask = None if call.attention_mask is None else call.attention_mask.tolist()
         return call.beams, call.options, call.repetitions, input_ids.tolist(), mask
 
-    model.ranks.agree(model.device, compared)
+    model.agree(compared)
     call = calls[0]
     rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(call.repetitions)
     if searches:

@@ -6,10 +6,12 @@ which can be restored into any row, any number of times.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+
+from megatron_ssm.context.pieces import Piece, Places
 
 if TYPE_CHECKING:
     from .shared_attention import Positions
@@ -26,6 +28,10 @@ class BatchInfo:
     mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether there is one token per row, which
     continues a sequence (see `Mamba2Mixer.forward`). rows: the rows of the cache that are continued; consecutive ones are a
     slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
+
+    piece: how context ranks share the tokens (None: every rank has all of them). places: in models with attention and with
+    a cache that context ranks share, where the keys and values are kept. lengths: how many keys and values this rank then
+    holds of each sequence, before the call.
     """
 
     mask: torch.Tensor | None = None
@@ -33,6 +39,9 @@ class BatchInfo:
     rows: Rows = field(default_factory=lambda: ALL)
     positions: "Positions | None" = None
     begins: bool = False
+    piece: Piece | None = None
+    places: Places | None = None
+    lengths: list[int] | None = None
 
 
 @dataclass
@@ -42,7 +51,8 @@ class LayerCache:
     conv: (rows, K-1, this rank's channels) in the model's dtype, the last inputs of the convolution of K taps. state: at
     least fp32; (rows, N, this rank's channels) for Mamba-1, (rows, this rank's heads, N, head_dim) for Mamba-2. keys,
     values: in layers that use the shared attention block, (rows, capacity, this rank's key/value heads, head_dim) in the
-    model's dtype; index p holds position p of the sequence, where padding is not counted.
+    model's dtype; index p holds position p of the sequence, where padding is not counted. If context ranks share the
+    sequences, a rank has the keys and values of some positions only, in the order in which it got them.
     """
 
     conv: torch.Tensor
@@ -97,12 +107,13 @@ class Snapshot:
 
     states: [conv, state] of each layer. segments: the keys and values, for consecutive parts of the sequence; a segment is
     [keys, values] (tokens, heads, head_dim) of each layer that has them. Snapshots of longer prefixes of the same sequence
-    share segments, so these must not be overwritten.
+    share segments, so these must not be overwritten. held: as in `Cache`, (ranks,).
     """
 
     length: int
     states: list[list[torch.Tensor]]
     segments: tuple[list[list[torch.Tensor]], ...] = ()
+    held: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the snapshot."""
@@ -117,12 +128,17 @@ class Cache:
     lengths: (rows,) int64 on the CPU, how many tokens each row has read, without padding; the same on all ranks. max_length:
     how many tokens a model with attention can store per row; None: the cache grows as needed. rows: those that the next call
     of the model continues.
+
+    held: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them holds
+    of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.
     """
 
     layers: list[LayerCache]
     lengths: torch.Tensor
     max_length: int | None = None
     rows: Rows = field(default_factory=lambda: ALL)
+    held: torch.Tensor | None = None
+    context_rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -151,22 +167,38 @@ class Cache:
             raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
-        return Cache(self.layers, self.lengths, self.max_length, where)
+        return replace(self, rows=where)
 
-    def advance(self, tokens: int, mask: torch.Tensor | None = None) -> None:
-        """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding."""
+    def advance(self, tokens: int, mask: torch.Tensor | None = None, added: torch.Tensor | None = None) -> None:
+        """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
+
+        added: (ranks, batch), how many keys and values each context rank has got.
+        """
         # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
         self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
+        if self.held is not None and added is not None:
+            self.held[:, self.rows] += added
+
+    def stored(self, row: int) -> int:
+        """How many keys and values this rank holds of a row."""
+        return int(self.lengths[row] if self.held is None else self.held[self.context_rank, row])
 
     def reserve(self, length: int) -> None:
         """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
 
-        ValueError if that exceeds max_length. After any error the cache is as it was.
+        If context ranks share the rows, that is for this rank's part of them. ValueError if `length` exceeds max_length.
+        After any error the cache is as it was.
         """
+        if self.capacity is None:
+            return
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
+        self.allocate(length if self.held is None else share_of_rank(length, len(self.held)))
+
+    def allocate(self, length: int) -> None:
+        """Allocate memory for `length` keys and values per row on this rank, unless there is enough."""
         if self.capacity is None or length <= self.capacity:
             return
-        if self.max_length is not None:
-            raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
         grown = [layer for layer in self.layers if layer.keys is not None]
         longer = [[_longer(t, length) for t in layer.keys_and_values()] for layer in grown]  # all of them, or none
         for layer, (keys, values) in zip(grown, longer, strict=True):
@@ -178,11 +210,13 @@ class Cache:
             layer.conv[row] = 0
             layer.state[row] = 0
         self.lengths[row] = 0
+        if self.held is not None:
+            self.held[:, row] = 0
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
         """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat: a beam may have several successors."""
         rows = torch.as_tensor(rows)
-        longest = int(self.lengths.max())
+        longest = max(map(self.stored, range(len(self.lengths))))
         where = rows.to(self.layers[0].conv.device)
         for layer in self.layers:
             for tensor in (layer.conv, layer.state):
@@ -190,30 +224,37 @@ class Cache:
             for tensor in layer.keys_and_values():
                 tensor[:, :longest] = tensor[where, :longest]
         self.lengths.copy_(self.lengths[rows])
+        if self.held is not None:
+            self.held.copy_(self.held[:, rows])
 
     def fork(self, source: int, target: int) -> None:
         """Copy row `source` to row `target`."""
-        length = int(self.lengths[source])
+        stored = self.stored(source)
         for layer in self.layers:
             layer.conv[target], layer.state[target] = layer.conv[source], layer.state[source]
             for tensor in layer.keys_and_values():
-                tensor[target, :length] = tensor[source, :length]
-        self.lengths[target] = length
+                tensor[target, :stored] = tensor[source, :stored]
+        self.lengths[target] = self.lengths[source]
+        if self.held is not None:
+            self.held[:, target] = self.held[:, source]
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
         """A copy of the state of a row. after: an earlier snapshot of this sequence, whose keys and values are shared."""
-        length, start = int(self.lengths[row]), after.length if after is not None else 0
+        start = 0 if after is None else sum(len(segment[0][0]) for segment in after.segments if segment)
         new = [
-            [tensor[row, start:length].clone() for tensor in layer.keys_and_values()]
+            [tensor[row, start : self.stored(row)].clone() for tensor in layer.keys_and_values()]
             for layer in self.layers
             if layer.keys is not None
         ]
         states = [[layer.conv[row].clone(), layer.state[row].clone()] for layer in self.layers]
-        return Snapshot(length, states, (*(after.segments if after is not None else ()), new))
+        held = None if self.held is None else self.held[:, row].clone()
+        return Snapshot(int(self.lengths[row]), states, (*(after.segments if after is not None else ()), new), held)
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Copy a snapshot into a row. ValueError, before anything changes, if it exceeds max_length."""
         self.reserve(snapshot.length)
+        if snapshot.held is not None:
+            self.allocate(int(snapshot.held[self.context_rank]))
         for layer, (conv, state) in zip(self.layers, snapshot.states, strict=True):
             layer.conv[row], layer.state[row] = conv, state
         with_keys = [layer for layer in self.layers if layer.keys is not None]
@@ -225,6 +266,19 @@ class Cache:
                     tensor[row, start:stop] = part
             start = stop
         self.lengths[row] = snapshot.length
+        if self.held is not None and snapshot.held is not None:
+            self.held[:, row] = snapshot.held
+
+
+def keep_last_inputs(x: torch.Tensor, piece: Piece, rows: Rows, cache: LayerCache) -> None:
+    """Keep the last inputs of the convolution, x (batch, slots, channels), of a piece that context ranks share."""
+    last = piece.last(x, cache.conv.shape[1])
+    cache.conv[rows] = torch.cat([cache.conv[rows], last], dim=1)[:, last.shape[1] :]
+
+
+def share_of_rank(length: int, ranks: int) -> int:
+    """The most tokens that one of several context ranks holds of a sequence of `length` tokens, if it came in one piece."""
+    return -(-length // ranks) + 1  # two blocks, each rounded up
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:

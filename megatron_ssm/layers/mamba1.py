@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.pieces import Piece
 from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
@@ -22,7 +23,9 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache
+from .cache import BatchInfo, LayerCache, keep_last_inputs
+
+NO_STEP = -1e4  # softplus(NO_STEP + bias) is zero
 
 
 class Convolution(nn.Module):
@@ -110,8 +113,8 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
         """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated."""
-        if self.context is not None:
-            return self.out_proj(self._gated_over_context(hidden, self.context))
+        if self.context is not None and info.piece is not None:
+            return self.out_proj(self._gated_over_context(hidden, self.context, info, cache))
         return self.out_proj(self._gated(hidden, info, cache))
 
     def _gated(self, hidden, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
@@ -129,12 +132,20 @@ class MambaMixer(nn.Module):
             cache.update(conv, state, info.rows)
         return y
 
-    def _gated_over_context(self, hidden: torch.Tensor, context: ContextRanks) -> torch.Tensor:
+    def _gated_over_context(
+        self, hidden: torch.Tensor, context: ContextRanks, info: BatchInfo, cache: LayerCache | None
+    ) -> torch.Tensor:
         """`_gated` of this rank's tokens of a sequence that is spread over the context ranks."""
-        x, z = (context.to_blocks(t) for t in self.in_proj(hidden).chunk(2, dim=-1))
-        x, _ = self.conv(x, halo(x, self.kernel - 1, context))
-        heads = [self._scan_inputs(x[..., h], z[..., h], h) for h in self._head_slices()]
-        y, _ = selective_scan_over_context(heads, context)
+        history, state = (None, None) if cache is None or info.begins else cache.read(info.rows)
+        mixed, z = self.in_proj(hidden).chunk(2, dim=-1)
+        x = context.to_blocks(mixed)
+        x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
+        piece = None if cache is None else info.piece  # without a cache, nobody reads the final state
+        inputs = [self._scan_inputs(x[..., h], context.to_blocks(z)[..., h], h, piece) for h in self._head_slices()]
+        y, passed = selective_scan_over_context(inputs, context, state)
+        if cache is not None and info.piece is not None:
+            keep_last_inputs(mixed, info.piece, info.rows, cache)
+            cache.state[info.rows] = passed.whole_final().transpose(1, 2)
         return context.from_blocks(y)
 
     def _head_slices(self) -> list[slice]:
@@ -157,9 +168,14 @@ class MambaMixer(nn.Module):
         """
         return self._scan_inputs(x, z, head).scan(state, state is not None, is_plain(self.conv, Convolution))
 
-    def _scan_inputs(self, x: torch.Tensor, z: torch.Tensor, head: slice) -> ScanInputs:
-        """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads."""
+    def _scan_inputs(self, x: torch.Tensor, z: torch.Tensor, head: slice, piece: Piece | None = None) -> ScanInputs:
+        """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads.
+
+        piece: whose padding does not change the state.
+        """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
         dt = linear(dt, self.dt_proj[head])
+        if piece is not None and self.context is not None:
+            dt = self.context.to_blocks(piece.mask_padding(self.context.from_blocks(dt), NO_STEP))
         return ScanInputs(x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head])

@@ -30,7 +30,7 @@ from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_r
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache
+from .cache import BatchInfo, LayerCache, keep_last_inputs
 from .mamba1 import Convolution
 
 
@@ -102,8 +102,8 @@ class Mamba2Mixer(nn.Module):
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
-        if self.context is not None:
-            return self._scanned_over_context(xBC, dt, self.context), z
+        if self.context is not None and info.piece is not None:
+            return self._scanned_over_context(xBC, dt, self.context, info, cache), z
         xBC = xBC if info.mask is None else xBC * info.mask
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
@@ -114,12 +114,20 @@ class Mamba2Mixer(nn.Module):
             cache.update(conv, state, info.rows)
         return y.flatten(2), z
 
-    def _scanned_over_context(self, xBC: torch.Tensor, dt: torch.Tensor, context: ContextRanks) -> torch.Tensor:
+    def _scanned_over_context(
+        self, mixed: torch.Tensor, dt: torch.Tensor, context: ContextRanks, info: BatchInfo, cache: LayerCache | None
+    ) -> torch.Tensor:
         """The output of the scan for this rank's tokens of a sequence that is spread over the context ranks."""
-        xBC, dt = context.to_blocks(xBC), context.to_blocks(dt)
-        xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context))
+        history, state = (None, None) if cache is None or info.begins else cache.read(info.rows)
+        xBC, dt = context.to_blocks(mixed), self._step_sizes(dt)
+        xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context, history))
         x, B, C = self._parts(xBC)
-        y, _ = ssd_over_context(x, self._step_sizes(dt), self.A_log, B, C, self.D, context)
+        if cache is not None and info.piece is not None:
+            dt = info.piece.mask_padding(dt)
+        y, passed = ssd_over_context(x, context.to_blocks(dt), self.A_log, B, C, self.D, context, state)
+        if cache is not None and info.piece is not None:
+            keep_last_inputs(mixed, info.piece, info.rows, cache)
+            cache.state[info.rows] = passed.whole_final().unflatten(2, cache.state.shape[2:])
         return context.from_blocks(y).flatten(2)
 
     def _parts(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

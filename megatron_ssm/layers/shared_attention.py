@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ssm.configs.config import Config, SharedBlockConfig
+from megatron_ssm.context.pieces import Piece
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
 from megatron_ssm.parallel.operators import copy_to_ranks
@@ -63,6 +64,13 @@ class Positions:
         return cls(new, longest, False, seen.unsqueeze(1))
 
     @classmethod
+    def of_piece(cls, piece: Piece, batch: int, cache: Cache | None, device: torch.device) -> "Positions":
+        """The positions of this rank's tokens of a piece that context ranks share."""
+        starts = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.lengths[cache.rows]
+        new = piece.positions + starts.unsqueeze(1)
+        return cls(new.to(device), int(starts.max()) + piece.length, True, None)
+
+    @classmethod
     def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":
         """The positions in a call with one token per row, at `new` (batch, 1), which sees itself and the keys before it.
 
@@ -90,6 +98,22 @@ def attend(
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def attend_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    info: BatchInfo,
+    cache: LayerCache | None,
+) -> torch.Tensor:
+    """`attend` of the tokens of a call to each other and to the keys and values in the cache, to which theirs are added."""
+    positions = info.positions
+    assert positions is not None, "attention needs the positions of the tokens"
+    if cache is not None:
+        k, v = cache.append(k, v, positions.new, positions.longest, info.rows, padded=info.mask is not None)
+    return attend(q, k, v, positions.causal, scale, positions.mask)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
@@ -189,15 +213,15 @@ class SharedBlock(nn.Module):
     """norm -> attention -> norm -> gated MLP, without residual connections. A rank has 1/T of the heads and of the MLP.
 
     Forward sends two all-reduces (o_proj, down_proj). Backward sends two, of the gradients of the inputs of qkv and gate_up,
-    and one for each adapter. core: the attention between the projections, a function with the arguments of `attend`; its
-    communication comes on top.
+    and one for each adapter. core: the attention between the projections, a function with the arguments of
+    `attend_with_cache`; its communication comes on top.
     """
 
     def __init__(
         self,
         config: Config,
         ranks: Ranks,
-        core: Callable[..., torch.Tensor] = attend,
+        core: Callable[..., torch.Tensor] = attend_with_cache,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -245,11 +269,7 @@ class SharedBlock(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.rope_theta:
             q, k = (rotate(t, positions.new, self.rope_theta) for t in (q, k))
-        if cache is not None:
-            k, v = cache.append(k, v, positions.new, positions.longest, info.rows, padded=info.mask is not None)
-        scale = math.sqrt(2 / self.head_dim)
-        out = self.core(q, k, v, causal=positions.causal, scale=scale, mask=positions.mask)
-        return out.flatten(-2)
+        return self.core(q, k, v, math.sqrt(2 / self.head_dim), info, cache).flatten(-2)
 
 
 def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor) -> torch.Tensor:

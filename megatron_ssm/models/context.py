@@ -13,24 +13,28 @@ from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from attention2d.layout.checks import check_heads
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small
 
 Result = TypeVar("Result")
 
 
-def schedule_of(name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int) -> Attention2D:
+def schedule_of(
+    name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, training: bool = True
+) -> Attention2D:
     """The attention schedule called `name` for the ranks of `group`.
 
     name: ring, all-gather, ulysses, usp (two ranks of each cell divide the heads), 2d (the most square grid), 3d (usp on
     such a grid), or auto: the one that sends the fewest bytes for this model's attention, split over `tensor_ranks`, and for
-    `batch` sequences of `seq` tokens. A model without attention sends nothing by it, and auto is then the ring. ValueError
-    if the schedule does not fit the number of ranks.
+    `batch` sequences of `seq` tokens; training: forward and backward. A model without attention sends nothing by it, and
+    auto is then the ring. ValueError if the schedule does not fit the number of ranks.
     """
     ranks, shared = group.size(), config.shared
     if name == "auto" and shared is not None:
         heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
-        return choose(group, heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch, itemsize=4)
+        sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
+        return choose(group, **sizes, itemsize=4, training=training)
     if name in ("2d", "3d"):
         cells = ranks // 2 if name == "3d" else ranks
         rows = max(1, *(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0))
@@ -64,20 +68,31 @@ def context_ranks(schedule: Attention2D | None, counter: Counter) -> ContextRank
     return ContextRanks(schedule.group, counter, schedule.order)
 
 
-def attend_over_context(
-    schedule: Attention2D,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`layers.shared_attention.attend` of this rank's tokens to those of all context ranks."""
-    assert causal and mask is None, "under context parallelism there is no mask but the causal one"
-    out = schedule(q, k, v, causal=True, scale=scale)
-    assert isinstance(out, torch.Tensor)
-    return out
+def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> None:
+    """ValueError unless context ranks that share a sequence of `seq` tokens hold `tokens` each (None: without padding)."""
+    if seq is None:
+        return
+    if schedule is None:
+        raise ValueError(f"seq={seq}: only sequences that context ranks share are padded")
+    if (needed := len(schedule.positions(seq))) != tokens:
+        raise ValueError(f"seq={seq} makes {needed} local tokens, not {tokens}")
+
+
+def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device, asked: Callable[[], object]) -> int:
+    """`Ranks.agree` over the tensor-parallel ranks and the context ranks together."""
+    numbers: list[int] = []
+    answers: list[object] = []
+
+    def ask() -> object:
+        answers.append(asked())
+        return answers[0]
+
+    def on_tensor_ranks() -> object:
+        numbers.append(ranks.agree(device, ask))
+        return answers[0]
+
+    agree(lambda mine: all_gather_small(mine, context.group), device, on_tensor_ranks, "context ranks")
+    return int(all_gather_small(torch.tensor(numbers, device=device), context.group)[0, 0])
 
 
 def check_on_context_ranks(

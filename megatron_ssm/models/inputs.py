@@ -1,8 +1,78 @@
-"""Checks of a model's inputs, made on every rank before anything is sent."""
+"""The inputs of a call of a model: checks, made on every rank before anything is sent, and what all layers need of them."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ssm.layers.cache import Cache
+from megatron_ssm.context.blocks import check_block_length
+from megatron_ssm.context.pieces import Piece, Places
+from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
+from megatron_ssm.layers.shared_attention import Positions
+
+from .context import check_length
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+def check_call(
+    model: "Model",
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    logits_to_keep: int,
+    seq: int | None,
+    is_shared: bool,
+) -> tuple[torch.Tensor | None, Piece | None]:
+    """The mask as (batch, seq, 1), or None; and how context ranks share the tokens, or None if each rank has all of them.
+
+    is_shared: whether context ranks share them. ValueError for inputs that are wrong, and for what context parallelism
+    does not support.
+    """
+    mask = check_inputs(input_ids, attention_mask, cache, model.config.vocab_size, model.dtype)
+    check_length(model.schedule, input_ids.shape[1], seq)
+    if model.context is None:
+        return mask, None
+    if mask is not None:
+        raise ValueError("attention_mask has zeros, which context parallelism does not support")
+    if (cache is not None or logits_to_keep) and torch.is_grad_enabled():
+        raise ValueError("on context ranks, a cache and logits_to_keep have no gradient: call it under torch.no_grad()")
+    if cache is not None and cache.held is None:
+        raise ValueError("the cache was not made by the new_cache of a model on context ranks")
+    if not is_shared:
+        return None, None
+    tokens = input_ids.shape[1]
+    check_block_length(tokens, model.config.conv_kernel - 1, model.context)
+    return None, Piece(tokens * model.context.size if seq is None else seq, tokens, model.context)
+
+
+def batch_info(
+    model: "Model",
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    cache: Cache | None,
+    is_decoding: bool,
+    piece: Piece | None,
+) -> BatchInfo:
+    """What the layers need to know about a call; reserves space for its keys and values."""
+    batch, tokens = input_ids.shape
+    begins = cache is not None and not cache.lengths[cache.rows].any()
+    info = BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, None, begins, piece)
+    if not model.shared:
+        return info
+    if piece is None:
+        positions = Positions.of(batch, tokens, mask, cache, model.device)
+    else:
+        positions = Positions.of_piece(piece, batch, cache, model.device)
+    if cache is not None:
+        cache.reserve(positions.longest)
+    if cache is None or cache.held is None:
+        return replace(info, positions=positions)
+    held, rank = cache.held[:, cache.rows], cache.context_rank
+    places = Places.of_whole(tokens, held, rank) if piece is None else Places.of_piece(piece, held)
+    cache.allocate(int((held + places.added)[rank].max()))
+    return replace(info, positions=positions, places=places, lengths=held[rank].tolist())
 
 
 def check_inputs(

@@ -1,9 +1,18 @@
 """Cross-entropy over logits that are split by vocabulary over the tensor-parallel ranks."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from sparsefusion.collectives.counted import all_reduce
+
+from .context import check_length, check_on_context_ranks
+from .inputs import check_ids
+
+if TYPE_CHECKING:
+    from .model import Model
 
 
 def vocabulary_parallel_cross_entropy(
@@ -25,3 +34,36 @@ def vocabulary_parallel_cross_entropy(
     parts = torch.stack([(log_sum - largest).exp(), label_logit])
     total, label_logit = reduce_from_ranks(parts, ranks.group, ranks.exact)
     return total.log() + largest - label_logit
+
+
+def mean_cross_entropy(
+    model: "Model", input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int, seq: int | None
+) -> torch.Tensor:
+    """See `Model.loss`."""
+    labels = check_on_context_ranks(
+        lambda: _check_labels(model, input_ids, labels, ignore_index, seq),
+        (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
+        model.context,
+        model.device,
+    )
+    vocabulary = range(model.embeddings.start, model.embeddings.stop)
+    nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
+    counted = labels != ignore_index
+    sums = torch.stack([nats.masked_fill(~counted, 0).sum(), counted.sum().to(nats.dtype)])
+    for group in (model.data_group, None if model.context is None else model.context.group):
+        sums = reduce_from_ranks(sums, group, lambda tensor, group: all_reduce(tensor, group, model.counter))
+    total, count = sums
+    return total / count.clamp(min=1)
+
+
+def _check_labels(model: "Model", input_ids, labels, ignore_index: int, seq: int | None) -> torch.Tensor:
+    """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `Model.loss` for what is refused."""
+    if torch.is_grad_enabled():
+        model.check_exact_weights("trained")
+    if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+        raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
+    check_length(model.schedule, labels.shape[1], seq)
+    if seq is not None and model.schedule is not None:
+        labels = labels.masked_fill((model.schedule.positions(seq) >= seq).to(labels.device), ignore_index)
+    check_ids(labels.masked_fill(labels == ignore_index, 0), model.config.vocab_size, "label")
+    return labels

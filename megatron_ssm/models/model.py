@@ -1,6 +1,6 @@
 """The language model: vocabulary-parallel embedding, residual blocks and head."""
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,23 @@ from torch.distributed import ProcessGroup
 from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import idle_tensors
-from megatron_ssm.context.blocks import check_block_length
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
 from megatron_ssm.layers.block import Block
-from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
+from megatron_ssm.layers.cache import BatchInfo, Cache
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation, attend
+from megatron_ssm.layers.shared_attention import SharedBlock, SharedBlockInvocation, attend_with_cache
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
-from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
+from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives import counted as collectives
 
-from .context import attend_over_context, check_on_context_ranks, check_schedule, context_ranks
-from .inputs import check_ids, check_inputs
-from .loss import vocabulary_parallel_cross_entropy
+from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
+from .context_attention import ContextAttention
+from .inputs import batch_info, check_call, check_inputs
+from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
 
@@ -65,11 +65,11 @@ class Model(nn.Module):
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
         self.weights: str | None = None
-        self.graphs = True
+        self.graphs = self.context is None
         self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        core = attend if self.context is None else partial(attend_over_context, schedule)
+        core = ContextAttention(schedule, ranks.counter) if self.context and schedule else attend_with_cache
         self.shared = nn.ModuleList(SharedBlock(config, ranks, core, **options) for _ in range(config.shared_copies))
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
@@ -123,6 +123,23 @@ class Model(nn.Module):
         self.close()
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks make the same calls: those that hold the parts of the model, times those that share sequences."""
+        return self.ranks.size * (1 if self.context is None else self.context.size)
+
+    def agree(self, asked: Callable[[], object]) -> int:
+        """Compare what these ranks are asked to do; returns a random number, the same on all. See `Ranks.agree`."""
+        if self.context is None:
+            return self.ranks.agree(self.device, asked)
+        return agree_with_context(self.ranks, self.context, self.device, asked)
+
+    def same_on_context_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens (on the CPU) that the first context rank has chosen. Others may have rounded in another way."""
+        if self.context is None:
+            return tokens
+        return collectives.all_gather(tokens.to(self.device), self.context.group, self.counter)[0].cpu()
+
+    @property
     def counter(self) -> collectives.Counter:
         """The counter of what this rank sends."""
         return self.ranks.counter
@@ -141,14 +158,19 @@ class Model(nn.Module):
         """An empty cache for `batch` sequences, with this rank's channels and heads only.
 
         max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
-        is allocated at once. None: it grows as needed.
+        is allocated at once. None: it grows as needed. Context ranks allocate their share of it.
         """
         blocks: Any = self.layers  # for torch's types its elements are only modules
         shared: Any = self.shared
         layers = [block.mixer.new_cache(batch) for block in blocks]
+        cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
+        if self.context is not None:
+            cache.held = torch.zeros(self.context.size, batch, dtype=torch.int64)
+            cache.context_rank = self.context.rank
         for index in self.config.hybrid_layers:
-            layers[index].keys, layers[index].values = shared[0].new_cache(batch, max_length or 0)
-        return Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
+            cache.layers[index].keys, cache.layers[index].values = shared[0].new_cache(batch, 0)
+        cache.reserve(max_length or 0)
+        return cache
 
     def forward(
         self,
@@ -156,6 +178,7 @@ class Model(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
+        seq: int | None = None,
     ) -> torch.Tensor:
         """input_ids (batch, seq) -> logits (batch, kept, vocab), at least fp32, the same on every rank.
 
@@ -167,9 +190,14 @@ class Model(nn.Module):
         call with one token per row counts as decoding, which does not clamp dt, as in transformers; so a prompt that is
         given token by token has different logits.
 
+        Under context parallelism, input_ids and the logits are those of this rank's tokens, and seq is the number of tokens
+        of each sequence that the call reads, if their division is padded. With a cache, a call with one token per row has
+        the same token on every context rank. The last positions of `logits_to_keep` are those of the whole sequence, on
+        every rank. There is no attention_mask.
+
         Sends the all-reduces of each block, one of the embeddings, and one all-gather of the logits.
         """
-        local = self.local_logits(input_ids, attention_mask, cache, logits_to_keep)
+        local = self.local_logits(input_ids, attention_mask, cache, logits_to_keep, seq=seq)
         return gather_last(local, self.ranks)[..., : self.config.vocab_size]
 
     def local_logits(
@@ -179,29 +207,68 @@ class Model(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
         prompt: bool = False,
+        seq: int | None = None,
     ) -> torch.Tensor:
         """Like forward, but this rank's slice of the vocabulary: (batch, kept, ceil(vocab/ranks)), -inf beyond its end.
 
         prompt: the tokens are part of a prompt, so that dt is clamped even if there is only one token per row. Sends what
         forward sends, but the all-gather.
         """
+        is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
+        is_shared = self.context is not None and not is_one_token
+        return self._checked_logits(input_ids, attention_mask, cache, logits_to_keep, prompt, seq, is_shared)
+
+    def next_logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        prompt: bool = False,
+    ) -> torch.Tensor:
+        """This rank's slice of the logits after the last token, (batch, ceil(vocab/ranks)); see `local_logits`.
+
+        input_ids: (batch, seq), all tokens on every rank. Context ranks divide them, unless they are so few that a block
+        would be shorter than the convolution: then every rank computes all of them.
+        """
+        schedule, context = self.schedule, self.context
+        if (
+            schedule is None
+            or context is None
+            or not _is_divided(input_ids, context.blocks, self.config.conv_kernel - 1)
+        ):
+            return self._checked_logits(input_ids, attention_mask, cache, 1, prompt, None, False)[:, -1]
+        local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
+        return self._checked_logits(local, attention_mask, cache, 1, prompt, seq, True)[:, -1]
+
+    def _checked_logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+        logits_to_keep: int,
+        prompt: bool,
+        seq: int | None,
+        is_shared: bool,
+    ) -> torch.Tensor:
+        """`local_logits` of tokens that context ranks share, or of tokens that every rank has."""
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
-        mask = check_on_context_ranks(
-            lambda: self._check_call(input_ids, attention_mask, cache, logits_to_keep),
-            (getattr(input_ids, "shape", None), torch.is_grad_enabled()),
+        mask, piece = check_on_context_ranks(
+            lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_shared),
+            (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), _lengths(cache)),
             self.context,
             self.device,
         )
-        is_decoding, local = False, None
-        if cache is not None and not prompt and input_ids.shape[1] == 1:
+        is_decoding, local, added = False, None, None
+        if cache is not None and piece is None and not prompt and input_ids.shape[1] == 1:
             is_decoding = bool((cache.lengths[cache.rows] > 0).all())
             local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
         if local is None:
-            info = self._batch_info(input_ids, mask, cache, is_decoding)
+            info = batch_info(self, input_ids, mask, cache, is_decoding, piece)
+            added = None if info.places is None else info.places.added
             local = self.compute(input_ids, info, cache, logits_to_keep)
         if cache is not None:
-            cache.advance(input_ids.shape[1], mask)
+            cache.advance(input_ids.shape[1] if piece is None else piece.length, mask, added)
         return local
 
     def compute(
@@ -214,24 +281,10 @@ class Model(nn.Module):
         for index, block in self._decode_plans.layers(self, info, cache):
             shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
             x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
-        x = self.norm_f(x[:, -logits_to_keep:])
-        return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(x)
-
-    def _batch_info(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, is_decoding: bool
-    ) -> BatchInfo:
-        """What the layers need to know about a call; reserves space for its keys and values."""
-        batch, seq = input_ids.shape
-        positions = None
-        if self.shared and self.schedule is not None and self.context is not None:
-            new = self.schedule.positions(seq * self.context.size).to(self.device).expand(batch, -1)
-            positions = Positions(new, seq, True, None)
-        elif self.shared:
-            positions = Positions.of(batch, seq, mask, cache, self.device)
-        if positions is not None and cache is not None:
-            cache.reserve(positions.longest)
-        begins = cache is not None and not cache.lengths[cache.rows].any()
-        return BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, positions, begins)
+        if info.piece is not None and logits_to_keep:
+            x = info.piece.last(x, logits_to_keep)
+        x = x[:, -logits_to_keep:]
+        return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(self.norm_f(x))
 
     def generate(
         self,
@@ -273,54 +326,7 @@ class Model(nn.Module):
         sharded, and the mean and the sum of the gradients are also over the context ranks. seq: the length of the whole
         sequence, whose padding does not count (None: there is no padding).
         """
-        labels = check_on_context_ranks(
-            lambda: self._check_labels(input_ids, labels, ignore_index, seq),
-            (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
-            self.context,
-            self.device,
-        )
-        vocabulary = range(self.embeddings.start, self.embeddings.stop)
-        nats = vocabulary_parallel_cross_entropy(self.local_logits(input_ids), labels, vocabulary, self.ranks)
-        counted = labels != ignore_index
-        sums = torch.stack([nats.masked_fill(~counted, 0).sum(), counted.sum().to(nats.dtype)])
-        for group in (self.data_group, None if self.context is None else self.context.group):
-            sums = reduce_from_ranks(sums, group, self._sum_over_data_group)
-        total, count = sums
-        return total / count.clamp(min=1)
-
-    def _check_labels(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int, seq: int | None
-    ) -> torch.Tensor:
-        """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `loss` for what is refused."""
-        if torch.is_grad_enabled():
-            self.check_exact_weights("trained")
-        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
-        if seq is not None:
-            if self.schedule is None:
-                raise ValueError(f"seq={seq}: only sequences that context ranks share are padded")
-            positions = self.schedule.positions(seq)
-            if len(positions) != labels.shape[1]:
-                raise ValueError(f"seq={seq} makes {len(positions)} local tokens, not {labels.shape[1]}")
-            labels = labels.masked_fill((positions >= seq).to(labels.device), ignore_index)
-        check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
-        return labels
-
-    def _sum_over_data_group(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        return collectives.all_reduce(tensor, group, self.counter)
-
-    def _check_call(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, logits_to_keep: int
-    ) -> torch.Tensor | None:
-        """`check_inputs`, and ValueError for what a call under context parallelism does not support."""
-        mask = self.check_inputs(input_ids, attention_mask, cache)
-        if self.context is not None:
-            if mask is not None:
-                raise ValueError("attention_mask has zeros, which context parallelism does not support")
-            if cache is not None or logits_to_keep:
-                raise ValueError("under context parallelism a call has neither a cache nor logits_to_keep")
-            check_block_length(input_ids.shape[1], self.config.conv_kernel - 1, self.context)
-        return mask
+        return mean_cross_entropy(self, input_ids, labels, ignore_index, seq)
 
     def check_inputs(
         self,
@@ -330,3 +336,13 @@ class Model(nn.Module):
     ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, on every rank before anything is sent; returns the mask as (batch, seq, 1)."""
         return check_inputs(input_ids, attention_mask, cache, self.config.vocab_size, self.dtype)
+
+
+def _lengths(cache: Cache | None) -> list[int] | None:
+    """How many tokens each row that a call continues has read."""
+    return None if cache is None else cache.lengths[cache.rows].tolist()
+
+
+def _is_divided(input_ids: torch.Tensor, blocks: int, width: int) -> bool:
+    """Whether context ranks divide a piece into `blocks` blocks, each of at least `width` tokens and of more than one."""
+    return torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, width)

@@ -110,19 +110,36 @@ def join(
 
 
 def replicas(
-    tensor: int, device: str = "cpu", timeout: datetime.timedelta = TIMEOUT, init_method: str | None = None
+    tensor: int,
+    device: str = "cpu",
+    timeout: datetime.timedelta = TIMEOUT,
+    init_method: str | None = None,
+    context: int = 1,
 ) -> Groups:
-    """Groups for serving: `join`, then replicas of `tensor` consecutive ranks, which do not communicate with each other.
+    """Groups for serving: `join`, then replicas of `tensor` x `context` consecutive ranks.
 
-    All ranks of the world call it together. Needs no Megatron.
+    Replicas do not communicate with each other. In one, `tensor` consecutive ranks hold the parts of the model, and
+    `context` such groups in a row share each sequence. All ranks of the world call it together. Needs no Megatron.
     """
-    world = join(tensor, device, timeout, init_method)
-    if world == 1:
-        return Groups()
-    group = dist.group.WORLD
-    if tensor < world:
-        group = None if tensor == 1 else dist.new_subgroups(tensor, timeout=timeout)[0]
-    return Groups(group, rank=dist.get_rank(), ranks=world)
+    world = join(tensor, device, timeout, init_method, context)
+    parts = range(0, world, tensor)
+    of_tensor = [list(range(first, first + tensor)) for first in parts]
+    of_context = [
+        list(range(first + part, first + tensor * context, tensor))
+        for first in range(0, world, tensor * context)
+        for part in range(tensor)
+    ]
+    rank = dist.get_rank() if world > 1 else 0
+    return Groups(_subgroup(of_tensor, timeout), _subgroup(of_context, timeout), rank=rank, ranks=world)
+
+
+def _subgroup(members: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """This rank's group when the world is divided into groups with these members; None for groups of one rank."""
+    if len(members[0]) == 1:
+        return None
+    if len(members) == 1:
+        return dist.group.WORLD
+    return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
 
 
 # {group: {count: this rank's subgroup}}, so that a second model uses the subgroups of the first.

@@ -114,6 +114,14 @@ def test_two_local_ranks_print_the_same_text(directory):
     assert output_of(*full_length(directory), "--tp", 2) == output_of(*full_length(directory))
 
 
+@pytest.mark.parametrize("flags", (("--cp", 2), ("--tp", 2, "--cp", 2)), ids=str)
+def test_local_ranks_that_share_the_prompt_generate_the_same_tokens(directory, flags):
+    prompt = PROMPT * 9
+    report = output_of(*full_length(directory), *flags, "--json", prompt=prompt)
+    assert (report["cp"], report["prompt_tokens"]) == (2, len(prompt.encode()))
+    assert report["tokens"] == output_of(*full_length(directory), "--json", prompt=prompt)["tokens"]
+
+
 @pytest.mark.full
 def test_torchrun_replicas_are_silent(directory, tmp_path):
     """Warnings about config.json, which every replica reads, are printed only once."""
@@ -197,6 +205,7 @@ def assert_one_line(result, pattern):
         (["--model", "DIR", "--max-new-tokens", "many"], "argument --max-new-tokens: invalid int value: 'many'"),
         (["--model", "DIR", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8' .*"),
         (["--model", "DIR", "--tp", "0"], "--tp 0 must be at least 1"),
+        (["--model", "DIR", "--cp", "-1"], "--cp -1 must be at least 1"),
     ],
 )
 def test_errors_of_flags(flags, pattern):

@@ -27,7 +27,7 @@ from megatron_ssm.cli.main import parser
 from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding import cuda_graphs
 from megatron_ssm.layers.cache import LayerCache
-from megatron_ssm.layers.shared_attention import Positions, attend
+from megatron_ssm.layers.shared_attention import Positions, attend_with_cache
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
@@ -311,7 +311,7 @@ def with_another_last_eps(model):
 
 def with_another_core(model):
     for block in model.shared:
-        block.core = lambda *given, **named: 1 + attend(*given, **named)
+        block.core = lambda *given, **named: 1 + attend_with_cache(*given, **named)
 
 
 def edited(model):

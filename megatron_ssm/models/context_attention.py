@@ -1,0 +1,70 @@
+"""The shared block's attention of tokens that context ranks share, and of tokens that come later."""
+
+import torch
+
+from attention2d import Attention2D, Tree
+from attention2d.compute.tile import attend, merge
+from megatron_ssm.context.pieces import Piece
+from megatron_ssm.layers.cache import BatchInfo, LayerCache
+from sparsefusion.collectives.counted import Counter
+
+Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_dim) and lse (batch, tokens, heads)
+
+
+class ContextAttention:
+    """Causal attention over the context ranks of a schedule; called as `layers.shared_attention.attend_with_cache`.
+
+    The tokens of one call attend each other by the schedule, if the ranks share them, and on each rank if every rank has
+    all of them. Keys and values of earlier calls stay on the ranks that computed them, and `Tree` attends these. counter:
+    counts what is sent for that; the schedule counts what it sends.
+    """
+
+    def __init__(self, schedule: Attention2D, counter: Counter):
+        self.schedule, self.earlier = schedule, Tree(schedule.group)
+        self.earlier.counter = counter
+
+    def __deepcopy__(self, memo: dict) -> "ContextAttention":
+        return self  # process groups are handles
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        info: BatchInfo,
+        cache: LayerCache | None,
+    ) -> torch.Tensor:
+        """q (batch, tokens, heads, head_dim) -> the same shape. Without a cache it is differentiable."""
+        if cache is None:
+            out = self.schedule(q, k, v, causal=True, scale=scale)
+            assert isinstance(out, torch.Tensor)
+            return out
+        out, lse = self._attend_new(q, k, v, scale, info.piece)
+        if not info.begins:
+            out, lse = (t.to(lse.dtype, copy=True, memory_format=torch.contiguous_format) for t in (out, lse))
+            merge(out, lse, *self._attend_earlier(q, scale, info, cache))
+        assert info.places is not None, "context ranks need places for keys and values"
+        cache.append(k, v, info.places.local.to(k.device), 0, info.rows)
+        return out.to(q.dtype)
+
+    def _attend_new(self, q, k, v, scale: float, piece: Piece | None) -> Result:
+        """The tokens of this call to each other."""
+        if piece is not None:
+            result = self.schedule(q, k, v, causal=True, scale=scale, seq=piece.length, return_lse=True)
+            assert isinstance(result, tuple)
+            return result
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        out, lse = attend(q, k, v, q.shape[0] > 1, scale)
+        return out.transpose(0, 1), lse.transpose(0, 1)
+
+    def _attend_earlier(self, q, scale: float, info: BatchInfo, cache: LayerCache) -> Result:
+        """The tokens of this call to the keys and values in the cache."""
+        assert cache.keys is not None and cache.values is not None and info.lengths is not None
+        longest = max(info.lengths)
+        k, v = cache.keys[info.rows, :longest], cache.values[info.rows, :longest]
+        if info.piece is not None:
+            return self.earlier.attend_own(q, k, v, scale, info.lengths)
+        result = self.earlier(q, k, v, scale=scale, return_lse=True, lengths=info.lengths)
+        assert isinstance(result, tuple)
+        return result

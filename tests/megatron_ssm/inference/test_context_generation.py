@@ -1,0 +1,162 @@
+"""Generation by context ranks: prompts in pieces that the ranks share, then tokens that all of them decode.
+
+Oracle: the same calls of a model on one rank, in float64. Pieces do not divide over the ranks, and some are too short to.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
+from cases import oracle
+from megatron_ssm import Engine
+from serving import attempt, checkpoint, families, ids
+
+__all__ = ["oracle"]
+
+SCHEDULES = {
+    "ring": Ring,
+    "contiguous": lambda group: Ring(group, "contiguous"),
+    "all-gather": AllGather,
+    "ulysses": Ulysses,
+    "usp": lambda group: USP(group, 2),
+    "2d": lambda group: Attention2D(group, 2, group.size() // 2),
+}
+PIECES = (37, 30, 1, 1, 1)  # the last ones are decoded
+
+
+def groups_of(rank, tp, cp):
+    """This rank's tensor-parallel and context-parallel groups in a world of tp * cp ranks; tensor ranks are neighbours."""
+    tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)]
+    context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)]
+    return tensor[rank // tp], context[rank % tp]
+
+
+def logits_of_pieces(model, ids):
+    """The logits of the pieces, one after the other, of whole sequences; and the cache after them."""
+    cache, spread = model.new_cache(len(ids)), model.schedule
+    logits = []
+    for piece in ids.split(PIECES, dim=1):
+        seq = piece.shape[1]
+        if spread is None or seq == 1:
+            logits.append(model(piece, cache=cache))
+        else:
+            logits.append(spread.unshard(model(spread.shard(piece), cache=cache, seq=seq), 1, seq))
+    return logits, cache
+
+
+@pytest.mark.parametrize(
+    "name, tp, cp, schedule",
+    (
+        ("mamba-biases-untied", 1, 3, "ring"), ("falcon", 2, 2, "contiguous"), ("mamba2-1-group", 2, 2, "ring"),
+        ("mamba2-dt-limit", 1, 4, "usp"), ("zamba-2-heads-biases", 2, 2, "all-gather"),
+        ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"), ("zamba2-2-groups-adapters-rope", 1, 4, "2d"),
+    ),
+)  # fmt: skip
+def test_pieces_of_a_prompt_then_decoding_equal_one_rank(ranks, name, tp, cp, schedule, oracle):
+    """The logits of all pieces; afterwards the whole state is on every rank, and the keys are spread evenly."""
+    oracle = oracle(name, torch.float64)
+
+    @torch.no_grad()
+    def run(rank):
+        tensor, context = groups_of(rank, tp, cp)
+        model = megatron_ssm.load(oracle.directory, tensor, context=SCHEDULES[schedule](context), dtype=torch.float64)
+        logits, cache = logits_of_pieces(model, oracle.ids)
+        return logits, [(layer.conv, layer.state) for layer in cache.layers], cache.held[:, 0]
+
+    one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
+    with torch.no_grad():
+        expected, cache = logits_of_pieces(one, oracle.ids)
+    results = ranks(run, tp * cp)
+    for logits, states, held in results:
+        for mine, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+        if tp == 1:
+            for mine, layer in zip(states, cache.layers, strict=True):
+                torch.testing.assert_close(mine, (layer.conv, layer.state), rtol=0, atol=1e-10)
+        if name.startswith("zamba"):
+            assert held.sum() == sum(PIECES) and held.max() - held.min() <= 2
+    assert all(torch.equal(results[0][0][-1], logits[-1]) for logits, *_ in results)
+
+
+REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt, new tokens)
+
+
+@pytest.mark.parametrize("cp", (2, 3))
+@families
+def test_an_engine_gives_the_tokens_of_one_rank(ranks, family, cp):
+    """Prompts of several lengths, read in pieces, beside others that are decoded; and again from the prefix cache."""
+    directory = checkpoint(family)
+
+    def serve(model):
+        engine = Engine(model, slots=2, chunk=24, prefix_bytes=2**20, block=16)
+        requests = []
+        for _ in range(2):
+            for seed, (prompt, new) in enumerate(REQUESTS):
+                requests.append(engine.add(ids(1, prompt, seed=seed)[0].tolist(), new, temperature=seed % 2, seed=seed))
+            while engine.is_busy:
+                engine.step()
+        return [request.tokens for request in requests], engine.prefilled_tokens
+
+    def run(rank):
+        return serve(megatron_ssm.load(directory, context=Ring(dist.group.WORLD), dtype=torch.float64))
+
+    expected = serve(megatron_ssm.load(directory, dtype=torch.float64))
+    assert all(result == expected for result in ranks(run, cp))
+
+
+@pytest.mark.parametrize("tp, cp", ((1, 2), (2, 2)))
+def test_generate_with_rows_of_different_lengths(ranks, tp, cp):
+    """Without a seed, all ranks draw the same tokens."""
+    directory = checkpoint("zamba2")
+    prompts, mask = ids(3, 40), torch.ones(3, 40, dtype=torch.int64)
+    mask[1, :9], mask[2, :38] = 0, 0
+
+    def run(rank):
+        tensor, context = groups_of(rank, tp, cp)
+        model = megatron_ssm.load(directory, tensor, context=Ring(context), dtype=torch.float64)
+        greedy = megatron_ssm.generate(model, prompts, mask, max_new_tokens=6, repetition_penalty=1.2)
+        return greedy, megatron_ssm.generate(model, prompts, mask, max_new_tokens=6, temperature=1.0)
+
+    one = megatron_ssm.load(directory, dtype=torch.float64)
+    expected = megatron_ssm.generate(one, prompts, mask, max_new_tokens=6, repetition_penalty=1.2)
+    (first, drawn), *others = ranks(run, tp * cp)
+    assert torch.equal(first, expected)
+    assert all(torch.equal(first, greedy) and torch.equal(drawn, sample) for greedy, sample in others)
+
+
+@pytest.mark.parametrize("cp", (2, 3))
+def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
+    """Also those that are wrong on the last rank only."""
+    directory = checkpoint("zamba2")
+
+    def run(rank):
+        is_last = rank == cp - 1
+        model = megatron_ssm.load(directory, context=Ring(dist.group.WORLD), dtype=torch.float64)
+        tokens = ids(1, 24)
+        with torch.no_grad():
+            cache = model.new_cache(1, max_length=30)
+            model(model.schedule.shard(tokens), cache=cache)
+        calls = {
+            "must be an integer": lambda: megatron_ssm.generate(model, tokens, max_new_tokens="3" if is_last else 3),
+            "were asked something else": lambda: megatron_ssm.generate(model, tokens, max_new_tokens=2 + is_last),
+            "there is no beam search on context ranks": lambda: model.generate(tokens, num_beams=2),
+            "does not fit into a cache of max_length=30": lambda: model(model.schedule.shard(tokens), cache=cache),
+            "seq=30 makes": lambda: model(model.schedule.shard(tokens), cache=cache, seq=30),
+            "was not made by the new_cache": lambda: model(
+                tokens[:, :1], cache=megatron_ssm.load(directory, dtype=torch.float64).new_cache(1)
+            ),
+        }
+        errors = {}
+        with torch.no_grad():
+            for words, call in calls.items():
+                errors[words] = attempt(call)
+        errors["have no gradient"] = attempt(lambda: model(tokens[:, :1], cache=cache))
+        return errors, megatron_ssm.generate(model, tokens, max_new_tokens=2)
+
+    expected = megatron_ssm.generate(megatron_ssm.load(directory, dtype=torch.float64), ids(1, 24), max_new_tokens=2)
+    for errors, tokens in ranks(run, cp):
+        assert torch.equal(tokens, expected)
+        for words, error in errors.items():
+            assert error is not None and error[0] == "ValueError" and words in error[1], (words, error)
