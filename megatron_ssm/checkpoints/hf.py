@@ -43,6 +43,7 @@ def load(
     weights: str | None = None,
     shared_memory: bool = True,
     graphs: bool = True,
+    sequence_parallel: bool = False,
 ) -> Model:
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
@@ -61,8 +62,11 @@ def load(
     graphs: on CUDA, whether tokens are decoded with CUDA graphs where that is possible.
 
     context: a schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
-    The model then takes and returns this rank's tokens, `context.shard(input_ids)`, and cannot use a cache. The
-    schedule computes the attention of a hybrid model.
+    The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the attention of
+    a hybrid model.
+
+    sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see `parallel.sequence`).
+    This saves memory in training; such a model takes no cache. It needs reduce="fp32".
 
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
@@ -74,7 +78,7 @@ def load(
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
     def open_files() -> tuple[Config, dict[str, Any]]:
-        _check_arguments(directory, dtype, reduce, weights)
+        _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         config = Config.read(directory)
         config.check_ranks(1 if group is None else group.size())
         check_schedule(context, config, group)
@@ -84,10 +88,10 @@ def load(
     def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        return opened[0], dtype, torch.device(device).type, how, weights, replicas, repr(context)
+        return opened[0], dtype, torch.device(device).type, how, weights, replicas, repr(context), sequence_parallel
 
     def build_and_fill() -> Model:
-        model = build(config, group, data_group, dtype, device, reduce, shared_memory, context)
+        model = build(config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel)
         try:
             with torch.no_grad():
                 quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
@@ -107,8 +111,12 @@ def load(
     return model
 
 
-def _check_arguments(directory: str | Path, dtype: object, reduce: object, weights: str | None) -> None:
+def _check_arguments(
+    directory: str | Path, dtype: object, reduce: object, weights: str | None, sequence_parallel: bool
+) -> None:
     """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
+    if sequence_parallel and weights is not None:
+        raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, "int8"):
@@ -128,10 +136,14 @@ def build(
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     shared_memory: bool = True,
     context: Attention2D | None = None,
+    sequence_parallel: bool = False,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
     config.check_ranks(1 if group is None else group.size())
-    ranks = Ranks.of(group, Counter(), reduce, share=shared_memory if torch.device(device).type == "cpu" else None)
+    if sequence_parallel and reduce != "fp32":
+        raise ValueError(f"reduce={reduce!r}: sequence_parallel=True sums in fp32")
+    share = shared_memory if torch.device(device).type == "cpu" else None
+    ranks = Ranks.of(group, Counter(), reduce, share, sequence_parallel)
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group

@@ -5,6 +5,7 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.layers import RMSNorm
+from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache
@@ -12,7 +13,8 @@ from .shared_attention import SharedBlock, SharedBlockInvocation
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), or in hybrid layers x + mixer(norm(x + shared_block(x))). x is the same on every rank.
+    """x + mixer(norm(x)), or in hybrid layers x + mixer(norm(x + shared_block(x))). x is the same on every rank, or with
+    sequence parallelism this rank's share of the tokens.
 
     mixer: a `MambaMixer` or a `Mamba2Mixer`. use: what a hybrid layer has of its own for its use of the shared block, or
     None. (Parameters of checkpoints have the names of these attributes.) Sends what the mixer and the shared block send.
@@ -21,13 +23,14 @@ class Block(nn.Module):
     def __init__(
         self,
         config: Config,
+        ranks: Ranks,
         mixer: nn.Module,
         use: SharedBlockInvocation | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device, ranks)
         self.mixer, self.use = mixer, use
         self.residual_in_fp32 = config.residual_in_fp32
 

@@ -28,6 +28,7 @@ from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.sequence import scatter_sum
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache, keep_last_inputs
@@ -171,13 +172,20 @@ class Mamba2Mixer(nn.Module):
 
     def _whole(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """With `fused_norm`: [part of out_proj's output | sum of squares] in one all-reduce, scaled afterwards."""
-        out = in_pieces(self._scaled_sum, part, squares)
-        return out if self.out_proj.bias is None else out + self.out_proj.bias
+        if self.ranks.sequence_parallel:
+            both = scatter_sum(torch.cat([part.to(squares.dtype), squares], dim=-1), self.ranks)
+            out = self._scaled(both[..., :-1], both[..., -1:], part.dtype)
+        else:
+            out = in_pieces(self._scaled_sum, part, squares)
+        return self.out_proj.add_bias(out)
 
     def _scaled_sum(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """The sum of `part` over the ranks, times 1/sqrt(mean square + eps) of each token."""
-        out, squares = reduce_beside(part.to(squares.dtype), squares, self.ranks)
-        return (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(part.dtype)
+        return self._scaled(*reduce_beside(part.to(squares.dtype), squares, self.ranks), part.dtype)
+
+    def _scaled(self, out: torch.Tensor, squares: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """out * 1/sqrt(mean square + eps) of each token."""
+        return (out * torch.rsqrt(squares / self.group_channels + self.eps)).to(dtype)
 
     def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
         """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""

@@ -21,6 +21,7 @@ from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.sequence import gathered_tokens, replicated, share_gradient
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, Cache, LayerCache
@@ -228,14 +229,14 @@ class SharedBlock(nn.Module):
         super().__init__()
         shared, hidden = _shared_config(config), config.hidden_size
         where: dict[str, Any] = dict(dtype=dtype, device=device)
-        self.core = core
+        self.core, self.ranks = core, ranks
         self.head_dim, self.rope_theta = shared.head_dim, shared.rope_theta
         self.activation = ACTIVATIONS[shared.activation]
         self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
-        self.norm = RMSNorm(2 * hidden, config.norm_eps, **where)
+        self.norm = RMSNorm(2 * hidden, config.norm_eps, **where, ranks=ranks)
         self.qkv = ColumnParallelLinear(2 * hidden, self.rows, False, ranks, **where)
         self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
-        self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where)
+        self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where, ranks=ranks)
         self.gate_up = ColumnParallelLinear(hidden, mlp, shared.bias, ranks, **where)
         self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where)
 
@@ -260,7 +261,7 @@ class SharedBlock(nn.Module):
         y = self.norm(torch.cat([x, embeddings], dim=-1))
         y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), info, cache))
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
-        return linear(self.down_proj(self.activation(gate) * up), use.linear)
+        return linear(self.down_proj(self.activation(gate) * up), replicated(use.linear, self.ranks))
 
     def _attention(self, qkv: torch.Tensor, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
         """(batch, seq, this rank's rows of q, k and v) -> (batch, seq, this rank's heads * head_dim)."""
@@ -276,5 +277,8 @@ def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tens
     """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it."""
     if adapter is None:
         return layer(x)
+    if layer.ranks.sequence_parallel:
+        with gathered_tokens(x, layer.ranks) as whole:
+            return layer.product(whole) + adapter(share_gradient(whole, layer.ranks))
     y, more = layer(x), adapter(x)
     return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

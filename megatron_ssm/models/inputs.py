@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from megatron_ssm.context.blocks import check_block_length
 from megatron_ssm.context.pieces import Piece, Places
@@ -32,8 +33,12 @@ def check_call(
     """
     mask = check_inputs(input_ids, attention_mask, cache, model.config.vocab_size, model.dtype)
     check_length(model.schedule, input_ids.shape[1], seq)
+    if model.ranks.sequence_parallel and cache is not None:
+        raise ValueError("a model with sequence_parallel=True computes losses and logits, and takes no cache")
     if model.context is None:
         return mask, None
+    if model.ranks.sequence_parallel:
+        _check_shares(input_ids.shape[1], model.ranks.size, logits_to_keep)
     if mask is not None:
         raise ValueError("attention_mask has zeros, which context parallelism does not support")
     if (cache is not None or logits_to_keep) and torch.is_grad_enabled():
@@ -45,6 +50,27 @@ def check_call(
     tokens = input_ids.shape[1]
     check_block_length(tokens, model.config.conv_kernel - 1, model.context)
     return None, Piece(tokens * model.context.size if seq is None else seq, tokens, model.context)
+
+
+def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
+    """ValueError for what sequence parallelism does not support on context ranks."""
+    if tokens % ranks:
+        rule = f"do not divide over {ranks} sequence-parallel ranks ({tokens} % {ranks} = {tokens % ranks})"
+        raise ValueError(f"{tokens} tokens on each context rank {rule}")
+    if logits_to_keep:
+        raise ValueError(
+            f"logits_to_keep={logits_to_keep} is not supported with sequence_parallel=True on context ranks"
+        )
+
+
+def pad_to_multiple(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """input_ids (batch, seq) and mask (batch, seq, 1) with more tokens at the end, so that they divide over the ranks."""
+    missing = -input_ids.shape[1] % ranks
+    if not missing:
+        return input_ids, mask
+    return F.pad(input_ids, (0, missing)), None if mask is None else F.pad(mask, (0, 0, 0, missing), value=1)
 
 
 def batch_info(

@@ -26,7 +26,7 @@ from sparsefusion.collectives import counted as collectives
 
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
-from .inputs import batch_info, check_call, check_inputs
+from .inputs import batch_info, check_call, check_inputs, pad_to_multiple
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -83,8 +83,8 @@ class Model(nn.Module):
                 if layer in config.hybrid_layers
                 else None
             )
-            self.layers.append(Block(config, mixer, use, **options))
-        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options)
+            self.layers.append(Block(config, ranks, mixer, use, **options))
+        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self._attach_fields()
@@ -259,6 +259,9 @@ class Model(nn.Module):
             self.context,
             self.device,
         )
+        tokens = input_ids.shape[1]
+        if self.ranks.sequence_parallel:
+            input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
         is_decoding, local, added = False, None, None
         if cache is not None and piece is None and not prompt and input_ids.shape[1] == 1:
             is_decoding = bool((cache.lengths[cache.rows] > 0).all())
@@ -266,7 +269,10 @@ class Model(nn.Module):
         if local is None:
             info = batch_info(self, input_ids, mask, cache, is_decoding, piece)
             added = None if info.places is None else info.places.added
-            local = self.compute(input_ids, info, cache, logits_to_keep)
+            if self.ranks.sequence_parallel:
+                local = self.compute(input_ids, info)[:, :tokens][:, -logits_to_keep:]
+            else:
+                local = self.compute(input_ids, info, cache, logits_to_keep)
         if cache is not None:
             cache.advance(input_ids.shape[1] if piece is None else piece.length, mask, added)
         return local

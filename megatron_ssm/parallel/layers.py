@@ -17,6 +17,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operators import copy_to_ranks, reduce_from_ranks
 from .ranks import Ranks
+from .sequence import gathered_tokens, replicated, scatter_sum
 
 Device = torch.device | str | None
 
@@ -143,7 +144,13 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., this rank's rows of all fields)."""
-        x = copy_to_ranks(x, self.ranks.group, self.ranks.exact)
+        if self.ranks.sequence_parallel:
+            with gathered_tokens(x, self.ranks) as whole:
+                return self.product(whole)
+        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.exact))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b of this rank's rows. Sends nothing; the gradient of x is partial."""
         return linear(x, self.weight(), self.bias() if self.bias is not None else None)
 
 
@@ -174,8 +181,15 @@ class RowParallelLinear(nn.Module):
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's part of the product, plus the bias: (..., out_features)."""
-        y = reduce_from_ranks(part, self.ranks.group, self.ranks.reduce)
-        return y if self.bias is None else y + self.bias
+        if self.ranks.sequence_parallel:
+            y = scatter_sum(part, self.ranks)
+        else:
+            y = reduce_from_ranks(part, self.ranks.group, self.ranks.reduce)
+        return self.add_bias(y)
+
+    def add_bias(self, y: torch.Tensor) -> torch.Tensor:
+        """y (..., out_features), the sum over the ranks, plus the bias if there is one."""
+        return y if self.bias is None else y + replicated(self.bias, self.ranks)
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -194,18 +208,23 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None, device: Device = None):
+    ranks: those that have other tokens if they are `sequence_parallel`; backward then all-reduces the weight's gradient.
+    """
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype | None = None, device: Device = None, ranks: Ranks | None = None
+    ):
         super().__init__()
-        self.eps = eps
+        self.eps, self.ranks = eps, ranks
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., size) -> the same shape in the weight's dtype."""
         if not torch.is_grad_enabled() and kernels.supports_rms_norm(x, self.weight):
             return kernels.rms_norm(x, self.weight, self.eps)
-        return self.weight * rms_norm(x, self.eps).to(self.weight.dtype)
+        return replicated(self.weight, self.ranks) * rms_norm(x, self.eps).to(self.weight.dtype)
 
 
 def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:
@@ -238,7 +257,8 @@ class VocabularyParallel(nn.Module):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (batch, seq) int64 -> (batch, seq, hidden), the same on every rank.
 
-        Each rank looks up its own ids and has zeros for the others; one exact all-reduce. Backward sends nothing.
+        Each rank looks up its own ids and has zeros for the others; one exact all-reduce. Backward sends nothing. With
+        sequence parallelism, each rank gets its share of the tokens.
         """
         if self.ranks.group is None:
             return rows_at(self.weight, ids)
@@ -247,15 +267,22 @@ class VocabularyParallel(nn.Module):
             part = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()
         else:
             part = rows_at(self.weight, (ids - self.start).where(is_local, 0)) * is_local.unsqueeze(-1)
+        if self.ranks.sequence_parallel:
+            return scatter_sum(part, self.ranks)
         return reduce_from_ranks(part, self.ranks.group, self.ranks.exact)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., hidden), whole -> (..., width) in at least fp32: the logits of this rank's ids, and -inf after them.
 
-        Forward sends nothing; backward all-reduces x's gradient.
+        Forward sends nothing; backward all-reduces x's gradient. With sequence parallelism, x is this rank's share of the
+        tokens, and the logits are those of all tokens.
         """
-        x = copy_to_ranks(x.to(self.weight.dtype), self.ranks.group, self.ranks.exact)
-        local = linear(x, self.weight)
+        x = x.to(self.weight.dtype)
+        if self.ranks.sequence_parallel:
+            with gathered_tokens(x, self.ranks) as whole:
+                local = linear(whole, self.weight)
+        else:
+            local = linear(copy_to_ranks(x, self.ranks.group, self.ranks.exact), self.weight)
         local = local.to(at_least_fp32(local.dtype))
         missing = self.width - local.shape[-1]
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local

@@ -27,6 +27,7 @@ class Ranks:
 
     memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
     `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
+    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence`).
     """
 
     group: dist.ProcessGroup | None = None
@@ -36,6 +37,7 @@ class Ranks:
     format: str | Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = "fp32"
     memory: SharedMemory | None = None
     transport: str = ""
+    sequence_parallel: bool = False
 
     @classmethod
     def of(
@@ -44,6 +46,7 @@ class Ranks:
         counter: collectives.Counter | None = None,
         format: str | Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = "fp32",
         share: bool | None = True,
+        sequence_parallel: bool = False,
     ) -> "Ranks":
         """The ranks of a process group (None, or a group of one: one rank). All ranks of the group call it together.
 
@@ -57,7 +60,7 @@ class Ranks:
         backend = dist.get_backend(group)
         memory, why = (None, "") if share is None else connect(group, wanted=share)
         transport = "shared memory" if memory else f"{backend} ({why})" if why else backend
-        return cls(group, group.rank(), group.size(), counter, format, memory, transport)
+        return cls(group, group.rank(), group.size(), counter, format, memory, transport, sequence_parallel)
 
     def __deepcopy__(self, memo: dict) -> "Ranks":
         """Itself, because process groups are handles."""

@@ -57,6 +57,7 @@ class Options:
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
     context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
+    sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
     seq_length: int = _option(256, "tokens per sequence")
@@ -98,6 +99,8 @@ class Options:
                 f"--model-type {self.model_type} needs the shared block in at least {least} blocks; --num-layers "
                 f"{self.num_layers} with --hybrid-interval {self.hybrid_interval} has it in {count}"
             )
+        if self.sequence_parallel and self.reduce != "fp32":
+            raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
         if not 0 < self.gradient_density <= 1:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         if not -(2**63) <= self.seed < 2**63:

@@ -211,9 +211,12 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
 def make_model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
     """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
     dtype, schedule = getattr(torch, options.params_dtype), _context_schedule(options, config, groups)
+    more: dict[str, Any] = dict(
+        dtype=dtype, device=device, reduce=options.reduce, context=schedule, sequence_parallel=options.sequence_parallel
+    )
     if options.init_from:
-        return load(options.init_from, groups.tensor, schedule, dtype, device, options.reduce, groups.data)
-    model = build(config, groups.tensor, groups.data, dtype, device, options.reduce, context=schedule)
+        return load(options.init_from, groups.tensor, data_group=groups.data, **more)
+    model = build(config, groups.tensor, groups.data, **more)
     return initialize_parameters(model, options.seed)
 
 

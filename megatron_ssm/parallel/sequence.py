@@ -1,0 +1,114 @@
+"""Sequence parallelism: between the layers, each tensor-parallel rank has a share of the tokens instead of all of them.
+
+Rank t of T has tokens [t l, (t + 1) l) of T l. Norms and residual sums are then computed once, not on every rank, and what
+backward needs of them takes 1/T of the memory. A column-parallel layer begins with an all-gather of the tokens, and a
+row-parallel layer ends with a reduce-scatter; together they send what one all-reduce sends. Source: Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
+
+| operator | forward | backward | where it is used |
+|---|---|---|---|
+| `gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
+| `scatter_sum` | reduce-scatter | all-gather | after a row-parallel layer |
+| `replicated` | identity | all-reduce | parameters that every rank has, and uses for its own tokens |
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sparsefusion.collectives import counted
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .operators import copy_to_ranks
+from .ranks import Ranks
+
+
+def _gather(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """(batch, l, n) of each rank -> (batch, T l, n), on every rank."""
+    return ranks.gather(x).transpose(0, 1).flatten(1, 2)
+
+
+def _sum_share(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of the ranks' (batch, T l, n), added in at least fp32: (batch, l, n), this rank's tokens of it."""
+    rows = x.detach().to(at_least_fp32(x.dtype)).unflatten(1, (ranks.size, -1)).transpose(0, 1)
+    if ranks.memory is not None and x.is_cpu:
+        return ranks.exact(rows.contiguous(), ranks.group)[ranks.rank].to(x.dtype)
+    return counted.reduce_scatter(rows, ranks.group, ranks.counter).to(x.dtype)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All-gather in forward, reduce-scatter in backward."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return _gather(x, ranks)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum_share(grad, ctx.ranks), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Reduce-scatter in forward, all-gather in backward."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return _sum_share(x, ranks)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, ctx.ranks), None
+
+
+class _ShareGradient(torch.autograd.Function):
+    """Identity in forward; backward divides the gradient by `count`."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.count, None
+
+
+@contextmanager
+def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
+    """x (batch, l, n), this rank's tokens -> (batch, T l, n), all tokens, for use in the body of the `with` statement.
+
+    What autograd saves of it there is only x: backward gathers it again. All ranks run the same body.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
+    whole, share = _GatherTokens.apply(x, ranks), x.detach()
+    address, shape = whole.data_ptr(), whole.shape
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | None:
+        return None if saved.data_ptr() == address and saved.shape == shape else saved
+
+    def unpack(saved: torch.Tensor | None) -> torch.Tensor:
+        return _gather(share, ranks) if saved is None else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield whole
+
+
+def scatter_sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of every rank's x (batch, T l, n), partial: (batch, l, n), this rank's tokens of it."""
+    return _ScatterSum.apply(x, ranks)
+
+
+def share_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """x, gathered tokens that all ranks use alike, so that each of them contributes 1/T of x's gradient."""
+    return _ShareGradient.apply(x, ranks.size)
+
+
+def replicated(parameter: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    """A parameter that every rank has and, with sequence parallelism, uses for its own tokens; backward then sums."""
+    if ranks is None or not ranks.sequence_parallel:
+        return parameter
+    return copy_to_ranks(parameter, ranks.group, ranks.exact)
