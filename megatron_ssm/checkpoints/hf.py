@@ -18,6 +18,7 @@ from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.kernels import BLOCK
 from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
+from megatron_ssm.ops.recomputation import Recomputation
 from megatron_ssm.parallel.layers import QUANTIZABLE, Ranks
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
@@ -44,6 +45,7 @@ def load(
     shared_memory: bool = True,
     graphs: bool = True,
     sequence_parallel: bool = False,
+    recompute: bool = False,
 ) -> Model:
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
@@ -66,7 +68,8 @@ def load(
     a hybrid model.
 
     sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see `parallel.sequence`).
-    This saves memory in training; such a model takes no cache. It needs reduce="fp32".
+    This saves memory in training; such a model takes no cache. It needs reduce="fp32". recompute: backward computes the
+    activations of each block again, but for what ranks have sent each other.
 
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
@@ -88,10 +91,22 @@ def load(
     def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        return opened[0], dtype, torch.device(device).type, how, weights, replicas, repr(context), sequence_parallel
+        return (
+            opened[0],
+            dtype,
+            torch.device(device).type,
+            how,
+            weights,
+            replicas,
+            repr(context),
+            sequence_parallel,
+            recompute,
+        )
 
     def build_and_fill() -> Model:
-        model = build(config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel)
+        model = build(
+            config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel, recompute
+        )
         try:
             with torch.no_grad():
                 quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
@@ -137,13 +152,14 @@ def build(
     shared_memory: bool = True,
     context: Attention2D | None = None,
     sequence_parallel: bool = False,
+    recompute: bool = False,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
     config.check_ranks(1 if group is None else group.size())
     if sequence_parallel and reduce != "fp32":
         raise ValueError(f"reduce={reduce!r}: sequence_parallel=True sums in fp32")
     share = shared_memory if torch.device(device).type == "cpu" else None
-    ranks = Ranks.of(group, Counter(), reduce, share, sequence_parallel)
+    ranks = Ranks.of(group, Counter(), reduce, share, sequence_parallel, Recomputation(recompute))
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group

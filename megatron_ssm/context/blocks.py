@@ -6,12 +6,13 @@ computes its blocks as separate sequences: activations are (batch * blocks of a 
 sequence stand next to each other, so that (batch, tokens of a rank, ...) is viewed so without a copy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_ssm.ops.recomputation import Recomputation
 from sparsefusion.collectives import counted
 from sparsefusion.collectives.counted import Counter
 
@@ -22,12 +23,14 @@ BLOCKS_PER_RANK = {"zigzag": 2, "contiguous": 1}
 class ContextRanks:
     """The ranks that share each sequence. group: None is one rank. counter: adds up what this rank sends to the others.
 
-    ValueError for an order in which a rank's tokens are not blocks.
+    recomputation: keeps what the ranks exchange if activations are recomputed. ValueError for an order in which a rank's
+    tokens are not blocks.
     """
 
     group: ProcessGroup | None
     counter: Counter
     order: str = "zigzag"
+    recomputation: Recomputation = field(default_factory=Recomputation)
 
     def __post_init__(self) -> None:
         if self.order not in BLOCKS_PER_RANK:
@@ -105,7 +108,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tails, context):
         ctx.context = context
-        return shift(tails, context, 1)
+        return context.recomputation.once(lambda: shift(tails, context, 1))
 
     @staticmethod
     def backward(ctx, grad):

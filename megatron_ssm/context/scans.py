@@ -36,9 +36,9 @@ class _CarryAdjoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        incoming = ctx.adjoint(dy, *ctx.saved_tensors)
-        after = ctx.from_units(ctx.passed.adjoints(ctx.to_units(incoming)))
-        return dy, after, None, None, None, None, *(None for _ in ctx.saved_tensors)
+        tensors = ctx.saved_tensors
+        after = ctx.from_units(ctx.passed.adjoints(ctx.to_units(ctx.adjoint(dy, *tensors))))
+        return dy, after, None, None, None, None, *(None for _ in tensors)
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,17 @@ def selective_scan_over_context(
         return torch.cat([selective_adjoint(part, *inputs) for part, inputs in parts], dim=-1)
 
     widths = [head.x.shape[-1] for head in heads]
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def pass_on() -> PassedStates:
         states, sums = (torch.cat(parts, dim=-1) for parts in zip(*(head.summary() for head in heads), strict=True))
         rates = -torch.exp(torch.cat([head.A_log for head in heads]))
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
-        passed = pass_states(
-            to_units(states), sums, rates, context, None if initial is None else initial.transpose(1, 2)
-        )
-        incoming = from_units(passed.incoming).split(widths, dim=-1)
+        first = None if initial is None else initial.transpose(1, 2)
+        return pass_states(to_units(states), sums, rates, context, first)
+
+    passed = context.recomputation.once(pass_on)
+    incoming = from_units(passed.incoming).split(widths, dim=-1)
     scans = [head.scan(state.contiguous()) for head, state in zip(heads, incoming, strict=True)]
     y, after = (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
     tensors = [t for head in heads for t in (head.dt, head.A_log, head.C, head.z, head.dt_bias)]
@@ -127,11 +130,14 @@ def ssd_over_context(
     def from_units(states: torch.Tensor) -> torch.Tensor:
         return states.flatten(0, 1).unflatten(2, state_shape)
 
-    with torch.no_grad():
+    @torch.no_grad()
+    def pass_on() -> PassedStates:
         states, sums = ssd_summary(x, dt, A_log, B)
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
-        initial = None if initial is None else initial.flatten(2)
-        passed = pass_states(to_units(states), sums, -torch.exp(A_log).unsqueeze(1), context, initial)
+        first = None if initial is None else initial.flatten(2)
+        return pass_states(to_units(states), sums, -torch.exp(A_log).unsqueeze(1), context, first)
+
+    passed = context.recomputation.once(pass_on)
     y, after = ssd(x, dt, A_log, B, C, D, from_units(passed.incoming))
     return _carry_adjoint(y, after, passed, ssd_adjoint, to_units, from_units, dt, A_log, C), passed
 

@@ -31,7 +31,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device, ranks)
-        self.mixer, self.use = mixer, use
+        self.mixer, self.use, self.recomputation = mixer, use, ranks.recomputation
         self.residual_in_fp32 = config.residual_in_fp32
 
     @property
@@ -56,4 +56,8 @@ class Block(nn.Module):
         if self.use is not None:
             assert shared is not None and embeddings is not None, "a hybrid layer needs the shared block and its input"
             x = x + shared(x, embeddings, self.use, info, cache)
-        return residual + self.mixer(self.norm(x), info, cache)
+        return residual + self.recomputation.run(self._mixed, x, info, cache)
+
+    def _mixed(self, x: torch.Tensor, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
+        """The mixer's output."""
+        return self.mixer(self.norm(x), info, cache)

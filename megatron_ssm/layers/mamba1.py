@@ -155,7 +155,7 @@ class MambaMixer(nn.Module):
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); in Falcon-Mamba, each is then normalized."""
-        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact)
+        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact_once)
         if self.inner_norm_eps is None:
             return parameters
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))

@@ -173,7 +173,7 @@ class Mamba2Mixer(nn.Module):
     def _whole(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """With `fused_norm`: [part of out_proj's output | sum of squares] in one all-reduce, scaled afterwards."""
         if self.ranks.sequence_parallel:
-            both = scatter_sum(torch.cat([part.to(squares.dtype), squares], dim=-1), self.ranks)
+            both = scatter_sum(torch.cat([part.to(squares.dtype), squares], dim=-1), self.ranks, is_kept=True)
             out = self._scaled(both[..., :-1], both[..., -1:], part.dtype)
         else:
             out = in_pieces(self._scaled_sum, part, squares)
@@ -191,4 +191,4 @@ class Mamba2Mixer(nn.Module):
         """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""
         group = self.ranks.piece_index(self.all_groups)
         columns = F.pad(squares, (group, self.all_groups - 1 - group))
-        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact)[..., group : group + 1]
+        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact_once)[..., group : group + 1]

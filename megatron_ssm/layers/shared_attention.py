@@ -235,10 +235,10 @@ class SharedBlock(nn.Module):
         self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
         self.norm = RMSNorm(2 * hidden, config.norm_eps, **where, ranks=ranks)
         self.qkv = ColumnParallelLinear(2 * hidden, self.rows, False, ranks, **where)
-        self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
+        self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where, is_kept=True)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where, ranks=ranks)
         self.gate_up = ColumnParallelLinear(hidden, mlp, shared.bias, ranks, **where)
-        self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where)
+        self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where, is_kept=True)
 
     def new_cache(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed keys and values for one use of the block: (batch, length, this rank's key/value heads, head_dim) each."""
@@ -258,8 +258,15 @@ class SharedBlock(nn.Module):
 
         use: of the layer that calls the block. cache: of that layer; its keys and values are read and extended.
         """
-        y = self.norm(torch.cat([x, embeddings], dim=-1))
-        y = self.o_proj(self._attention(_adapted(self.qkv, use.qkv, y), info, cache))
+        run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
+        attended = self._attention(run(self._before_attention, x, embeddings, use), info, cache)
+        return run(self._after_attention, attended, use)
+
+    def _before_attention(self, x, embeddings, use: SharedBlockInvocation) -> torch.Tensor:
+        return _adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)))
+
+    def _after_attention(self, attended: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
+        y = self.o_proj(attended)
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
         return linear(self.down_proj(self.activation(gate) * up), replicated(use.linear, self.ranks))
 

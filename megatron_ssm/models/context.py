@@ -61,11 +61,11 @@ def check_schedule(schedule: Attention2D | None, config: Config, group: ProcessG
         check_heads(config.shared.heads // ranks, config.shared.kv_heads // ranks, schedule.grid.ulysses)
 
 
-def context_ranks(schedule: Attention2D | None, counter: Counter) -> ContextRanks | None:
-    """The ranks of a schedule, or None if there is only one. counter: counts what the state-space layers send."""
+def context_ranks(schedule: Attention2D | None, ranks: Ranks) -> ContextRanks | None:
+    """The ranks of a schedule, or None if there is only one. ranks: the tensor-parallel ranks, whose counter they use."""
     if schedule is None or schedule.ranks == 1:
         return None
-    return ContextRanks(schedule.group, counter, schedule.order)
+    return ContextRanks(schedule.group, ranks.counter, schedule.order, ranks.recomputation)
 
 
 def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> None:

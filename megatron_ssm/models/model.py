@@ -60,7 +60,7 @@ class Model(nn.Module):
         config.check_ranks(ranks.size)
         check_schedule(schedule, config, ranks.group)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        self.schedule, self.context = schedule, context_ranks(schedule, ranks.counter)
+        self.schedule, self.context = schedule, context_ranks(schedule, ranks)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None

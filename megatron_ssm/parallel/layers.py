@@ -158,7 +158,8 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with the columns of W split over the ranks.
 
     x (..., this rank's columns) -> y (..., out), whole, by one all-reduce in the model's format; backward sends nothing.
-    Every rank has all of b, which is added once, after the sum.
+    Every rank has all of b, which is added once, after the sum. is_kept: if activations are recomputed, keep the sum,
+    because what follows in the same part needs it for backward (see `ops.recomputation`).
     """
 
     def __init__(
@@ -169,9 +170,10 @@ class RowParallelLinear(nn.Module):
         ranks: Ranks,
         dtype: torch.dtype | None = None,
         device: Device = None,
+        is_kept: bool = False,
     ):
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.is_kept = ranks, is_kept
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
@@ -182,9 +184,10 @@ class RowParallelLinear(nn.Module):
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's part of the product, plus the bias: (..., out_features)."""
         if self.ranks.sequence_parallel:
-            y = scatter_sum(part, self.ranks)
+            y = scatter_sum(part, self.ranks, self.is_kept)
         else:
-            y = reduce_from_ranks(part, self.ranks.group, self.ranks.reduce)
+            reduction = self.ranks.reduce_once if self.is_kept else self.ranks.reduce
+            y = reduce_from_ranks(part, self.ranks.group, reduction)
         return self.add_bias(y)
 
     def add_bias(self, y: torch.Tensor) -> torch.Tensor:

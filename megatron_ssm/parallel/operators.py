@@ -56,7 +56,7 @@ class _ReduceBeside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, column, ranks):
-        return ranks.reduce_beside(x, column, ranks.group)
+        return ranks.recomputation.once(lambda: ranks.reduce_beside(x, column, ranks.group))
 
     @staticmethod
     def backward(ctx, grad, column_grad):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_ssm.ops.recomputation import Recomputation
 from sparsefusion import all_reduce
 from sparsefusion.collectives import counted as collectives
 from sparsefusion.collectives.agreement import agree, check_member
@@ -27,7 +28,8 @@ class Ranks:
 
     memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
     `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
-    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence`).
+    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence`). recomputation: whether
+    backward computes activations again, and what it then reads instead of communicating.
     """
 
     group: dist.ProcessGroup | None = None
@@ -38,6 +40,7 @@ class Ranks:
     memory: SharedMemory | None = None
     transport: str = ""
     sequence_parallel: bool = False
+    recomputation: Recomputation = field(default_factory=Recomputation)
 
     @classmethod
     def of(
@@ -47,6 +50,7 @@ class Ranks:
         format: str | Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = "fp32",
         share: bool | None = True,
         sequence_parallel: bool = False,
+        recomputation: Recomputation | None = None,
     ) -> "Ranks":
         """The ranks of a process group (None, or a group of one: one rank). All ranks of the group call it together.
 
@@ -55,12 +59,15 @@ class Ranks:
         """
         check_member(group)
         counter = collectives.Counter() if counter is None else counter
+        recomputation = recomputation or Recomputation()
         if group is None or group.size() == 1:
-            return cls(counter=counter, format=format)
+            return cls(counter=counter, format=format, recomputation=recomputation)
         backend = dist.get_backend(group)
         memory, why = (None, "") if share is None else connect(group, wanted=share)
         transport = "shared memory" if memory else f"{backend} ({why})" if why else backend
-        return cls(group, group.rank(), group.size(), counter, format, memory, transport, sequence_parallel)
+        return cls(
+            group, group.rank(), group.size(), counter, format, memory, transport, sequence_parallel, recomputation
+        )
 
     def __deepcopy__(self, memo: dict) -> "Ranks":
         """Itself, because process groups are handles."""
@@ -76,12 +83,13 @@ class Ranks:
         All ranks call it together: if 1 < pieces < size, it makes a process group, unless there is one already.
         """
         if pieces >= self.size:
-            return Ranks(counter=self.counter)
+            return Ranks(counter=self.counter, recomputation=self.recomputation)
         if pieces == 1:
             return self
         assert self.group is not None, "one rank has at least as many pieces as ranks"
         share = True if self.memory is not None else None
-        return Ranks.of(neighbours(self.group, self.size // pieces), self.counter, share=share)
+        group = neighbours(self.group, self.size // pieces)
+        return Ranks.of(group, self.counter, share=share, recomputation=self.recomputation)
 
     def close(self) -> None:
         """Release the shared memory; ranks that are waiting for this one raise an error."""
@@ -100,6 +108,14 @@ class Ranks:
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
+
+    def exact_once(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """`exact`; if activations are recomputed, the sum is kept and not sent again."""
+        return self.recomputation.once(lambda: self.exact(tensor, group))
+
+    def reduce_once(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """`reduce`; if activations are recomputed, the sum is kept and not sent again."""
+        return self.recomputation.once(lambda: self.reduce(tensor, group))
 
     def reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The sum over `group` (this object's own) in the model's format. Otherwise as `exact`."""

@@ -54,13 +54,13 @@ class _ScatterSum(torch.autograd.Function):
     """Reduce-scatter in forward, all-gather in backward."""
 
     @staticmethod
-    def forward(ctx, x, ranks):
+    def forward(ctx, x, ranks, is_kept):
         ctx.ranks = ranks
-        return _sum_share(x, ranks)
+        return ranks.recomputation.once(lambda: _sum_share(x, ranks)) if is_kept else _sum_share(x, ranks)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.ranks), None
+        return _gather(grad, ctx.ranks), None, None
 
 
 class _ShareGradient(torch.autograd.Function):
@@ -85,21 +85,44 @@ def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
     whole, share = _GatherTokens.apply(x, ranks), x.detach()
-    address, shape = whole.data_ptr(), whole.shape
-
-    def pack(saved: torch.Tensor) -> torch.Tensor | None:
-        return None if saved.data_ptr() == address and saved.shape == shape else saved
-
-    def unpack(saved: torch.Tensor | None) -> torch.Tensor:
-        return _gather(share, ranks) if saved is None else saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    if ranks.recomputation.is_running:  # which stores nothing, and gathers once more itself
+        yield whole
+        return
+    stored = _StoredShare(whole, share, ranks)
+    with torch.autograd.graph.saved_tensors_hooks(stored.pack, stored.unpack):
         yield whole
 
 
-def scatter_sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of every rank's x (batch, T l, n), partial: (batch, l, n), this rank's tokens of it."""
-    return _ScatterSum.apply(x, ranks)
+class _StoredShare:
+    """Stores `share` where autograd would store `whole`; backward gathers that from the ranks, once."""
+
+    def __init__(self, whole: torch.Tensor, share: torch.Tensor, ranks: Ranks):
+        self.address, self.numel, self.share, self.ranks = whole.data_ptr(), whole.numel(), share, ranks
+        self.uses = 0  # how often backward reads it
+        self.reads: list[torch.Tensor] = []  # gathered, and still to be read
+
+    def pack(self, saved: torch.Tensor) -> torch.Tensor | torch.Size:
+        """What is stored in place of a tensor: only the shape of `whole`."""
+        if saved.data_ptr() != self.address or saved.numel() != self.numel or not saved.is_contiguous():
+            return saved
+        self.uses += 1
+        return saved.shape
+
+    def unpack(self, saved: torch.Tensor | torch.Size) -> torch.Tensor:
+        """The tensor."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if not self.reads:
+            self.reads = [_gather(self.share, self.ranks)] * self.uses
+        return self.reads.pop().view(saved)
+
+
+def scatter_sum(x: torch.Tensor, ranks: Ranks, is_kept: bool = False) -> torch.Tensor:
+    """The sum of every rank's x (batch, T l, n), partial: (batch, l, n), this rank's tokens of it.
+
+    is_kept: whether a recomputation of activations keeps it.
+    """
+    return _ScatterSum.apply(x, ranks, is_kept)
 
 
 def share_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:

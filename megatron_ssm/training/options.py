@@ -58,6 +58,7 @@ class Options:
     context_parallel_size: int = _option(1, "ranks that share each sequence")
     context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
+    recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
     seq_length: int = _option(256, "tokens per sequence")

@@ -212,7 +212,12 @@ def make_model(options: Options, config: Config, groups: Groups, device: torch.d
     """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
     dtype, schedule = getattr(torch, options.params_dtype), _context_schedule(options, config, groups)
     more: dict[str, Any] = dict(
-        dtype=dtype, device=device, reduce=options.reduce, context=schedule, sequence_parallel=options.sequence_parallel
+        dtype=dtype,
+        device=device,
+        reduce=options.reduce,
+        context=schedule,
+        sequence_parallel=options.sequence_parallel,
+        recompute=options.recompute_activations,
     )
     if options.init_from:
         return load(options.init_from, groups.tensor, data_group=groups.data, **more)
