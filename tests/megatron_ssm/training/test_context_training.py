@@ -40,9 +40,13 @@ def held_out_loss(trainer):
     return evaluate(trainer.model, Tokens(tiny.stream(tokens=100).ids, 101), trainer.groups, trainer.options)
 
 
-def check_run(ranks, model, tp, cp, dp, schedule, micro=2):
-    """Assert that 20 clipped steps give the losses, gradient norms and parameters of one rank, on every rank."""
-    run = tiny.options(**MODELS[model], micro_batch_size=micro, context_parallel_size=cp, context_schedule=schedule)
+def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
+    """Assert that 20 clipped steps give the losses, gradient norms and parameters of one rank, on every rank.
+
+    changes: other options.
+    """
+    sizes = dict(micro_batch_size=micro, context_parallel_size=cp, context_schedule=schedule)
+    run = tiny.options(**MODELS[model], **sizes, **changes)
 
     def train(rank):
         trainer = tiny.trainer_on(tp, run)
@@ -71,6 +75,12 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2):
 )
 def test_curves(ranks, model, tp, cp, dp, schedule):
     check_run(ranks, model, tp, cp, dp, schedule)
+
+
+@pytest.mark.parametrize("model, tp, cp, dp", [("mamba2", 2, 1, 2), ("zamba2", 2, 2, 1)])
+def test_curves_in_less_memory(ranks, model, tp, cp, dp):
+    """With sequence parallelism and recomputation; 29 tokens do not divide over tensor and context ranks."""
+    check_run(ranks, model, tp, cp, dp, "auto", sequence_parallel=True, recompute_activations=True)
 
 
 @pytest.mark.full
