@@ -63,6 +63,16 @@ def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
         )
 
 
+def lengths_of(cache: Cache | None) -> list[int] | None:
+    """How many tokens each row that a call continues has read."""
+    return None if cache is None else cache.lengths[cache.rows].tolist()
+
+
+def is_divided(input_ids: torch.Tensor, blocks: int, width: int) -> bool:
+    """Whether context ranks divide a piece into `blocks` blocks, each of at least `width` tokens and of more than one."""
+    return torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, width)
+
+
 def pad_to_multiple(
     input_ids: torch.Tensor, mask: torch.Tensor | None, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

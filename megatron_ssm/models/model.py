@@ -26,7 +26,7 @@ from sparsefusion.collectives import counted as collectives
 
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
-from .inputs import batch_info, check_call, check_inputs, pad_to_multiple
+from .inputs import batch_info, check_call, check_inputs, is_divided, lengths_of, pad_to_multiple
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -234,7 +234,7 @@ class Model(nn.Module):
         if (
             schedule is None
             or context is None
-            or not _is_divided(input_ids, context.blocks, self.config.conv_kernel - 1)
+            or not is_divided(input_ids, context.blocks, self.config.conv_kernel - 1)
         ):
             return self._checked_logits(input_ids, attention_mask, cache, 1, prompt, None, False)[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
@@ -255,7 +255,7 @@ class Model(nn.Module):
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
         mask, piece = check_on_context_ranks(
             lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_shared),
-            (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), _lengths(cache)),
+            (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
             self.context,
             self.device,
         )
@@ -342,13 +342,3 @@ class Model(nn.Module):
     ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, on every rank before anything is sent; returns the mask as (batch, seq, 1)."""
         return check_inputs(input_ids, attention_mask, cache, self.config.vocab_size, self.dtype)
-
-
-def _lengths(cache: Cache | None) -> list[int] | None:
-    """How many tokens each row that a call continues has read."""
-    return None if cache is None else cache.lengths[cache.rows].tolist()
-
-
-def _is_divided(input_ids: torch.Tensor, blocks: int, width: int) -> bool:
-    """Whether context ranks divide a piece into `blocks` blocks, each of at least `width` tokens and of more than one."""
-    return torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, width)

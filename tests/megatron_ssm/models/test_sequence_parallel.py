@@ -44,15 +44,15 @@ def test_loss_and_gradients_equal_those_of_one_rank(ranks, name, tp, oracle):
     check_loss_and_gradients(ranks, oracle(name, torch.float64), tp)
 
 
-@pytest.mark.parametrize("name", ("mamba", "zamba2-2-groups-adapters-rope"))
-def test_beside_context_ranks(ranks, name, oracle):
-    """Two tensor-parallel times two context ranks; 64 tokens divide over both."""
+@pytest.mark.parametrize("name, cp", (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), ("mamba2-1-group", 3)))
+def test_beside_context_ranks(ranks, name, cp, oracle):
+    """Two tensor-parallel times several context ranks; the tokens divide over both."""
     oracle = oracle(name, torch.float64)
-    inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
+    inputs, labels = (t[:, : 20 * cp] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
-        context = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
+        tensor = [dist.new_group([first, first + 1]) for first in range(0, 2 * cp, 2)][rank // 2]
+        context = [dist.new_group(range(first, 2 * cp, 2)) for first in (0, 1)][rank % 2]
         spread = Ring(context)
         model = megatron_ssm.load(oracle.directory, tensor, context=spread, dtype=torch.float64, sequence_parallel=True)
         loss = model.loss(spread.shard(inputs), spread.shard(labels))
@@ -61,7 +61,7 @@ def test_beside_context_ranks(ranks, name, oracle):
             dist.all_reduce(gradient, group=context)
         return loss.detach(), found
 
-    results = ranks(run, 4)
+    results = ranks(run, 2 * cp)
     one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
     loss = one.loss(inputs, labels)
     loss.backward()
