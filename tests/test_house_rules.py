@@ -22,7 +22,7 @@ ROOMS = {
     ).split(),
     "attention2d": "layout compute cost schedules".split(),
     "megatron_ssm": (
-        "configs native ops context parallel layers decoding inference models checkpoints diagnostics training sizing "
+        "configs native ops parallel context layers decoding inference models checkpoints diagnostics training sizing "
         "integrations cli"
     ).split(),
 }

@@ -1,4 +1,4 @@
-"""The overview: the four packages, their rooms, and the libraries and files with which each exchanges data."""
+"""The overview: the packages, their rooms, and the libraries and files with which each exchanges data."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from svg import INK, MUTED, Drawing
 
 PACKAGES = (
     ("megatron_ssm", "violet", "state-space language models split over ranks",
-     "configs · native · ops · parallel · layers · decoding · inference · models",
-     "checkpoints · diagnostics · training · sizing · integrations · cli"),
+     "configs · native · ops · parallel · context · layers · decoding · inference",
+     "models · checkpoints · diagnostics · training · sizing · integrations · cli"),
     ("commir (to come)", "white", "loop programs turned into multi-rank schedules", "", ""),
     ("attention2d", "blue", "exact attention over sequences that are spread over ranks",
      "layout · compute · cost · schedules", ""),
@@ -20,7 +20,7 @@ LEFT, WIDTH = 190, 470
 
 def overview() -> Path:
     """Draw the packages from bottom to top in import order, and beside them their users and what they use."""
-    drawing = Drawing(880, 560, "The four packages and what talks to what")
+    drawing = Drawing(880, 560, "The packages and what talks to what")
     tops = {}
     top = 62
     for name, colour, about, first, second in PACKAGES:

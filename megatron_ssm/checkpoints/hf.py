@@ -18,8 +18,8 @@ from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.kernels import BLOCK
 from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
-from megatron_ssm.ops.recomputation import Recomputation
 from megatron_ssm.parallel.layers import QUANTIZABLE, Ranks
+from megatron_ssm.parallel.recomputation import Recomputation
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
@@ -67,9 +67,9 @@ def load(
     The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the attention of
     a hybrid model.
 
-    sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see `parallel.sequence`).
-    This saves memory in training; such a model takes no cache. It needs reduce="fp32". recompute: backward computes the
-    activations of each block again, but for what ranks have sent each other.
+    sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see
+    `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache. It needs reduce="fp32".
+    recompute: backward computes the activations of each block again, but for what ranks have sent each other.
 
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
@@ -120,7 +120,7 @@ def load(
     with ExitStack() as stack:
         config, tensors = run_and_compare(open_files, compared, groups, device)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
-    model.directory, model.graphs = Path(directory), bool(graphs) and model.context is None
+    model.directory, model.graphs = Path(directory), bool(graphs) and model.context_ranks is None
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model
@@ -216,7 +216,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
-    copies = [model.data_group, None if model.context is None else model.context.group]
+    copies = [model.data_group, None if model.context_ranks is None else model.context_ranks.group]
     groups = (model.ranks.group, *copies)
     target, plan = run_and_compare(
         lambda: (Path(directory), _plan(model, file_bytes)),

@@ -2,5 +2,6 @@
 
 In: this rank's blocks of a sequence, in zigzag or contiguous order, and the group of ranks that share it.
 Out: the inputs before each block, its incoming state, and the gradients of both; the same as on one rank.
-May import: native, ops.
+Attention between these ranks is `attention2d`, which `models/context_attention.py` calls.
+May import: native, ops, parallel.
 """

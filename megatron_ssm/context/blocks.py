@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_ssm.ops.recomputation import Recomputation
+from megatron_ssm.parallel.recomputation import Recomputation
 from sparsefusion.collectives import counted
 from sparsefusion.collectives.counted import Counter
 

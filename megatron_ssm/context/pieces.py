@@ -17,9 +17,9 @@ from .blocks import ContextRanks
 
 @dataclass(frozen=True)
 class Piece:
-    """The division of a piece of `length` tokens: `slots` of them on each rank, where padding fills the last ones.
+    """The division of a piece of `length` tokens: each rank has `slots` positions; those of `length` or more are padding.
 
-    The length is that of each sequence of the batch.
+    All sequences of the batch have pieces of this length.
     """
 
     length: int
@@ -50,14 +50,14 @@ class Piece:
         return torch.stack([(self._positions_on(rank) < self.length).sum() for rank in range(self.context.size)])
 
     def mask_padding(self, step_sizes: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-        """step_sizes (batch, slots, ...), with `value` in the padding: where they are zero, the state does not change."""
+        """step_sizes (batch, slots, ...), with `value` in the padding; with 0, padding does not change the state."""
         if not self.is_padded:
             return step_sizes
         padding = ~self.real.to(step_sizes.device).view(-1, *[1] * (step_sizes.ndim - 2))
         return step_sizes.masked_fill(padding, value)
 
     def last(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """The last `count` real tokens of x (batch, slots, n), or all if there are fewer, on every rank: (batch, count, n).
+        """x (batch, slots, n) at the last `count` tokens, or at all if there are fewer, on every rank: (batch, count, n).
 
         No gradient. One all-reduce, in which every token comes from the rank that holds it.
         """
@@ -82,7 +82,7 @@ class Places:
 
     @classmethod
     def of_piece(cls, piece: Piece, held: torch.Tensor) -> "Places":
-        """Those of a piece: a rank keeps all tokens that it computes. held: (ranks, batch), the keys held before."""
+        """Places for a piece: a rank keeps all tokens that it computes. held: (ranks, batch), how many it held before."""
         real = piece.real
         index = real.cumsum(0) - 1 + held[piece.context.rank].unsqueeze(1)
         added = piece.counts().unsqueeze(1).expand_as(held)
@@ -90,7 +90,7 @@ class Places:
 
     @classmethod
     def of_whole(cls, tokens: int, held: torch.Tensor, rank: int) -> "Places":
-        """Those of `tokens` tokens per sequence that every rank computes: each goes to the rank that holds the fewest."""
+        """Places for `tokens` tokens per sequence that every rank computes: each goes to the rank that holds the fewest."""
         after, owners = held.clone(), []
         for _ in range(tokens):
             owners.append(after.argmin(0))  # the first of several

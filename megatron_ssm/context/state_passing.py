@@ -4,8 +4,8 @@ A block of the recurrence s_t = exp(dt_t A) s_{t-1} + u_t maps its incoming stat
 
     H_{b+1} = E_b H_b + S_b,    E_b = exp(A D_b),    D_b = the sum of dt over the block,
 
-where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that other blocks need of it; decays are never
-multiplied, so none underflows. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
+where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that other blocks need of it; D_b has one number
+per channel or head. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
 gradient of the state that enters block b, and G_b the part of it that comes from the outputs of block b.
 
 Both recurrences are elementwise in the state. So each rank takes an equal share of the *units* (channels of Mamba-1, heads

@@ -1,4 +1,7 @@
-"""Reads the prompts of an `Engine` piece by piece, and keeps snapshots of them in a prefix cache."""
+"""Reads the prompts of an `Engine` in chunks, and keeps snapshots of them in a prefix cache.
+
+Where context ranks share the prompts, `LanguageModel.next_logits` divides each chunk over them.
+"""
 
 from collections.abc import Iterable
 

@@ -28,7 +28,7 @@ from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.parallel.sequence import scatter_sum
+from megatron_ssm.parallel.sequence_parallel import scatter_sum
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache, keep_last_inputs

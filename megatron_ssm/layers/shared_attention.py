@@ -21,7 +21,7 @@ from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.parallel.sequence import gathered_tokens, replicated, share_gradient
+from megatron_ssm.parallel.sequence_parallel import divide_gradient, gathered_tokens, replicated
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, Cache, LayerCache
@@ -235,7 +235,7 @@ class SharedBlock(nn.Module):
         self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
         self.norm = RMSNorm(2 * hidden, config.norm_eps, **where, ranks=ranks)
         self.qkv = ColumnParallelLinear(2 * hidden, self.rows, False, ranks, **where)
-        self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where, is_kept=True)
+        self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where, ranks=ranks)
         self.gate_up = ColumnParallelLinear(hidden, mlp, shared.bias, ranks, **where)
         self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where, is_kept=True)
@@ -259,14 +259,14 @@ class SharedBlock(nn.Module):
         use: of the layer that calls the block. cache: of that layer; its keys and values are read and extended.
         """
         run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        attended = self._attention(run(self._before_attention, x, embeddings, use), info, cache)
-        return run(self._after_attention, attended, use)
+        y = self.o_proj(self._attention(run(self._projected, x, embeddings, use), info, cache))
+        return run(self._mlp, y, use)
 
-    def _before_attention(self, x, embeddings, use: SharedBlockInvocation) -> torch.Tensor:
+    def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
+        """Queries, keys and values."""
         return _adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)))
 
-    def _after_attention(self, attended: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
-        y = self.o_proj(attended)
+    def _mlp(self, y: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
         return linear(self.down_proj(self.activation(gate) * up), replicated(use.linear, self.ranks))
 
@@ -286,6 +286,6 @@ def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tens
         return layer(x)
     if layer.ranks.sequence_parallel:
         with gathered_tokens(x, layer.ranks) as whole:
-            return layer.product(whole) + adapter(share_gradient(whole, layer.ranks))
+            return layer.product(whole) + adapter(divide_gradient(whole, layer.ranks))
     y, more = layer(x), adapter(x)
     return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

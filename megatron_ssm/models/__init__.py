@@ -1,6 +1,7 @@
 """The language model: embedding, residual blocks, head and loss; and the initial values of its parameters.
 
-In: a `Config` and the tensor-parallel ranks. Out: logits, losses, and generated tokens.
+In: a `Config`, the tensor-parallel ranks, and the schedule of the context ranks if sequences are spread over several.
+Out: logits, losses, and generated tokens.
 How a family differs from another is in `configs`; there is no module per family here.
 May import: configs, context, parallel, layers, decoding, inference.
 """

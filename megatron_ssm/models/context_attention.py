@@ -1,4 +1,4 @@
-"""The shared block's attention of tokens that context ranks share, and of tokens that come later."""
+"""Attention of Zamba's shared block on context ranks: of prompts that they divide, and of tokens that each of them has."""
 
 import torch
 
@@ -12,11 +12,11 @@ Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_di
 
 
 class ContextAttention:
-    """Causal attention over the context ranks of a schedule; called as `layers.shared_attention.attend_with_cache`.
+    """Causal attention on context ranks; it has the arguments of `layers.shared_attention.attend_with_cache`.
 
-    The tokens of one call attend each other by the schedule, if the ranks share them, and on each rank if every rank has
-    all of them. Keys and values of earlier calls stay on the ranks that computed them, and `Tree` attends these. counter:
-    counts what is sent for that; the schedule counts what it sends.
+    If the ranks divide the tokens of a call, the schedule computes their attention to each other; if every rank has all of
+    them, each rank computes it alone. Keys and values of earlier calls stay on the ranks that keep them (`Places`), and
+    `Tree` attends these. counter: counts what `Tree` sends; the schedule counts what it sends.
     """
 
     def __init__(self, schedule: Attention2D, counter: Counter):

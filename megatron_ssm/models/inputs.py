@@ -1,4 +1,4 @@
-"""The inputs of a call of a model: checks, made on every rank before anything is sent, and what all layers need of them."""
+"""The inputs of a call of a model: checks, made on every rank before anything is sent, and what all layers must know."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ def check_call(
     check_length(model.schedule, input_ids.shape[1], seq)
     if model.ranks.sequence_parallel and cache is not None:
         raise ValueError("a model with sequence_parallel=True computes losses and logits, and takes no cache")
-    if model.context is None:
+    if model.context_ranks is None:
         return mask, None
     if model.ranks.sequence_parallel:
         _check_shares(input_ids.shape[1], model.ranks.size, logits_to_keep)
@@ -48,8 +48,8 @@ def check_call(
     if not is_shared:
         return None, None
     tokens = input_ids.shape[1]
-    check_block_length(tokens, model.config.conv_kernel - 1, model.context)
-    return None, Piece(tokens * model.context.size if seq is None else seq, tokens, model.context)
+    check_block_length(tokens, model.config.conv_kernel - 1, model.context_ranks)
+    return None, Piece(tokens * model.context_ranks.size if seq is None else seq, tokens, model.context_ranks)
 
 
 def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
@@ -64,12 +64,12 @@ def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
 
 
 def lengths_of(cache: Cache | None) -> list[int] | None:
-    """How many tokens each row that a call continues has read."""
+    """How many tokens have been read of each row that a call continues."""
     return None if cache is None else cache.lengths[cache.rows].tolist()
 
 
 def is_divided(input_ids: torch.Tensor, blocks: int, width: int) -> bool:
-    """Whether context ranks divide a piece into `blocks` blocks, each of at least `width` tokens and of more than one."""
+    """Whether context ranks divide a piece into `blocks` blocks: these must have at least max(2, `width`) tokens."""
     return torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, width)
 
 
@@ -120,8 +120,8 @@ def check_inputs(
 ) -> torch.Tensor | None:
     """The mask as (batch, seq, 1) in `dtype`, or None if it masks nothing.
 
-    ValueError if input_ids is not (batch, seq) with ids of the vocabulary, if the cache continues another number of
-    sequences, or if the mask is not (batch, seq) of 0 and 1 with zeros only on the left of rows that begin.
+    ValueError if input_ids is not (batch, seq) with ids of the vocabulary, if the cache has another number of rows, or if
+    the mask is not (batch, seq) of 0 and 1 with zeros only on the left of rows that begin.
     """
     if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.numel() == 0:
         given = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
@@ -133,7 +133,7 @@ def check_inputs(
 
 
 def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
-    """ValueError, which calls it `name`, for an id (batch, seq) outside the vocabulary.
+    """ValueError for an id (batch, seq) outside the vocabulary. name: what the message calls it.
 
     One token per row on a GPU is not checked: the host would wait for the GPU at every decoded token.
     """

@@ -43,14 +43,14 @@ def mean_cross_entropy(
     labels = check_on_context_ranks(
         lambda: _check_labels(model, input_ids, labels, ignore_index, seq),
         (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
-        model.context,
+        model.context_ranks,
         model.device,
     )
     vocabulary = range(model.embeddings.start, model.embeddings.stop)
     nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
     counted = labels != ignore_index
     sums = torch.stack([nats.masked_fill(~counted, 0).sum(), counted.sum().to(nats.dtype)])
-    for group in (model.data_group, None if model.context is None else model.context.group):
+    for group in (model.data_group, None if model.context_ranks is None else model.context_ranks.group):
         sums = reduce_from_ranks(sums, group, lambda tensor, group: all_reduce(tensor, group, model.counter))
     total, count = sums
     return total / count.clamp(min=1)

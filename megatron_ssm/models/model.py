@@ -40,7 +40,8 @@ class Model(nn.Module):
     group. ValueError on every rank if the model cannot be split over the ranks.
 
     schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
-    the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels.
+    the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
+    context_ranks are these ranks, or None if there is one.
 
     The attribute directory is the checkpoint it was loaded from, or None; weights is "int8" if the matrices are
     quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA
@@ -60,23 +61,23 @@ class Model(nn.Module):
         config.check_ranks(ranks.size)
         check_schedule(schedule, config, ranks.group)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        self.schedule, self.context = schedule, context_ranks(schedule, ranks)
+        self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
         self.weights: str | None = None
-        self.graphs = self.context is None
+        self.graphs = self.context_ranks is None
         self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        core = ContextAttention(schedule, ranks.counter) if self.context and schedule else attend_with_cache
+        core = ContextAttention(schedule, ranks.counter) if self.context_ranks and schedule else attend_with_cache
         self.shared = nn.ModuleList(SharedBlock(config, ranks, core, **options) for _ in range(config.shared_copies))
         self.layers = nn.ModuleList()
         for layer in range(config.num_layers):
             mixer = (
-                Mamba2Mixer(config, ranks, self.context, **options)
+                Mamba2Mixer(config, ranks, self.context_ranks, **options)
                 if config.groups
-                else MambaMixer(config, ranks, self.head_ranks, self.context, **options)
+                else MambaMixer(config, ranks, self.head_ranks, self.context_ranks, **options)
             )
             use = (
                 SharedBlockInvocation(config, ranks, idle_tensors(config, layer), **options)
@@ -125,19 +126,19 @@ class Model(nn.Module):
     @property
     def num_ranks(self) -> int:
         """How many ranks make the same calls: those that hold the parts of the model, times those that share sequences."""
-        return self.ranks.size * (1 if self.context is None else self.context.size)
+        return self.ranks.size * (1 if self.context_ranks is None else self.context_ranks.size)
 
     def agree(self, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do; returns a random number, the same on all. See `Ranks.agree`."""
-        if self.context is None:
+        if self.context_ranks is None:
             return self.ranks.agree(self.device, asked)
-        return agree_with_context(self.ranks, self.context, self.device, asked)
+        return agree_with_context(self.ranks, self.context_ranks, self.device, asked)
 
     def same_on_context_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens (on the CPU) that the first context rank has chosen. Others may have rounded in another way."""
-        if self.context is None:
+        if self.context_ranks is None:
             return tokens
-        return collectives.all_gather(tokens.to(self.device), self.context.group, self.counter)[0].cpu()
+        return collectives.all_gather(tokens.to(self.device), self.context_ranks.group, self.counter)[0].cpu()
 
     @property
     def counter(self) -> collectives.Counter:
@@ -164,9 +165,9 @@ class Model(nn.Module):
         shared: Any = self.shared
         layers = [block.mixer.new_cache(batch) for block in blocks]
         cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
-        if self.context is not None:
-            cache.held = torch.zeros(self.context.size, batch, dtype=torch.int64)
-            cache.context_rank = self.context.rank
+        if self.context_ranks is not None:
+            cache.held = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
+            cache.context_rank = self.context_ranks.rank
         for index in self.config.hybrid_layers:
             cache.layers[index].keys, cache.layers[index].values = shared[0].new_cache(batch, 0)
         cache.reserve(max_length or 0)
@@ -215,7 +216,7 @@ class Model(nn.Module):
         forward sends, but the all-gather.
         """
         is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
-        is_shared = self.context is not None and not is_one_token
+        is_shared = self.context_ranks is not None and not is_one_token
         return self._checked_logits(input_ids, attention_mask, cache, logits_to_keep, prompt, seq, is_shared)
 
     def next_logits(
@@ -230,7 +231,7 @@ class Model(nn.Module):
         input_ids: (batch, seq), all tokens on every rank. Context ranks divide them, unless they are so few that a block
         would be shorter than the convolution: then every rank computes all of them.
         """
-        schedule, context = self.schedule, self.context
+        schedule, context = self.schedule, self.context_ranks
         if (
             schedule is None
             or context is None
@@ -256,7 +257,7 @@ class Model(nn.Module):
         mask, piece = check_on_context_ranks(
             lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_shared),
             (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
-            self.context,
+            self.context_ranks,
             self.device,
         )
         tokens = input_ids.shape[1]

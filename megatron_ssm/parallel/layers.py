@@ -17,7 +17,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operators import copy_to_ranks, reduce_from_ranks
 from .ranks import Ranks
-from .sequence import gathered_tokens, replicated, scatter_sum
+from .sequence_parallel import gathered_tokens, replicated, scatter_sum
 
 Device = torch.device | str | None
 
@@ -159,7 +159,7 @@ class RowParallelLinear(nn.Module):
 
     x (..., this rank's columns) -> y (..., out), whole, by one all-reduce in the model's format; backward sends nothing.
     Every rank has all of b, which is added once, after the sum. is_kept: if activations are recomputed, keep the sum,
-    because what follows in the same part needs it for backward (see `ops.recomputation`).
+    because what follows in the same part needs it for backward (see `recomputation`).
     """
 
     def __init__(

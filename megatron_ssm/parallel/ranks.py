@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.ops.recomputation import Recomputation
 from sparsefusion import all_reduce
 from sparsefusion.collectives import counted as collectives
 from sparsefusion.collectives.agreement import agree, check_member
@@ -14,6 +13,7 @@ from sparsefusion.collectives.shared_memory import SharedMemory, SumInPlace, con
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .groups import neighbours
+from .recomputation import Recomputation
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Ranks:
 
     memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
     `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
-    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence`). recomputation: whether
-    backward computes activations again, and what it then reads instead of communicating.
+    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence_parallel.py`).
+    recomputation: whether backward computes activations again, and what it then reads instead of communicating.
     """
 
     group: dist.ProcessGroup | None = None

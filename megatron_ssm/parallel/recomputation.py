@@ -1,8 +1,8 @@
 """Activation recomputation: backward computes the activations of a block again instead of storing them.
 
 Recomputing must not send again what ranks have exchanged. So the results of communication are kept: sums of a few columns,
-states, and the outputs of layers whose gradients need them. Source: Chen et al., "Training Deep Nets with Sublinear
-Memory Cost" (2016); torch.utils.checkpoint does the work.
+states, and sums that a later operation of the same part needs for its backward. Source: Chen et al., "Training Deep Nets
+with Sublinear Memory Cost" (2016); torch.utils.checkpoint does the work.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +16,10 @@ Result = TypeVar("Result")
 
 
 class Recomputation:
-    """Runs parts of a model so that their activations are recomputed; is_on: whether it does.
+    """Runs parts of a model so that their activations are recomputed. is_on: False runs them as usual.
 
-    The ranks of a model share one object. What is computed on different threads at the same time needs different models.
+    All objects of a model that communicate (`Ranks`, `ContextRanks`) have the same `Recomputation`. Two threads must not run
+    one model at the same time.
     """
 
     def __init__(self, is_on: bool = False):
@@ -35,7 +36,7 @@ class Recomputation:
         return self._kept is not None
 
     def run(self, part: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """part(*inputs). With gradients, only the inputs and the results of communication are stored for backward."""
+        """part(*inputs). While gradients are enabled, only inputs and results of communication are stored for backward."""
         if not self.is_on or not torch.is_grad_enabled():
             return part(*inputs)
         kept: list = []
@@ -57,7 +58,7 @@ class Recomputation:
             self._kept, self._next = before
 
     def once(self, send: Callable[[], Result]) -> Result:
-        """send(), which communicates; its result from the first time while a part runs again."""
+        """send(), which communicates. When a part is recomputed: the result of the first time, and nothing is sent."""
         if self._kept is None:
             return send()
         if self._next is not None:

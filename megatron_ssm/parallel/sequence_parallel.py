@@ -1,15 +1,18 @@
 """Sequence parallelism: between the layers, each tensor-parallel rank has a share of the tokens instead of all of them.
 
-Rank t of T has tokens [t l, (t + 1) l) of T l. Norms and residual sums are then computed once, not on every rank, and what
-backward needs of them takes 1/T of the memory. A column-parallel layer begins with an all-gather of the tokens, and a
-row-parallel layer ends with a reduce-scatter; together they send what one all-reduce sends. Source: Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
+This is Megatron's meaning of the term: inside a layer, every rank has all tokens and a part of the channels, which
+distinguishes it from context parallelism. With l tokens per rank, rank t has tokens t*l to (t+1)*l - 1. Norms and residual
+sums are then computed for each token on one rank only, and what backward needs of them takes 1/T of the memory. A
+column-parallel layer begins with an all-gather of the tokens, and a row-parallel layer ends with a reduce-scatter; together
+they send what one all-reduce sends. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022), section 4.2.2.
 
 | operator | forward | backward | where it is used |
 |---|---|---|---|
 | `gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
 | `scatter_sum` | reduce-scatter | all-gather | after a row-parallel layer |
 | `replicated` | identity | all-reduce | parameters that every rank has, and uses for its own tokens |
+| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in adapters |
 """
 
 from collections.abc import Iterator
@@ -63,7 +66,7 @@ class _ScatterSum(torch.autograd.Function):
         return _gather(grad, ctx.ranks), None, None
 
 
-class _ShareGradient(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
     """Identity in forward; backward divides the gradient by `count`."""
 
     @staticmethod
@@ -80,7 +83,8 @@ class _ShareGradient(torch.autograd.Function):
 def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     """x (batch, l, n), this rank's tokens -> (batch, T l, n), all tokens, for use in the body of the `with` statement.
 
-    What autograd saves of it there is only x: backward gathers it again. All ranks run the same body.
+    In the body, autograd stores x instead of the gathered tensor, and backward gathers it again. All ranks run the same
+    body.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
@@ -118,20 +122,26 @@ class _StoredShare:
 
 
 def scatter_sum(x: torch.Tensor, ranks: Ranks, is_kept: bool = False) -> torch.Tensor:
-    """The sum of every rank's x (batch, T l, n), partial: (batch, l, n), this rank's tokens of it.
+    """Sum x (batch, T l, n), which is partial, over the ranks: (batch, l, n), this rank's tokens of the sum.
 
-    is_kept: whether a recomputation of activations keeps it.
+    is_kept: keep the result for a recomputation of activations.
     """
     return _ScatterSum.apply(x, ranks, is_kept)
 
 
-def share_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x, gathered tokens that all ranks use alike, so that each of them contributes 1/T of x's gradient."""
-    return _ShareGradient.apply(x, ranks.size)
+def divide_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """x, gathered tokens; backward divides the gradient by T.
+
+    For a use of x that is the same on all T ranks: they compute the same gradient, and the reduce-scatter adds it T times.
+    """
+    return _DivideGradient.apply(x, ranks.size)
 
 
 def replicated(parameter: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
-    """A parameter that every rank has and, with sequence parallelism, uses for its own tokens; backward then sums."""
+    """A parameter that every rank has and, with sequence parallelism, uses for its own tokens.
+
+    Backward then sums its gradient over the ranks.
+    """
     if ranks is None or not ranks.sequence_parallel:
         return parameter
     return copy_to_ranks(parameter, ranks.group, ranks.exact)
