@@ -1,5 +1,6 @@
 """Settings of all tests: one thread, no network, quiet third-party packages; the `ranks` fixture; the option --full."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns in every
 
 import pytest
 import torch
+from chosen import covering
 
 from ranks import run_ranks
 
@@ -27,6 +29,14 @@ def ranks():
     return run_ranks
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _return_freed_memory():
+    """After a module, return freed memory to the system: forking a rank takes time for every page of this process."""
+    yield
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)
+
+
 def pytest_collection_finish():
     """Exclude everything that was imported from garbage collection, here and in forked ranks: that saves time."""
     gc.collect()
@@ -35,15 +45,32 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     """Add --full."""
-    parser.addoption("--full", action="store_true", help="also run the tests marked `full`: the full matrices")
+    parser.addoption("--full", action="store_true", help="run the full matrices: all cases of all tests")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests marked `full` unless --full is given; skip those marked `cuda` where there is no CUDA."""
+    """Without --full, deselect most cases of matrices; skip tests marked `cuda` where there is no CUDA.
+
+    Left out are those marked `full`, and of a test that forks ranks all but a few that have every value of each parameter,
+    unless cases are named on the command line.
+    """
     if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        kept = [item for item in items if not item.get_closest_marker("full")]
+        kept = set(kept) if any("[" in argument for argument in config.args) else _kept(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def _kept(items):
+    """The tests that fork no ranks, and of the cases of each other test those that `covering` chooses."""
+    tests, kept = {}, set()
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if "ranks" in cases[0].fixturenames and all(hasattr(case, "callspec") for case in cases):
+            cases = [cases[index] for index in covering([case.callspec.params for case in cases])]
+        kept.update(cases)
+    return kept

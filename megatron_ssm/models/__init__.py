@@ -3,5 +3,5 @@
 In: a `Config`, the tensor-parallel ranks, and the schedule of the context ranks if sequences are spread over several.
 Out: logits, losses, and generated tokens.
 How a family differs from another is in `configs`; there is no module per family here.
-May import: configs, context, parallel, layers, decoding, inference.
+May import: configs, parallel, context, layers, decoding, inference.
 """

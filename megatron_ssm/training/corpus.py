@@ -42,8 +42,10 @@ class Corpus:
         self.held_out: Tokens | None = tokenize(held_out, tokenizer, self.end_of_text_id) if held_out else None
 
     def new_model_config(self, options: Options) -> Config:
-        """The configuration of a new model for this tokenizer."""
-        return Config.from_dict(options.model_config(self.vocab_size, self.end_of_text_id))
+        """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""
+        if options.model_config:
+            return Config.read(options.model_config)
+        return Config.from_dict(options.new_config(self.vocab_size, self.end_of_text_id))
 
     def check_vocabulary(self, config: Config) -> None:
         """ValueError if the tokenizer has more ids than the model."""

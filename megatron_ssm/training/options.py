@@ -40,6 +40,7 @@ class Options:
     tokenizer_model: str = _option("", "'byte', a tokenizer.json, or its folder (default: --init-from, else 'byte')")
     init_from: str = _option("", "Hugging Face directory of the model to start from, instead of a new one")
 
+    model_config: str = _option("", "config.json of a new model, in place of the following options")
     model_type: str = _option("mamba2", "family of a new model", choices=FAMILIES)
     num_layers: int = _option(2, "number of blocks")
     hidden_size: int = _option(128, "width of the residual stream; mixers are twice as wide")
@@ -100,6 +101,8 @@ class Options:
                 f"--model-type {self.model_type} needs the shared block in at least {least} blocks; --num-layers "
                 f"{self.num_layers} with --hybrid-interval {self.hybrid_interval} has it in {count}"
             )
+        if self.model_config and self.init_from:
+            raise ValueError("--model-config is for a new model, and --init-from for one that exists")
         if self.sequence_parallel and self.reduce != "fp32":
             raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
         if not 0 < self.gradient_density <= 1:
@@ -123,7 +126,7 @@ class Options:
             )
         return self.global_batch_size // at_once
 
-    def model_config(self, vocab_size: int, eos: int) -> dict:
+    def new_config(self, vocab_size: int, eos: int) -> dict:
         """The config.json of a new model; eos: the id of its beginning, end and padding token."""
         names = dict(mamba="Mamba", falcon_mamba="FalconMamba", mamba2="Mamba2", zamba="Zamba", zamba2="Zamba2")
         heads = 2 * self.hidden_size // self.mamba_head_dim

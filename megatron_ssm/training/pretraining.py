@@ -53,7 +53,7 @@ from .progress import Progress, is_due
 from .trainer import Trainer, evaluate
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
-LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "out", "log", "device"}
+LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device"}
 
 
 def pretrain(options: Options) -> None:

@@ -52,7 +52,7 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
 def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
     """A trainer of a new model over these groups (None: one rank)."""
     groups = groups or Groups()
-    config = Config.from_dict(run.model_config(vocab, 0))
+    config = Config.from_dict(run.new_config(vocab, 0))
     return Trainer(make_model(run, config, groups, torch.device("cpu")), groups, run)
 
 

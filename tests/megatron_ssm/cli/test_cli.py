@@ -114,7 +114,7 @@ def test_two_local_ranks_print_the_same_text(directory):
     assert output_of(*full_length(directory), "--tp", 2) == output_of(*full_length(directory))
 
 
-@pytest.mark.parametrize("flags", (("--cp", 2), ("--tp", 2, "--cp", 2)), ids=str)
+@pytest.mark.parametrize("flags", (("--cp", 2), pytest.param(("--tp", 2, "--cp", 2), marks=pytest.mark.full)), ids=str)
 def test_local_ranks_that_share_the_prompt_generate_the_same_tokens(directory, flags):
     prompt = PROMPT * 9
     report = output_of(*full_length(directory), *flags, "--json", prompt=prompt)

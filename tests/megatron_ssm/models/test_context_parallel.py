@@ -135,7 +135,7 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
             "make blocks of 2, shorter than the convolution's halo of 3": lambda: model(ids[:, :4]),
             "were asked something else than rank 0": lambda: model(ids[:, : 14 if is_last else 16]),
             "seq=7 makes": lambda: model.loss(ids, ids, seq=7),
-            "neither a cache nor logits_to_keep": lambda: model(ids, cache=model.new_cache(2)),
+            "have no gradient": lambda: model(ids, cache=model.new_cache(2)),
         }
         return {words: attempt(call) for words, call in calls.items()}, model(ids).isfinite().all()
 

@@ -69,7 +69,7 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
         ("mamba2 groups", 2, 2, 1, "auto"),
         ("falcon", 1, 2, 2, "auto"),
         ("zamba", 1, 2, 1, "ring"),
-        ("zamba2", 1, 4, 1, "2d"),
+        pytest.param("zamba2", 1, 4, 1, "2d", marks=pytest.mark.full),
         ("zamba2", 1, 2, 2, "auto"),
     ],
 )
@@ -77,7 +77,9 @@ def test_curves(ranks, model, tp, cp, dp, schedule):
     check_run(ranks, model, tp, cp, dp, schedule)
 
 
-@pytest.mark.parametrize("model, tp, cp, dp", [("mamba2", 2, 1, 1), ("zamba2", 2, 2, 1)])
+@pytest.mark.parametrize(
+    "model, tp, cp, dp", [("mamba2", 2, 1, 1), pytest.param("zamba2", 2, 2, 1, marks=pytest.mark.full)]
+)
 def test_curves_in_less_memory(ranks, model, tp, cp, dp):
     """With sequence parallelism and recomputation; 29 tokens do not divide over tensor and context ranks."""
     check_run(ranks, model, tp, cp, dp, "auto", sequence_parallel=True, recompute_activations=True)
@@ -99,7 +101,10 @@ def test_every_schedule(ranks, model, cp, schedule):
     check_run(ranks, model, 1, cp, 1, schedule)
 
 
-@pytest.mark.parametrize("tp, cp, dp", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    "tp, cp, dp",
+    [(1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.full), pytest.param(1, 2, 2, marks=pytest.mark.full)],
+)
 def test_sparse_gradients_are_summed_over_context_ranks(ranks, tp, cp, dp):
     """At density 1 every element is sent, so the run is the dense one, up to rounding in another order."""
     changes = dict(gradient_mode="layerwise", gradient_density=1.0, gradient_sparsifier="topk")
