@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,15 @@ def test_a_model_of_default_options(here, family):
     assert tokens.shape == (2, 15)
 
 
+def test_a_new_model_of_a_config_json(here):
+    """--model-config takes every field from the file; --init-from is for a model that exists."""
+    pretrain(options())
+    pretrain(options("--model-config", "out/config.json", "--out", "again", "--hidden-size", "99"))
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in weights("again").items())
+    with pytest.raises(ValueError, match="--model-config is for a new model"):
+        replace(options(), model_config="out/config.json", init_from="out")
+
+
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
 def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
     def train(rank):
@@ -145,6 +155,28 @@ def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
     pretrain(options("--out", "alone", "--log", "alone.jsonl"))
     losses, alone = ([line["loss"] for line in logged(path)] for path in ("log.jsonl", "alone.jsonl"))
     assert losses == pytest.approx(alone, abs=1e-10)
+    for name, tensor in weights("alone").items():
+        assert (weights()[name] - tensor).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("tp, cp", [(1, 3), (2, 2)])
+def test_a_run_goes_on_with_other_context_ranks(ranks, here, tp, cp):
+    """A step on tensor x context ranks, in less memory, then one on one rank, and the others and the model as at first."""
+
+    def train(*more):
+        def run(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp * cp)}
+            sizes = "--tensor-model-parallel-size", str(tp), "--context-parallel-size", str(cp)
+            pretrain(options(*sizes, "--sequence-parallel", "--recompute-activations", *more))
+
+        ranks(run, tp * cp)
+
+    train("--exit-interval", "1")
+    pretrain(options("--resume", "--exit-interval", "1"))
+    train("--resume")
+    pretrain(options("--out", "alone", "--log", "alone.jsonl"))
+    losses, alone = ([line["loss"] for line in logged(path)] for path in ("log.jsonl", "alone.jsonl"))
+    assert losses == pytest.approx(alone, abs=1e-10) and len(losses) == 4
     for name, tensor in weights("alone").items():
         assert (weights()[name] - tensor).abs().max() <= 1e-10
 

@@ -1,0 +1,36 @@
+"""The configurations in examples/configs. Oracle: transformers' models of them, without memory for their parameters."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_ssm import Config
+from megatron_ssm.configs.layouts import layout
+from megatron_ssm.training.options import parse_options
+
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_published_models_have_the_size_of_their_name(path):
+    """And as many parameters as transformers' model."""
+    config = Config.read(path)
+    assert not config.unknown
+    count = sum(math.prod(field.shape) for field in layout(config))
+    fields = json.loads(path.read_text())
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    assert count == sum(parameter.numel() for parameter in theirs.parameters())
+    size = next(part[:-1] for part in path.stem.split("-") if part.endswith("b") and part[0].isdigit())
+    decimals = len(size.partition(".")[2])
+    assert f"{count / 1e9:.{decimals}f}" == size
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_options_are_those_of_a_run(path):
+    options = parse_options(["--config", str(path), "--data", "text", "--out", "out"])
+    Config.from_dict(options.new_config(257, 256))
