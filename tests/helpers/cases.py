@@ -1,12 +1,14 @@
-"""Configurations that the tests of whole models share; `assemble` joins the parts of a model's tensors from its ranks."""
+"""Configurations and groups of ranks that the tests of whole models share; `assemble` joins the parts of their tensors."""
 
 import random
 from functools import cache, cached_property
 
 import pytest
 import torch
+import torch.distributed as dist
 from chosen import by_default
 
+from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
 from hf import SMALL, cache_name, hf_model, precisely
 from megatron_ssm.configs.layouts import hf_shapes
 
@@ -259,3 +261,23 @@ def assemble(fields, shards):
             field.write(whole[field.hf], piece, rank, len(shards))
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
+
+
+# Context ranks
+
+SCHEDULES = {
+    "ring": Ring,
+    "contiguous": lambda group: Ring(group, "contiguous"),
+    "all-gather": AllGather,
+    "ulysses": Ulysses,
+    "usp": lambda group: USP(group, 2),
+    "2d": lambda group: Attention2D(group, 2, group.size() // 2),
+    "2d-overlapped": lambda group: Attention2D(group, 2, group.size() // 2, overlap=True),
+}
+
+
+def groups_of(rank, tp, cp):
+    """This rank's tensor-parallel and context-parallel groups in a world of tp * cp ranks; tensor ranks are neighbours."""
+    tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)]
+    context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)]
+    return tensor[rank // tp], context[rank % tp]

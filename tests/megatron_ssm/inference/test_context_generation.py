@@ -8,29 +8,14 @@ import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
-from cases import oracle
+from attention2d import Ring
+from cases import SCHEDULES, groups_of, oracle
 from megatron_ssm import Engine
 from serving import attempt, checkpoint, families, ids
 
 __all__ = ["oracle"]
 
-SCHEDULES = {
-    "ring": Ring,
-    "contiguous": lambda group: Ring(group, "contiguous"),
-    "all-gather": AllGather,
-    "ulysses": Ulysses,
-    "usp": lambda group: USP(group, 2),
-    "2d": lambda group: Attention2D(group, 2, group.size() // 2),
-}
 PIECES = (37, 30, 1, 1, 1)  # the last ones are decoded
-
-
-def groups_of(rank, tp, cp):
-    """This rank's tensor-parallel and context-parallel groups in a world of tp * cp ranks; tensor ranks are neighbours."""
-    tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)]
-    context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)]
-    return tensor[rank // tp], context[rank % tp]
 
 
 def logits_of_pieces(model, ids):

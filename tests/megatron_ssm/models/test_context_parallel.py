@@ -9,22 +9,13 @@ import torch.distributed as dist
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
-from attention2d import USP, AllGather, Attention2D, Ring, Tree, Ulysses
-from cases import TOLERANCE, oracle
+from attention2d import Ring, Tree
+from cases import SCHEDULES, TOLERANCE, groups_of, oracle
 from serving import attempt
 
 __all__ = ["oracle"]
 
 EXACT = 5e-11
-SCHEDULES = {
-    "ring": Ring,
-    "contiguous": lambda group: Ring(group, "contiguous"),
-    "all-gather": AllGather,
-    "ulysses": Ulysses,
-    "usp": lambda group: USP(group, 2),
-    "2d": lambda group: Attention2D(group, 2, group.size() // 2),
-    "2d-overlapped": lambda group: Attention2D(group, 2, group.size() // 2, overlap=True),
-}
 NAMES = (
     "mamba", "mamba-biases-untied", "falcon", "mamba2-1-group", "mamba2-2-groups", "mamba2-dt-limit", "zamba-2-heads-biases",
     "zamba-4-heads-grouped-untied", "zamba2-1-group", "zamba2-2-groups-adapters-rope",
@@ -35,13 +26,6 @@ DEFAULT = (
     ("zamba-2-heads-biases", 2, 2, "all-gather"), ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"),
     ("zamba2-1-group", 1, 4, "2d"), ("zamba2-2-groups-adapters-rope", 2, 4, "2d-overlapped"),
 )  # fmt: skip
-
-
-def groups_of(rank, tp, cp):
-    """This rank's tensor-parallel and context-parallel groups in a world of tp * cp ranks; tensor ranks are neighbours."""
-    tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)]
-    context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)]
-    return tensor[rank // tp], context[rank % tp]
 
 
 def check_loss_and_gradients(ranks, oracle, tp, cp, schedule):

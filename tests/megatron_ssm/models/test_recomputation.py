@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from gradients import gradients, shifted
 
 import megatron_ssm
 from attention2d import Ring
-from cases import oracle
+from cases import groups_of, oracle
 
 __all__ = ["oracle"]
 
@@ -27,8 +26,7 @@ def test_gradients_and_bytes_are_those_without_it(ranks, name, tp, cp, sequence_
     inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor = [dist.new_group(range(first, first + tp)) for first in range(0, tp * cp, tp)][rank // tp]
-        context = [dist.new_group(range(first, tp * cp, tp)) for first in range(tp)][rank % tp]
+        tensor, context = groups_of(rank, tp, cp)
         spread = Ring(context)
         results = []
         for recompute in (False, True):

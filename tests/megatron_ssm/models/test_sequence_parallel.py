@@ -10,7 +10,7 @@ from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
 from attention2d import Ring
-from cases import TOLERANCE, oracle
+from cases import TOLERANCE, groups_of, oracle
 from serving import attempt
 
 __all__ = ["oracle"]
@@ -51,8 +51,7 @@ def test_beside_context_ranks(ranks, name, cp, oracle):
     inputs, labels = (t[:, : 20 * cp] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor = [dist.new_group([first, first + 1]) for first in range(0, 2 * cp, 2)][rank // 2]
-        context = [dist.new_group(range(first, 2 * cp, 2)) for first in (0, 1)][rank % 2]
+        tensor, context = groups_of(rank, 2, cp)
         spread = Ring(context)
         model = megatron_ssm.load(oracle.directory, tensor, context=spread, dtype=torch.float64, sequence_parallel=True)
         loss = model.loss(spread.shard(inputs), spread.shard(labels))
