@@ -120,7 +120,7 @@ def load(
     with ExitStack() as stack:
         config, tensors = run_and_compare(open_files, compared, groups, device)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
-    model.directory, model.graphs = Path(directory), bool(graphs) and model.context_ranks is None
+    model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model

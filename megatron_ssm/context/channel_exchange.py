@@ -9,52 +9,35 @@ those that its heads use.
 import torch
 
 from megatron_ssm.ops.scan import selective_scan, ssd
+from megatron_ssm.parallel.operators import differentiable
 from sparsefusion.collectives import counted
 
 from .blocks import ContextRanks
 from .state_passing import Units
 
 
-class _TokensToUnits(torch.autograd.Function):
+def _tokens_to_units(x, units):
     """(batch, tokens of this rank, units, n) -> (batch, all tokens in order, own units, n); backward the other way."""
-
-    @staticmethod
-    def forward(ctx, x, units):
-        ctx.units = units
-        return _to_units(x, units)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _to_tokens(grad, ctx.units), None
+    return differentiable(x, lambda t: _to_units(t, units), lambda grad: _to_tokens(grad, units))
 
 
-class _UnitsToTokens(torch.autograd.Function):
-    """The inverse of `_TokensToUnits`."""
-
-    @staticmethod
-    def forward(ctx, y, units):
-        ctx.units = units
-        return _to_tokens(y, units)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _to_units(grad, ctx.units), None
+def _units_to_tokens(y, units):
+    """The inverse of `_tokens_to_units`."""
+    return differentiable(y, lambda t: _to_tokens(t, units), lambda grad: _to_units(grad, units))
 
 
-class _GatherTokens(torch.autograd.Function):
+def _gather_tokens(x, context):
     """(batch, tokens of this rank, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients."""
 
-    @staticmethod
-    def forward(ctx, x, context):
-        ctx.context = context
+    def gather(x):
         return _in_order(counted.all_gather(x, context.group, context.counter), context)
 
-    @staticmethod
-    def backward(ctx, grad):
-        context = ctx.context
+    def sum_own(grad):
         blocks = grad.unflatten(1, (context.blocks, -1))
         rows = [blocks[:, list(context.held_by(rank))].flatten(1, 2) for rank in range(context.size)]
-        return counted.reduce_scatter(torch.stack(rows), context.group, context.counter), None
+        return counted.reduce_scatter(torch.stack(rows), context.group, context.counter)
+
+    return differentiable(x, gather, sum_own)
 
 
 def _in_order(parts, context):
@@ -92,12 +75,12 @@ def selective_scan_by_channels(
     ranks together, and 2N per token to each; backward sends as many.
     """
     units = Units(x.shape[2], context)
-    packed = _TokensToUnits.apply(torch.stack([x, dt.to(x.dtype)], dim=-1), units)
-    B, C = _GatherTokens.apply(torch.cat([B, C], dim=-1), context).chunk(2, dim=-1)
+    packed = _tokens_to_units(torch.stack([x, dt.to(x.dtype)], dim=-1), units)
+    B, C = _gather_tokens(torch.cat([B, C], dim=-1), context).chunk(2, dim=-1)
     own = units.own
     bias = None if dt_bias is None else dt_bias[own]
     y, _ = selective_scan(packed[..., 0], packed[..., 1], A_log[own], B, C, D[own], None, bias)
-    return _UnitsToTokens.apply(y.unsqueeze(-1), units).squeeze(-1)
+    return _units_to_tokens(y.unsqueeze(-1), units).squeeze(-1)
 
 
 def ssd_by_heads(
@@ -117,14 +100,14 @@ def ssd_by_heads(
     """
     heads, groups = x.shape[2], B.shape[2]
     units = Units(heads, context)
-    packed = _TokensToUnits.apply(torch.cat([x, dt.unsqueeze(-1).to(x.dtype)], dim=-1), units)
+    packed = _tokens_to_units(torch.cat([x, dt.unsqueeze(-1).to(x.dtype)], dim=-1), units)
     both = torch.cat([B, C], dim=-1)
     if groups % context.size == 0:
-        both = _TokensToUnits.apply(both, Units(groups, context))
+        both = _tokens_to_units(both, Units(groups, context))
     else:
         group_of_head = torch.arange(heads, device=x.device)[units.own] // (heads // groups)
-        both = _GatherTokens.apply(both, context)[:, :, group_of_head]
+        both = _gather_tokens(both, context)[:, :, group_of_head]
     B, C = both.chunk(2, dim=-1)
     x, dt = packed[..., :-1], packed[..., -1].to(A_log.dtype)
     y, _ = ssd(x, dt, A_log[units.own], B, C, D[units.own])
-    return _UnitsToTokens.apply(y, units)
+    return _units_to_tokens(y, units)

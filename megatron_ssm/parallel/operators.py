@@ -26,6 +26,19 @@ Reduction = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 PIECE_NUMEL = 2**23  # elements that are reduced at once, without gradients
 
 
+class _Exchange(torch.autograd.Function):
+    """A linear exchange between ranks in forward, and its transpose in backward."""
+
+    @staticmethod
+    def forward(ctx, x, exchange, transpose):
+        ctx.transpose = transpose
+        return exchange(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transpose(grad), None, None
+
+
 class _CopyToRanks(torch.autograd.Function):
     """f: identity in forward, all-reduce in backward."""
 
@@ -87,6 +100,13 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+def differentiable(
+    x: torch.Tensor, exchange: Callable[[torch.Tensor], torch.Tensor], transpose: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """exchange(x), which is linear in x and may communicate; the gradient of x is transpose(gradient of the result)."""
+    return _Exchange.apply(x, exchange, transpose)
 
 
 def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:

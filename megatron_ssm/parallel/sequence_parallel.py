@@ -23,7 +23,7 @@ import torch
 from sparsefusion.collectives import counted
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .operators import copy_to_ranks
+from .operators import copy_to_ranks, differentiable
 from .ranks import Ranks
 
 
@@ -40,45 +40,6 @@ def _sum_share(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return counted.reduce_scatter(rows, ranks.group, ranks.counter).to(x.dtype)
 
 
-class _GatherTokens(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter in backward."""
-
-    @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return _gather(x, ranks)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _sum_share(grad, ctx.ranks), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """Reduce-scatter in forward, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx, x, ranks, is_kept):
-        ctx.ranks = ranks
-        return ranks.recomputation.once(lambda: _sum_share(x, ranks)) if is_kept else _sum_share(x, ranks)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.ranks), None, None
-
-
-class _DivideGradient(torch.autograd.Function):
-    """Identity in forward; backward divides the gradient by `count`."""
-
-    @staticmethod
-    def forward(ctx, x, count):
-        ctx.count = count
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / ctx.count, None
-
-
 @contextmanager
 def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     """x (batch, l, n), this rank's tokens -> (batch, T l, n), all tokens, for use in the body of the `with` statement.
@@ -88,7 +49,7 @@ def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
-    whole, share = _GatherTokens.apply(x, ranks), x.detach()
+    whole, share = differentiable(x, lambda t: _gather(t, ranks), lambda grad: _sum_share(grad, ranks)), x.detach()
     if ranks.recomputation.is_running:  # which stores nothing, and gathers once more itself
         yield whole
         return
@@ -113,7 +74,7 @@ class _StoredShare:
         return saved.shape
 
     def unpack(self, saved: torch.Tensor | torch.Size) -> torch.Tensor:
-        """The tensor."""
+        """The tensor that `pack` was given."""
         if isinstance(saved, torch.Tensor):
             return saved
         if not self.reads:
@@ -126,7 +87,11 @@ def scatter_sum(x: torch.Tensor, ranks: Ranks, is_kept: bool = False) -> torch.T
 
     is_kept: keep the result for a recomputation of activations.
     """
-    return _ScatterSum.apply(x, ranks, is_kept)
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        return ranks.recomputation.once(lambda: _sum_share(x, ranks)) if is_kept else _sum_share(x, ranks)
+
+    return differentiable(x, exchange, lambda grad: _gather(grad, ranks))
 
 
 def divide_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -134,7 +99,7 @@ def divide_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
     For a use of x that is the same on all T ranks: they compute the same gradient, and the reduce-scatter adds it T times.
     """
-    return _DivideGradient.apply(x, ranks.size)
+    return differentiable(x, lambda t: t.view_as(t), lambda grad: grad / ranks.size)
 
 
 def replicated(parameter: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:

@@ -77,12 +77,11 @@ def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> t
     schedule = model.schedule
     if schedule is None:
         return model.loss(inputs, labels)
-    if model.ranks.sequence_parallel:  # the tokens of each context rank divide over the tensor-parallel ranks
-        missing = -inputs.shape[1] % (schedule.ranks * 2 * model.ranks.size)
-        inputs, labels = (
-            nn.functional.pad(inputs, (0, missing)),
-            nn.functional.pad(labels, (0, missing), value=IGNORE_INDEX),
-        )
+    if model.context_ranks is not None and model.ranks.sequence_parallel:
+        # The tokens of each block must divide over the tensor-parallel ranks.
+        missing = -inputs.shape[1] % (model.context_ranks.blocks * model.ranks.size)
+        inputs = nn.functional.pad(inputs, (0, missing))
+        labels = nn.functional.pad(labels, (0, missing), value=IGNORE_INDEX)
     return model.loss(schedule.shard(inputs), schedule.shard(labels), seq=inputs.shape[1])
 
 

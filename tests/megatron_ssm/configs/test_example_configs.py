@@ -33,4 +33,5 @@ def test_published_models_have_the_size_of_their_name(path):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_options_are_those_of_a_run(path):
     options = parse_options(["--config", str(path), "--data", "text", "--out", "out"])
-    Config.from_dict(options.new_config(257, 256))
+    config = Config.from_dict(options.new_config(257, 256))
+    assert (config.family, config.num_layers) == (options.model_type, options.num_layers)
