@@ -18,6 +18,11 @@ from chosen import covering
 from ranks import run_ranks
 
 torch.set_num_threads(1)
+LIBC = ctypes.CDLL(None)
+if hasattr(LIBC, "mallopt"):  # glibc has it
+    # M_MMAP_THRESHOLD: tensors of 1 MB and more never come from the heap, whose freed pages a process keeps. So forking is
+    # fast, and a measurement of memory does not depend on the tests before it.
+    LIBC.mallopt(-3, 1 << 20)
 # A shell's background jobs ignore SIGINT, and so would the programs that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,8 +38,8 @@ def ranks():
 def _return_freed_memory():
     """After a module, return freed memory to the system: forking a rank takes time for every page of this process."""
     yield
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
-        trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 def pytest_collection_finish():

@@ -46,8 +46,7 @@ def peak_growth():
     """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards."""
     result = SimpleNamespace(bytes=None)
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory returns to the system at once
-    libc.malloc_trim(0)  # otherwise, reused memory of earlier tests would not count
+    libc.malloc_trim(0)  # otherwise, reused memory of small tensors of earlier tests would not count
     # PR_SET_THP_DISABLE: earlier models may have asked for pages of 2 MB in the heap, where a byte would count as so much.
     libc.prctl(41, 1, 0, 0, 0)
     command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]

@@ -67,7 +67,7 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
     [
         ("mamba", 1, 4, 1, "auto"),
         ("mamba2 groups", 2, 2, 1, "auto"),
-        ("falcon", 1, 2, 2, "auto"),
+        pytest.param("falcon", 1, 2, 2, "auto", marks=pytest.mark.full),
         ("zamba", 1, 2, 1, "ring"),
         pytest.param("zamba2", 1, 4, 1, "2d", marks=pytest.mark.full),
         ("zamba2", 1, 2, 2, "auto"),
