@@ -57,7 +57,9 @@ def measure(out: str, data: str, number: str) -> None:
         data=(f"{data}/train",), valid_data_path=(f"{data}/held_out",), out=data, **MODEL | CONTESTANTS[name]
     )
     corpus = Corpus(options)
-    groups = Groups(data=dist.group.WORLD, copies=dist.group.WORLD, rank=dist.get_rank(), ranks=dist.get_world_size())
+    groups = Groups(
+        data=dist.group.WORLD, data_context=dist.group.WORLD, rank=dist.get_rank(), ranks=dist.get_world_size()
+    )
     model = initialize_parameters(build(corpus.new_model_config(options), None, groups.data), options.seed)
     trainer = Trainer(model, groups, options, report=lambda line: print(line, file=sys.stderr))
     batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)

@@ -41,7 +41,9 @@ def write_pending(directory: Path, trainer: Trainer) -> None:
     groups = trainer.groups
     if trainer.fusion is None:
         return
-    path = _path(directory, groups.tensor_rank, groups.tensor_ranks, groups.copy_rank, groups.copy_ranks)
+    path = _path(
+        directory, groups.tensor_rank, groups.tensor_ranks, groups.data_context_rank, groups.data_context_ranks
+    )
     try:
         torch.save(trainer.fusion.state_dict(), path)
     except RuntimeError as error:  # torch's, if the disk is full
@@ -88,8 +90,8 @@ def _read_states(directory: Path, trainer: Trainer) -> Any:
     def state(replica: int) -> dict[str, Any]:
         return _read(_path(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
 
-    if trainer.fusion is not None and replicas == groups.copy_ranks:
-        return state(groups.copy_rank)
+    if trainer.fusion is not None and replicas == groups.data_context_ranks:
+        return state(groups.data_context_rank)
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
         parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}

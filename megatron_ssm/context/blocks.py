@@ -60,11 +60,11 @@ class ContextRanks:
         """How many blocks a sequence has."""
         return self.blocks_per_rank * self.size
 
-    def held_by(self, rank: int) -> tuple[int, ...]:
+    def blocks_of_rank(self, rank: int) -> tuple[int, ...]:
         """The blocks of a rank, in the order of its tokens."""
         return (rank, self.blocks - 1 - rank)[: self.blocks_per_rank]
 
-    def owner(self, block: int) -> tuple[int, int]:
+    def rank_of_block(self, block: int) -> tuple[int, int]:
         """(the rank that holds a block, its place among that rank's blocks)."""
         return (block, 0) if block < self.size else (self.blocks - 1 - block, 1)
 
@@ -86,14 +86,14 @@ def shift(values: torch.Tensor, context: ContextRanks, step: int) -> torch.Tenso
     """
     received = torch.zeros_like(values, memory_format=torch.contiguous_format)
     sends, receives, arriving = [], [], []
-    for place, block in enumerate(context.held_by(context.rank)):
+    for place, block in enumerate(context.blocks_of_rank(context.rank)):
         if 0 <= block + step < context.blocks:
-            rank, other_place = context.owner(block + step)
+            rank, other_place = context.rank_of_block(block + step)
             if rank == context.rank:
                 received[:, other_place] = values[:, place]
             else:
                 sends.append((values[:, place], rank))
-        if 0 <= block - step < context.blocks and (source := context.owner(block - step)[0]) != context.rank:
+        if 0 <= block - step < context.blocks and (source := context.rank_of_block(block - step)[0]) != context.rank:
             arriving.append((place, torch.empty_like(received[:, place], memory_format=torch.contiguous_format)))
             receives.append((arriving[-1][1], source))
     counted.exchange(sends, receives, context.group, context.counter).wait()
@@ -108,7 +108,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tails, context):
         ctx.context = context
-        return context.recomputation.once(lambda: shift(tails, context, 1))
+        return context.recomputation.communicate_once(lambda: shift(tails, context, 1))
 
     @staticmethod
     def backward(ctx, grad):

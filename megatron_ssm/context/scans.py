@@ -2,9 +2,9 @@
 
 Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...).
 Forward computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's
-own backward is complete if it is given the gradient of each block's final state. So `_CarryAdjoint`, an identity behind the
-scan, receives the gradient of the outputs first, passes the adjoint states between the blocks, and hands the gradient of the
-final states to the scan together with that of the outputs. Nothing is differentiated twice.
+own backward is complete if it is given the gradient of each block's final state. `_AddFinalStateGradient` computes that
+gradient. It is applied to the outputs of the scan, so its backward runs before the scan's: it takes the gradient of the
+outputs, passes the adjoint states between the blocks, and gives the scan both gradients. Nothing is differentiated twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ from .state_passing import PassedStates, pass_states
 from .summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
 
 
-class _CarryAdjoint(torch.autograd.Function):
+class _AddFinalStateGradient(torch.autograd.Function):
     """The outputs y as they are; backward also gives the gradient of the blocks' final states, `after`.
 
-    adjoint(dy, *tensors): the gradient of the blocks' incoming states that comes from y, like after. to_units, from_units:
-    between its shape and that of `state_passing`, (batch, blocks of a rank, units, n).
+    adjoint(dy, *tensors): the gradient of the blocks' incoming states that comes from y, like after. to_channels and
+    from_channels convert between its shape and that of `state_passing`, (batch, blocks of a rank, channels, n).
     """
 
     @staticmethod
-    def forward(ctx, y, after, passed, adjoint, to_units, from_units, *tensors):
-        ctx.passed, ctx.adjoint, ctx.to_units, ctx.from_units = passed, adjoint, to_units, from_units
+    def forward(ctx, y, after, passed, adjoint, to_channels, from_channels, *tensors):
+        ctx.passed, ctx.adjoint, ctx.to_channels, ctx.from_channels = passed, adjoint, to_channels, from_channels
         ctx.save_for_backward(*tensors)
         return y.view_as(y)
 
@@ -37,7 +37,7 @@ class _CarryAdjoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         tensors = ctx.saved_tensors
-        after = ctx.from_units(ctx.passed.adjoints(ctx.to_units(ctx.adjoint(dy, *tensors))))
+        after = ctx.from_channels(ctx.passed.adjoints(ctx.to_channels(ctx.adjoint(dy, *tensors))))
         return dy, after, None, None, None, None, *(None for _ in tensors)
 
 
@@ -80,10 +80,10 @@ def selective_scan_over_context(
     gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
     """
 
-    def to_units(states: torch.Tensor) -> torch.Tensor:
+    def to_channels(states: torch.Tensor) -> torch.Tensor:
         return states.transpose(1, 2).unflatten(0, (-1, context.blocks_per_rank))
 
-    def from_units(states: torch.Tensor) -> torch.Tensor:
+    def from_channels(states: torch.Tensor) -> torch.Tensor:
         return states.flatten(0, 1).transpose(1, 2)
 
     def adjoint(dy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,14 @@ def selective_scan_over_context(
         rates = -torch.exp(torch.cat([head.A_log for head in heads]))
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
         first = None if initial is None else initial.transpose(1, 2)
-        return pass_states(to_units(states), sums, rates, context, first)
+        return pass_states(to_channels(states), sums, rates, context, first)
 
-    passed = context.recomputation.once(pass_on)
-    incoming = from_units(passed.incoming).split(widths, dim=-1)
+    passed = context.recomputation.communicate_once(pass_on)
+    incoming = from_channels(passed.incoming).split(widths, dim=-1)
     scans = [head.scan(state.contiguous()) for head, state in zip(heads, incoming, strict=True)]
     y, after = (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
     tensors = [t for head in heads for t in (head.dt, head.A_log, head.C, head.z, head.dt_bias)]
-    return _carry_adjoint(y, after, passed, adjoint, to_units, from_units, *tensors), passed
+    return _add_final_state_gradient(y, after, passed, adjoint, to_channels, from_channels, *tensors), passed
 
 
 def ssd_over_context(
@@ -124,10 +124,10 @@ def ssd_over_context(
     """
     state_shape = B.shape[3], x.shape[3]
 
-    def to_units(states: torch.Tensor) -> torch.Tensor:
+    def to_channels(states: torch.Tensor) -> torch.Tensor:
         return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
 
-    def from_units(states: torch.Tensor) -> torch.Tensor:
+    def from_channels(states: torch.Tensor) -> torch.Tensor:
         return states.flatten(0, 1).unflatten(2, state_shape)
 
     @torch.no_grad()
@@ -135,22 +135,22 @@ def ssd_over_context(
         states, sums = ssd_summary(x, dt, A_log, B)
         sums = sums.unflatten(0, (-1, context.blocks_per_rank))
         first = None if initial is None else initial.flatten(2)
-        return pass_states(to_units(states), sums, -torch.exp(A_log).unsqueeze(1), context, first)
+        return pass_states(to_channels(states), sums, -torch.exp(A_log).unsqueeze(1), context, first)
 
-    passed = context.recomputation.once(pass_on)
-    y, after = ssd(x, dt, A_log, B, C, D, from_units(passed.incoming))
-    return _carry_adjoint(y, after, passed, ssd_adjoint, to_units, from_units, dt, A_log, C), passed
+    passed = context.recomputation.communicate_once(pass_on)
+    y, after = ssd(x, dt, A_log, B, C, D, from_channels(passed.incoming))
+    return _add_final_state_gradient(y, after, passed, ssd_adjoint, to_channels, from_channels, dt, A_log, C), passed
 
 
-def _carry_adjoint(
+def _add_final_state_gradient(
     y: torch.Tensor,
     after: torch.Tensor,
     passed: PassedStates,
     adjoint: Callable,
-    to_units: Callable,
-    from_units: Callable,
+    to_channels: Callable,
+    from_channels: Callable,
     *tensors,
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return y
-    return _CarryAdjoint.apply(y, after, passed, adjoint, to_units, from_units, *tensors)
+    return _AddFinalStateGradient.apply(y, after, passed, adjoint, to_channels, from_channels, *tensors)

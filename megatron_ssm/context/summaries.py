@@ -22,14 +22,15 @@ def selective_summary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `ops.scan.selective_scan`.
 
-    x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None.
+    x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None. The results have
+    the dtype of A_log, which is at least fp32; so do those of the functions below.
     """
     wide = A_log.dtype
     x, dt, B = (t.to(wide) for t in (x, dt, B))
     if _fits_kernel(A_log, x, dt, B, dt_bias):
         return selective_carry(x, dt, A_log, B, None, dt_bias, reverse=False)
     D = torch.zeros_like(A_log[:, 0])
-    _, state = selective_scan(x, dt, A_log, B, B, D, None, dt_bias)
+    _, state = selective_scan(x, dt, A_log, B, B, D, None, dt_bias)  # C, here B, does not affect the state
     return state, step_sizes(dt, dt_bias).sum(1)
 
 

@@ -121,10 +121,10 @@ class LayerSum:
     def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
         self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
         tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
-        self.in_place = None if is_alone else ranks.in_place(tensors, "fp32" if is_exact else None)
-        done_by = ONE_RANK if is_alone else IN_PYTHON if self.in_place is None else IN_C
+        self.native_sum = None if is_alone else ranks.native_sum(tensors, "fp32" if is_exact else None)
+        done_by = ONE_RANK if is_alone else IN_PYTHON if self.native_sum is None else IN_C
         self.struct = _Sum(total=address(part), squares=address(squares), done_by=done_by)
-        if c := self.in_place:
+        if c := self.native_sum:
             struct = self.struct
             struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
 
@@ -135,16 +135,16 @@ class LayerSum:
         memory: wait for the other ranks, or raise an error.
         """
         if code != NO_SUM:
-            assert self.in_place is not None  # only it returns other codes
-            return self.in_place.memory.wait(code)
+            assert self.native_sum is not None  # only it returns other codes
+            return self.native_sum.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
         assert ranks.group is not None  # one rank has no all-reduce
         if callable(ranks.format) and not self._is_exact:
             part = part.clone()  # the user's function may keep it
         if self._is_exact:
-            whole = ranks.exact(part, ranks.group)
+            whole = ranks.all_reduce_exact(part, ranks.group)
         elif squares is None:
-            whole = ranks.reduce(part, ranks.group)
+            whole = ranks.all_reduce_in_format(part, ranks.group)
         else:
             whole, squares = ranks.reduce_beside(part, squares, ranks.group)
         # The user's function may return another shape, device or layout.
@@ -236,7 +236,7 @@ class NativeLayers:
         self._structs = (_Layer * len(layers))(*(layer.layer for layer in layers))
         self._progress = _Layers(layers=ctypes.addressof(self._structs), count=len(layers))
         self._address = ctypes.addressof(self._progress)
-        sums_in_c = [each.in_place for layer in layers for each in layer.sums.values() if each.in_place is not None]
+        sums_in_c = [each.native_sum for layer in layers for each in layer.sums.values() if each.native_sum is not None]
         self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
         self._sent = Counter()
         for each in sums_in_c:

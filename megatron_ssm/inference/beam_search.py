@@ -129,7 +129,7 @@ class BeamSearch:
     def _log_probabilities(self, local: torch.Tensor, step: int) -> torch.Tensor:
         """This rank's slice of the next token's log-probabilities; the repetition penalty and min_new_tokens are applied."""
         settings, width = self.settings, local.shape[1]
-        log_sums = self.model.ranks.gather(local.logsumexp(-1))
+        log_sums = self.model.ranks.all_gather(local.logsumexp(-1))
         scores = local - log_sums.logsumexp(0).unsqueeze(-1)
         first, stop = self.model.embeddings.start, self.model.embeddings.stop
         if self.seen is not None:

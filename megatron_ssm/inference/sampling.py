@@ -67,7 +67,7 @@ def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: 
 
 def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids are sent in the dtype of the values."""
-    parts = ranks.gather(torch.stack([values, ids.to(values.dtype)]))
+    parts = ranks.all_gather(torch.stack([values, ids.to(values.dtype)]))
     values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
 

@@ -1,7 +1,6 @@
-"""Specifications with which other frameworks build this project's modules: so far, Megatron-Core
-builds the attention of `attention2d`.
+"""Parts of this project for other frameworks: so far, layer specifications of Megatron-Core that use `attention2d`.
 
-In: the arguments of a module, or a framework's layer specification.
-Out: specifications from which the framework builds its models.
+In: the arguments of a module, or a layer specification of Megatron-Core.
+Out: specifications (`ModuleSpec`) from which Megatron-Core builds its models.
 May import: no other sub-package.
 """

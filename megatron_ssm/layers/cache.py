@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ssm.context.pieces import Piece, Places
+from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
 
 if TYPE_CHECKING:
     from .shared_attention import Positions
@@ -29,9 +29,9 @@ class BatchInfo:
     continues a sequence (see `Mamba2Mixer.forward`). rows: the rows of the cache that are continued; consecutive ones are a
     slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
 
-    piece: how context ranks share the tokens (None: every rank has all of them). places: in models with attention and with
-    a cache that context ranks share, where the keys and values are kept. lengths: how many keys and values this rank then
-    holds of each sequence, before the call.
+    sharding: how the tokens are sharded over context ranks (None: every rank has all of them). placement: in models with
+    attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
+    values this rank then holds of each sequence, before the call.
     """
 
     mask: torch.Tensor | None = None
@@ -39,8 +39,8 @@ class BatchInfo:
     rows: Rows = field(default_factory=lambda: ALL)
     positions: "Positions | None" = None
     begins: bool = False
-    piece: Piece | None = None
-    places: Places | None = None
+    sharding: TokenSharding | None = None
+    placement: KeyValuePlacement | None = None
     lengths: list[int] | None = None
 
 
@@ -107,13 +107,13 @@ class Snapshot:
 
     states: [conv, state] of each layer. segments: the keys and values, for consecutive parts of the sequence; a segment is
     [keys, values] (tokens, heads, head_dim) of each layer that has them. Snapshots of longer prefixes of the same sequence
-    share segments, so these must not be overwritten. held: as in `Cache`, (ranks,).
+    share segments, so these must not be overwritten. kv_lengths: as in `Cache`, (ranks,).
     """
 
     length: int
     states: list[list[torch.Tensor]]
     segments: tuple[list[list[torch.Tensor]], ...] = ()
-    held: torch.Tensor | None = None
+    kv_lengths: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the snapshot."""
@@ -129,15 +129,15 @@ class Cache:
     how many tokens a model with attention can store per row; None: the cache grows as needed. rows: those that the next call
     of the model continues.
 
-    held: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them holds
-    of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.
+    kv_lengths: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them
+    holds of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.
     """
 
     layers: list[LayerCache]
     lengths: torch.Tensor
     max_length: int | None = None
     rows: Rows = field(default_factory=lambda: ALL)
-    held: torch.Tensor | None = None
+    kv_lengths: torch.Tensor | None = None
     context_rank: int = 0
 
     @property
@@ -176,12 +176,12 @@ class Cache:
         """
         # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
         self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
-        if self.held is not None and added is not None:
-            self.held[:, self.rows] += added
+        if self.kv_lengths is not None and added is not None:
+            self.kv_lengths[:, self.rows] += added
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""
-        return int(self.lengths[row] if self.held is None else self.held[self.context_rank, row])
+        return int(self.lengths[row] if self.kv_lengths is None else self.kv_lengths[self.context_rank, row])
 
     def reserve(self, length: int) -> None:
         """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
@@ -193,7 +193,7 @@ class Cache:
             return
         if self.max_length is not None and length > self.max_length:
             raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
-        self.allocate(length if self.held is None else share_of_rank(length, len(self.held)))
+        self.allocate(length if self.kv_lengths is None else share_of_rank(length, len(self.kv_lengths)))
 
     def allocate(self, length: int) -> None:
         """Allocate memory for `length` keys and values per row on this rank, unless there is enough."""
@@ -210,8 +210,8 @@ class Cache:
             layer.conv[row] = 0
             layer.state[row] = 0
         self.lengths[row] = 0
-        if self.held is not None:
-            self.held[:, row] = 0
+        if self.kv_lengths is not None:
+            self.kv_lengths[:, row] = 0
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
         """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat: a beam may have several successors."""
@@ -224,8 +224,8 @@ class Cache:
             for tensor in layer.keys_and_values():
                 tensor[:, :longest] = tensor[where, :longest]
         self.lengths.copy_(self.lengths[rows])
-        if self.held is not None:
-            self.held.copy_(self.held[:, rows])
+        if self.kv_lengths is not None:
+            self.kv_lengths.copy_(self.kv_lengths[:, rows])
 
     def fork(self, source: int, target: int) -> None:
         """Copy row `source` to row `target`."""
@@ -235,8 +235,8 @@ class Cache:
             for tensor in layer.keys_and_values():
                 tensor[target, :stored] = tensor[source, :stored]
         self.lengths[target] = self.lengths[source]
-        if self.held is not None:
-            self.held[:, target] = self.held[:, source]
+        if self.kv_lengths is not None:
+            self.kv_lengths[:, target] = self.kv_lengths[:, source]
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
         """A copy of the state of a row. after: an earlier snapshot of this sequence, whose keys and values are shared."""
@@ -247,14 +247,16 @@ class Cache:
             if layer.keys is not None
         ]
         states = [[layer.conv[row].clone(), layer.state[row].clone()] for layer in self.layers]
-        held = None if self.held is None else self.held[:, row].clone()
-        return Snapshot(int(self.lengths[row]), states, (*(after.segments if after is not None else ()), new), held)
+        kv_lengths = None if self.kv_lengths is None else self.kv_lengths[:, row].clone()
+        return Snapshot(
+            int(self.lengths[row]), states, (*(after.segments if after is not None else ()), new), kv_lengths
+        )
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Copy a snapshot into a row. ValueError, before anything changes, if it exceeds max_length."""
         self.reserve(snapshot.length)
-        if snapshot.held is not None:
-            self.allocate(int(snapshot.held[self.context_rank]))
+        if snapshot.kv_lengths is not None:
+            self.allocate(int(snapshot.kv_lengths[self.context_rank]))
         for layer, (conv, state) in zip(self.layers, snapshot.states, strict=True):
             layer.conv[row], layer.state[row] = conv, state
         with_keys = [layer for layer in self.layers if layer.keys is not None]
@@ -266,18 +268,18 @@ class Cache:
                     tensor[row, start:stop] = part
             start = stop
         self.lengths[row] = snapshot.length
-        if self.held is not None and snapshot.held is not None:
-            self.held[:, row] = snapshot.held
+        if self.kv_lengths is not None and snapshot.kv_lengths is not None:
+            self.kv_lengths[:, row] = snapshot.kv_lengths
 
 
-def keep_last_inputs(x: torch.Tensor, piece: Piece, rows: Rows, cache: LayerCache) -> None:
-    """Keep the last inputs of the convolution, x (batch, slots, channels), of a piece that context ranks share."""
-    last = piece.last(x, cache.conv.shape[1])
+def keep_last_inputs(x: torch.Tensor, sharding: TokenSharding, rows: Rows, cache: LayerCache) -> None:
+    """Keep the last inputs of the convolution, of a sharded chunk: x (batch, tokens of this rank, channels)."""
+    last = sharding.gather_last(x, cache.conv.shape[1])
     cache.conv[rows] = torch.cat([cache.conv[rows], last], dim=1)[:, last.shape[1] :]
 
 
 def share_of_rank(length: int, ranks: int) -> int:
-    """The most tokens that one of several context ranks holds of a sequence of `length` tokens, if it came in one piece."""
+    """The most tokens that one of several context ranks holds of a sequence of `length` tokens, if it came in one chunk."""
     return -(-length // ranks) + 1  # two blocks, each rounded up
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks, halo
-from megatron_ssm.context.pieces import Piece
 from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context
+from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
 from megatron_ssm.ops.matrices import linear
@@ -113,7 +113,7 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
         """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated."""
-        if self.context is not None and info.piece is not None:
+        if self.context is not None and info.sharding is not None:
             return self.out_proj(self._gated_over_context(hidden, self.context, info, cache))
         return self.out_proj(self._gated(hidden, info, cache))
 
@@ -140,11 +140,11 @@ class MambaMixer(nn.Module):
         mixed, z = self.in_proj(hidden).chunk(2, dim=-1)
         x = context.to_blocks(mixed)
         x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
-        piece = None if cache is None else info.piece  # without a cache, nobody reads the final state
-        inputs = [self._scan_inputs(x[..., h], context.to_blocks(z)[..., h], h, piece) for h in self._head_slices()]
+        sharding = None if cache is None else info.sharding  # without a cache, nobody reads the final state
+        inputs = [self._scan_inputs(x[..., h], context.to_blocks(z)[..., h], h, sharding) for h in self._head_slices()]
         y, passed = selective_scan_over_context(inputs, context, state)
-        if cache is not None and info.piece is not None:
-            keep_last_inputs(mixed, info.piece, info.rows, cache)
+        if cache is not None and info.sharding is not None:
+            keep_last_inputs(mixed, info.sharding, info.rows, cache)
             cache.state[info.rows] = passed.whole_final().transpose(1, 2)
         return context.from_blocks(y)
 
@@ -155,7 +155,7 @@ class MambaMixer(nn.Module):
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); in Falcon-Mamba, each is then normalized."""
-        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.exact_once)
+        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.all_reduce_exact_once)
         if self.inner_norm_eps is None:
             return parameters
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
@@ -168,14 +168,16 @@ class MambaMixer(nn.Module):
         """
         return self._scan_inputs(x, z, head).scan(state, state is not None, is_plain(self.conv, Convolution))
 
-    def _scan_inputs(self, x: torch.Tensor, z: torch.Tensor, head: slice, piece: Piece | None = None) -> ScanInputs:
+    def _scan_inputs(
+        self, x: torch.Tensor, z: torch.Tensor, head: slice, sharding: TokenSharding | None = None
+    ) -> ScanInputs:
         """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads.
 
-        piece: whose padding does not change the state.
+        sharding: whose padding does not change the state.
         """
         parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
         dt, B, C = parameters.split(self.splits, dim=-1)
         dt = linear(dt, self.dt_proj[head])
-        if piece is not None and self.context is not None:
-            dt = self.context.to_blocks(piece.mask_padding(self.context.from_blocks(dt), NO_STEP))
+        if sharding is not None and self.context is not None:
+            dt = self.context.to_blocks(sharding.mask_padding(self.context.from_blocks(dt), NO_STEP))
         return ScanInputs(x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head])

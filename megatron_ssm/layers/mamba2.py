@@ -28,7 +28,7 @@ from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.parallel.sequence_parallel import scatter_sum
+from megatron_ssm.parallel.sequence_parallel import reduce_scatter_tokens
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache, keep_last_inputs
@@ -103,7 +103,7 @@ class Mamba2Mixer(nn.Module):
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
-        if self.context is not None and info.piece is not None:
+        if self.context is not None and info.sharding is not None:
             return self._scanned_over_context(xBC, dt, self.context, info, cache), z
         xBC = xBC if info.mask is None else xBC * info.mask
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
@@ -123,11 +123,11 @@ class Mamba2Mixer(nn.Module):
         xBC, dt = context.to_blocks(mixed), self._step_sizes(dt)
         xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context, history))
         x, B, C = self._parts(xBC)
-        if cache is not None and info.piece is not None:
-            dt = info.piece.mask_padding(dt)
+        if cache is not None and info.sharding is not None:
+            dt = info.sharding.mask_padding(dt)
         y, passed = ssd_over_context(x, context.to_blocks(dt), self.A_log, B, C, self.D, context, state)
-        if cache is not None and info.piece is not None:
-            keep_last_inputs(mixed, info.piece, info.rows, cache)
+        if cache is not None and info.sharding is not None:
+            keep_last_inputs(mixed, info.sharding, info.rows, cache)
             cache.state[info.rows] = passed.whole_final().unflatten(2, cache.state.shape[2:])
         return context.from_blocks(y).flatten(2)
 
@@ -173,7 +173,9 @@ class Mamba2Mixer(nn.Module):
     def _whole(self, part: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """With `fused_norm`: [part of out_proj's output | sum of squares] in one all-reduce, scaled afterwards."""
         if self.ranks.sequence_parallel:
-            both = scatter_sum(torch.cat([part.to(squares.dtype), squares], dim=-1), self.ranks, is_kept=True)
+            both = reduce_scatter_tokens(
+                torch.cat([part.to(squares.dtype), squares], dim=-1), self.ranks, keep_for_recomputation=True
+            )
             out = self._scaled(both[..., :-1], both[..., -1:], part.dtype)
         else:
             out = in_pieces(self._scaled_sum, part, squares)
@@ -191,4 +193,4 @@ class Mamba2Mixer(nn.Module):
         """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""
         group = self.ranks.piece_index(self.all_groups)
         columns = F.pad(squares, (group, self.all_groups - 1 - group))
-        return sum_over_ranks(columns, self.ranks.group, self.ranks.exact_once)[..., group : group + 1]
+        return sum_over_ranks(columns, self.ranks.group, self.ranks.all_reduce_exact_once)[..., group : group + 1]

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ssm.configs.config import Config, SharedBlockConfig
-from megatron_ssm.context.pieces import Piece
+from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.parallel.sequence_parallel import divide_gradient, gathered_tokens, replicated
+from megatron_ssm.parallel.sequence_parallel import all_gathered_tokens, divide_gradient, replicated
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, Cache, LayerCache
@@ -65,11 +65,11 @@ class Positions:
         return cls(new, longest, False, seen.unsqueeze(1))
 
     @classmethod
-    def of_piece(cls, piece: Piece, batch: int, cache: Cache | None, device: torch.device) -> "Positions":
-        """The positions of this rank's tokens of a piece that context ranks share."""
+    def of_sharded(cls, sharding: TokenSharding, batch: int, cache: Cache | None, device: torch.device) -> "Positions":
+        """The positions of this rank's tokens of a chunk that context ranks share."""
         starts = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.lengths[cache.rows]
-        new = piece.positions + starts.unsqueeze(1)
-        return cls(new.to(device), int(starts.max()) + piece.length, True, None)
+        new = sharding.positions + starts.unsqueeze(1)
+        return cls(new.to(device), int(starts.max()) + sharding.length, True, None)
 
     @classmethod
     def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":
@@ -159,7 +159,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features), whole -> (..., this rank's rows of all fields)."""
-        low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.exact)
+        low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.all_reduce_exact)
         parts = zip(low.split(self.rank, dim=-1), self.up().split(self.rows), strict=True)
         fields = [linear(part, up) for part, up in parts]
         return fields[0] if len(fields) == 1 else torch.cat(fields, dim=-1)
@@ -238,7 +238,7 @@ class SharedBlock(nn.Module):
         self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where, ranks=ranks)
         self.gate_up = ColumnParallelLinear(hidden, mlp, shared.bias, ranks, **where)
-        self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where, is_kept=True)
+        self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where, keep_for_recomputation=True)
 
     def new_cache(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed keys and values for one use of the block: (batch, length, this rank's key/value heads, head_dim) each."""
@@ -285,7 +285,7 @@ def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tens
     if adapter is None:
         return layer(x)
     if layer.ranks.sequence_parallel:
-        with gathered_tokens(x, layer.ranks) as whole:
+        with all_gathered_tokens(x, layer.ranks) as whole:
             return layer.product(whole) + adapter(divide_gradient(whole, layer.ranks))
     y, more = layer(x), adapter(x)
     return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

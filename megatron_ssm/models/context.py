@@ -36,10 +36,12 @@ def schedule_of(
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
         return choose(group, **sizes, itemsize=4, training=training)
     if name in ("2d", "3d"):
-        cells = ranks // 2 if name == "3d" else ranks
-        rows = max(1, *(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0))
-        return Attention2D(group, rows, max(1, cells // rows), 2 if name == "3d" else 1)
+        cells = max(1, ranks // 2) if name == "3d" else ranks
+        rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
+        return Attention2D(group, rows, cells // rows, 2 if name == "3d" else 1)
     kinds = {"auto": Ring, "ring": Ring, "all-gather": AllGather, "ulysses": Ulysses, "usp": partial(USP, ulysses=2)}
+    if name not in kinds:
+        raise ValueError(f"the schedule {name!r} is none of {', '.join([*kinds, '2d', '3d'])}")
     return kinds[name](group)
 
 
@@ -49,7 +51,7 @@ def check_schedule(schedule: Attention2D | None, config: Config, group: ProcessG
         return
     if not isinstance(schedule, Attention2D):
         raise ValueError(f"context={schedule!r} is not a schedule that attention2d's Attention2D, Ring, ... return")
-    ContextRanks(schedule.group, Counter(), schedule.order)
+    ContextRanks(schedule.group, Counter(), schedule.order)  # ValueError for an order in which tokens are not blocks
     if schedule.group is not None and group is not None:
         tensor, context = (set(dist.get_process_group_ranks(each)) for each in (group, schedule.group))
         if tensor & context != {dist.get_rank()}:
@@ -79,7 +81,10 @@ def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> 
 
 
 def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device, asked: Callable[[], object]) -> int:
-    """`Ranks.agree` over the tensor-parallel ranks and the context ranks together."""
+    """Compare `asked()` over the tensor-parallel ranks, and then over the context ranks; see `Ranks.agree`.
+
+    Returns a random number, the same on all of them. ValueError on all if `asked` fails, or returns something else, on one.
+    """
     numbers: list[int] = []
     answers: list[object] = []
 

@@ -1,10 +1,10 @@
-"""Attention of Zamba's shared block on context ranks: of prompts that they divide, and of tokens that each of them has."""
+"""Attention of Zamba's shared block on context ranks: of sharded tokens, and of tokens that every rank has."""
 
 import torch
 
 from attention2d import Attention2D, Tree
 from attention2d.compute.tile import attend, merge
-from megatron_ssm.context.pieces import Piece
+from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.layers.cache import BatchInfo, LayerCache
 from sparsefusion.collectives.counted import Counter
 
@@ -14,8 +14,8 @@ Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_di
 class ContextAttention:
     """Causal attention on context ranks; it has the arguments of `layers.shared_attention.attend_with_cache`.
 
-    If the ranks divide the tokens of a call, the schedule computes their attention to each other; if every rank has all of
-    them, each rank computes it alone. Keys and values of earlier calls stay on the ranks that keep them (`Places`), and
+    If the tokens of a call are sharded, the schedule computes their attention to each other; if every rank has all of them,
+    each rank computes it alone. Keys and values of earlier calls stay on the ranks that keep them (`KeyValuePlacement`), and
     `Tree` attends these. counter: counts what `Tree` sends; the schedule counts what it sends.
     """
 
@@ -35,23 +35,28 @@ class ContextAttention:
         info: BatchInfo,
         cache: LayerCache | None,
     ) -> torch.Tensor:
-        """q (batch, tokens, heads, head_dim) -> the same shape. Without a cache it is differentiable."""
-        if cache is None:
+        """q (batch, tokens, heads, head_dim) -> the same shape. k, v: (batch, tokens, kv_heads, head_dim).
+
+        Without a cache, sharded tokens have gradients. With one, k and v are added to it.
+        """
+        if cache is None and info.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
             assert isinstance(out, torch.Tensor)
             return out
-        out, lse = self._attend_new(q, k, v, scale, info.piece)
+        out, lse = self._attend_new(q, k, v, scale, info.sharding)
+        if cache is None:
+            return out.to(q.dtype)
         if not info.begins:
             out, lse = (t.to(lse.dtype, copy=True, memory_format=torch.contiguous_format) for t in (out, lse))
             merge(out, lse, *self._attend_earlier(q, scale, info, cache))
-        assert info.places is not None, "context ranks need places for keys and values"
-        cache.append(k, v, info.places.local.to(k.device), 0, info.rows)
+        assert info.placement is not None, "context ranks need placement for keys and values"
+        cache.append(k, v, info.placement.local_indices.to(k.device), 0, info.rows)
         return out.to(q.dtype)
 
-    def _attend_new(self, q, k, v, scale: float, piece: Piece | None) -> Result:
+    def _attend_new(self, q, k, v, scale: float, sharding: TokenSharding | None) -> Result:
         """The tokens of this call to each other."""
-        if piece is not None:
-            result = self.schedule(q, k, v, causal=True, scale=scale, seq=piece.length, return_lse=True)
+        if sharding is not None:
+            result = self.schedule(q, k, v, causal=True, scale=scale, seq=sharding.length, return_lse=True)
             assert isinstance(result, tuple)
             return result
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
@@ -63,7 +68,7 @@ class ContextAttention:
         assert cache.keys is not None and cache.values is not None and info.lengths is not None
         longest = max(info.lengths)
         k, v = cache.keys[info.rows, :longest], cache.values[info.rows, :longest]
-        if info.piece is not None:
+        if info.sharding is not None:
             return self.earlier.attend_own(q, k, v, scale, info.lengths)
         result = self.earlier(q, k, v, scale=scale, return_lse=True, lengths=info.lengths)
         assert isinstance(result, tuple)

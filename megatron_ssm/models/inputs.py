@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ssm.context.blocks import check_block_length
-from megatron_ssm.context.pieces import Piece, Places
+from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
 from megatron_ssm.layers.shared_attention import Positions
 
@@ -24,12 +24,12 @@ def check_call(
     cache: Cache | None,
     logits_to_keep: int,
     seq: int | None,
-    is_shared: bool,
-) -> tuple[torch.Tensor | None, Piece | None]:
-    """The mask as (batch, seq, 1), or None; and how context ranks share the tokens, or None if each rank has all of them.
+    is_sharded: bool,
+) -> tuple[torch.Tensor | None, TokenSharding | None]:
+    """The mask as (batch, seq, 1), or None; and how the tokens are sharded over context ranks, or None if they are not.
 
-    is_shared: whether context ranks share them. ValueError for inputs that are wrong, and for what context parallelism
-    does not support.
+    is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. ValueError for inputs that
+    are wrong, and for what context parallelism does not support.
     """
     mask = check_inputs(input_ids, attention_mask, cache, model.config.vocab_size, model.dtype)
     check_length(model.schedule, input_ids.shape[1], seq)
@@ -43,13 +43,13 @@ def check_call(
         raise ValueError("attention_mask has zeros, which context parallelism does not support")
     if (cache is not None or logits_to_keep) and torch.is_grad_enabled():
         raise ValueError("on context ranks, a cache and logits_to_keep have no gradient: call it under torch.no_grad()")
-    if cache is not None and cache.held is None:
+    if cache is not None and cache.kv_lengths is None:
         raise ValueError("the cache was not made by the new_cache of a model on context ranks")
-    if not is_shared:
+    if not is_sharded:
         return None, None
     tokens = input_ids.shape[1]
     check_block_length(tokens, model.config.conv_kernel - 1, model.context_ranks)
-    return None, Piece(tokens * model.context_ranks.size if seq is None else seq, tokens, model.context_ranks)
+    return None, TokenSharding(tokens * model.context_ranks.size if seq is None else seq, tokens, model.context_ranks)
 
 
 def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
@@ -68,9 +68,11 @@ def lengths_of(cache: Cache | None) -> list[int] | None:
     return None if cache is None else cache.lengths[cache.rows].tolist()
 
 
-def is_divided(input_ids: torch.Tensor, blocks: int, width: int) -> bool:
-    """Whether context ranks divide a piece into `blocks` blocks: these must have at least max(2, `width`) tokens."""
-    return torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, width)
+def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
+    """Whether context ranks divide a chunk into `blocks` blocks: these must have at least max(2, `conv_history`) tokens."""
+    return (
+        torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, conv_history)
+    )
 
 
 def pad_to_multiple(
@@ -89,26 +91,30 @@ def batch_info(
     mask: torch.Tensor | None,
     cache: Cache | None,
     is_decoding: bool,
-    piece: Piece | None,
+    sharding: TokenSharding | None,
 ) -> BatchInfo:
     """What the layers need to know about a call; reserves space for its keys and values."""
     batch, tokens = input_ids.shape
     begins = cache is not None and not cache.lengths[cache.rows].any()
-    info = BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, None, begins, piece)
+    info = BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, None, begins, sharding)
     if not model.shared:
         return info
-    if piece is None:
+    if sharding is None:
         positions = Positions.of(batch, tokens, mask, cache, model.device)
     else:
-        positions = Positions.of_piece(piece, batch, cache, model.device)
+        positions = Positions.of_sharded(sharding, batch, cache, model.device)
     if cache is not None:
         cache.reserve(positions.longest)
-    if cache is None or cache.held is None:
+    if cache is None or cache.kv_lengths is None:
         return replace(info, positions=positions)
-    held, rank = cache.held[:, cache.rows], cache.context_rank
-    places = Places.of_whole(tokens, held, rank) if piece is None else Places.of_piece(piece, held)
-    cache.allocate(int((held + places.added)[rank].max()))
-    return replace(info, positions=positions, places=places, lengths=held[rank].tolist())
+    kv_lengths, rank = cache.kv_lengths[:, cache.rows], cache.context_rank
+    placement = (
+        KeyValuePlacement.of_replicated(tokens, kv_lengths, rank)
+        if sharding is None
+        else KeyValuePlacement.of_sharded(sharding, kv_lengths)
+    )
+    cache.allocate(int((kv_lengths + placement.new_per_rank)[rank].max()))
+    return replace(info, positions=positions, placement=placement, lengths=kv_lengths[rank].tolist())
 
 
 def check_inputs(
@@ -151,6 +157,7 @@ def _check_mask(mask, input_ids, cache, dtype) -> torch.Tensor | None:
         raise ValueError(f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}")
     if not ((mask == 0) | (mask == 1)).all() or (mask.long().diff(dim=1) < 0).any():
         raise ValueError("attention_mask must be 0 or 1 with zeros only on the left of each row")
+    mask = mask.bool()
     if not mask[:, -1].all():
         raise ValueError(f"row {int((mask[:, -1] == 0).nonzero()[0])} of attention_mask has no token")
     if mask.all():

@@ -26,7 +26,7 @@ from sparsefusion.collectives import counted as collectives
 
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
-from .inputs import batch_info, check_call, check_inputs, is_divided, lengths_of, pad_to_multiple
+from .inputs import batch_info, can_be_sharded, check_call, check_inputs, lengths_of, pad_to_multiple
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -166,7 +166,7 @@ class Model(nn.Module):
         layers = [block.mixer.new_cache(batch) for block in blocks]
         cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
-            cache.held = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
+            cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
             cache.context_rank = self.context_ranks.rank
         for index in self.config.hybrid_layers:
             cache.layers[index].keys, cache.layers[index].values = shared[0].new_cache(batch, 0)
@@ -216,8 +216,8 @@ class Model(nn.Module):
         forward sends, but the all-gather.
         """
         is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
-        is_shared = self.context_ranks is not None and not is_one_token
-        return self._checked_logits(input_ids, attention_mask, cache, logits_to_keep, prompt, seq, is_shared)
+        is_sharded = self.context_ranks is not None and not is_one_token
+        return self._checked_logits(input_ids, attention_mask, cache, logits_to_keep, prompt, seq, is_sharded)
 
     def next_logits(
         self,
@@ -235,7 +235,7 @@ class Model(nn.Module):
         if (
             schedule is None
             or context is None
-            or not is_divided(input_ids, context.blocks, self.config.conv_kernel - 1)
+            or not can_be_sharded(input_ids, context.blocks, self.config.conv_kernel - 1)
         ):
             return self._checked_logits(input_ids, attention_mask, cache, 1, prompt, None, False)[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
@@ -249,13 +249,13 @@ class Model(nn.Module):
         logits_to_keep: int,
         prompt: bool,
         seq: int | None,
-        is_shared: bool,
+        is_sharded: bool,
     ) -> torch.Tensor:
         """`local_logits` of tokens that context ranks share, or of tokens that every rank has."""
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
-        mask, piece = check_on_context_ranks(
-            lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_shared),
+        mask, sharding = check_on_context_ranks(
+            lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_sharded),
             (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
             self.context_ranks,
             self.device,
@@ -264,18 +264,18 @@ class Model(nn.Module):
         if self.ranks.sequence_parallel:
             input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
         is_decoding, local, added = False, None, None
-        if cache is not None and piece is None and not prompt and input_ids.shape[1] == 1:
+        if cache is not None and sharding is None and not prompt and input_ids.shape[1] == 1:
             is_decoding = bool((cache.lengths[cache.rows] > 0).all())
             local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
         if local is None:
-            info = batch_info(self, input_ids, mask, cache, is_decoding, piece)
-            added = None if info.places is None else info.places.added
+            info = batch_info(self, input_ids, mask, cache, is_decoding, sharding)
+            added = None if info.placement is None else info.placement.new_per_rank
             if self.ranks.sequence_parallel:
                 local = self.compute(input_ids, info)[:, :tokens][:, -logits_to_keep:]
             else:
                 local = self.compute(input_ids, info, cache, logits_to_keep)
         if cache is not None:
-            cache.advance(input_ids.shape[1] if piece is None else piece.length, mask, added)
+            cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, added)
         return local
 
     def compute(
@@ -288,8 +288,8 @@ class Model(nn.Module):
         for index, block in self._decode_plans.layers(self, info, cache):
             shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
             x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
-        if info.piece is not None and logits_to_keep:
-            x = info.piece.last(x, logits_to_keep)
+        if info.sharding is not None and logits_to_keep:
+            x = info.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:]
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(self.norm_f(x))
 

@@ -20,16 +20,16 @@ TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost r
 class Groups:
     """The process groups of this rank. A group of one rank is None.
 
-    tensor: the ranks that hold the parts of one copy of the model. context: the ranks that hold the same part, and other
-    tokens of the same sequences. data: the ranks that hold the same part, and other sequences. copies: all ranks that hold
-    the same part, which sum their gradients: context x data. rank, ranks: this rank's number in the world, and the size of
-    the world.
+    tensor: the ranks that hold the parts of one replica of the model. context: the ranks that hold the same part, and other
+    tokens of the same sequences. data: the ranks that hold the same part, and other sequences. data_context: all ranks that
+    hold the same part, which sum their gradients (Megatron's data-parallel group with context parallelism).
+    rank, ranks: this rank's number in the world, and the size of the world.
     """
 
     tensor: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
-    copies: dist.ProcessGroup | None = None
+    data_context: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
 
@@ -59,14 +59,14 @@ class Groups:
         return 1 if self.context is None else self.context.size()
 
     @property
-    def copy_rank(self) -> int:
+    def data_context_rank(self) -> int:
         """This rank's number among those that hold the same part of the model."""
-        return 0 if self.copies is None else dist.get_rank(self.copies)
+        return 0 if self.data_context is None else dist.get_rank(self.data_context)
 
     @property
-    def copy_ranks(self) -> int:
+    def data_context_ranks(self) -> int:
         """How many ranks hold the same part of the model."""
-        return 1 if self.copies is None else self.copies.size()
+        return 1 if self.data_context is None else self.data_context.size()
 
 
 def launched_ranks() -> int:
@@ -197,7 +197,7 @@ def initialize(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
-        copies=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     several = {name: group for name, group in groups.items() if group.size() > 1}
     return Groups(**several, rank=dist.get_rank(), ranks=world)

@@ -17,7 +17,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operators import copy_to_ranks, reduce_from_ranks
 from .ranks import Ranks
-from .sequence_parallel import gathered_tokens, replicated, scatter_sum
+from .sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
 
 Device = torch.device | str | None
 
@@ -84,7 +84,7 @@ class Packed(nn.Module):
             own = torch.cat([grads[name] for name in self.shared])
             pieces, index = own.new_zeros(self.pieces, *own.shape), self.ranks.piece_index(self.pieces)
             pieces[index] = own
-            total = self.ranks.exact(pieces, self.ranks.group)[index]
+            total = self.ranks.all_reduce_exact(pieces, self.ranks.group)[index]
             rows = [self.sizes[name] for name in self.shared]
             grads.update(zip(self.shared, total.split(rows), strict=True))
         return list(grads.values())
@@ -145,9 +145,9 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., this rank's rows of all fields)."""
         if self.ranks.sequence_parallel:
-            with gathered_tokens(x, self.ranks) as whole:
+            with all_gathered_tokens(x, self.ranks) as whole:
                 return self.product(whole)
-        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.exact))
+        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b of this rank's rows. Sends nothing; the gradient of x is partial."""
@@ -158,8 +158,8 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with the columns of W split over the ranks.
 
     x (..., this rank's columns) -> y (..., out), whole, by one all-reduce in the model's format; backward sends nothing.
-    Every rank has all of b, which is added once, after the sum. is_kept: if activations are recomputed, keep the sum,
-    because what follows in the same part needs it for backward (see `recomputation`).
+    Every rank has all of b, which is added once, after the sum. keep_for_recomputation: if activations are recomputed, keep
+    the sum, because what follows in the same function needs it for backward (see `recomputation`).
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class RowParallelLinear(nn.Module):
         ranks: Ranks,
         dtype: torch.dtype | None = None,
         device: Device = None,
-        is_kept: bool = False,
+        keep_for_recomputation: bool = False,
     ):
         super().__init__()
-        self.ranks, self.is_kept = ranks, is_kept
+        self.ranks, self.keep_for_recomputation = ranks, keep_for_recomputation
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
@@ -184,9 +184,10 @@ class RowParallelLinear(nn.Module):
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's part of the product, plus the bias: (..., out_features)."""
         if self.ranks.sequence_parallel:
-            y = scatter_sum(part, self.ranks, self.is_kept)
+            y = reduce_scatter_tokens(part, self.ranks, self.keep_for_recomputation)
         else:
-            reduction = self.ranks.reduce_once if self.is_kept else self.ranks.reduce
+            ranks = self.ranks
+            reduction = ranks.all_reduce_in_format_once if self.keep_for_recomputation else ranks.all_reduce_in_format
             y = reduce_from_ranks(part, self.ranks.group, reduction)
         return self.add_bias(y)
 
@@ -271,8 +272,8 @@ class VocabularyParallel(nn.Module):
         else:
             part = rows_at(self.weight, (ids - self.start).where(is_local, 0)) * is_local.unsqueeze(-1)
         if self.ranks.sequence_parallel:
-            return scatter_sum(part, self.ranks)
-        return reduce_from_ranks(part, self.ranks.group, self.ranks.exact)
+            return reduce_scatter_tokens(part, self.ranks)
+        return reduce_from_ranks(part, self.ranks.group, self.ranks.all_reduce_exact)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., hidden), whole -> (..., width) in at least fp32: the logits of this rank's ids, and -inf after them.
@@ -282,10 +283,10 @@ class VocabularyParallel(nn.Module):
         """
         x = x.to(self.weight.dtype)
         if self.ranks.sequence_parallel:
-            with gathered_tokens(x, self.ranks) as whole:
+            with all_gathered_tokens(x, self.ranks) as whole:
                 local = linear(whole, self.weight)
         else:
-            local = linear(copy_to_ranks(x, self.ranks.group, self.ranks.exact), self.weight)
+            local = linear(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact), self.weight)
         local = local.to(at_least_fp32(local.dtype))
         missing = self.width - local.shape[-1]
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local

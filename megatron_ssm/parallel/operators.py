@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .ranks import Ranks
 
-# (tensor, group) -> the sum of the ranks' tensors, such as `Ranks.exact`
+# (tensor, group) -> the sum of the ranks' tensors, such as `Ranks.all_reduce_exact`
 Reduction = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 PIECE_NUMEL = 2**23  # elements that are reduced at once, without gradients
@@ -69,7 +69,7 @@ class _ReduceBeside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, column, ranks):
-        return ranks.recomputation.once(lambda: ranks.reduce_beside(x, column, ranks.group))
+        return ranks.recomputation.communicate_once(lambda: ranks.reduce_beside(x, column, ranks.group))
 
     @staticmethod
     def backward(ctx, grad, column_grad):
@@ -95,7 +95,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.width, ctx.rank = x.shape[-1], ranks.rank
-        return torch.cat(ranks.gather(x).unbind(), dim=-1)
+        return torch.cat(ranks.all_gather(x).unbind(), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):

@@ -24,7 +24,7 @@ class Ranks:
 
     format: how the outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
     `sparsefusion.all_reduce`), or a function (tensor, group) -> tensor of the caller's. Everything else is summed by
-    `exact`.
+    `all_reduce_exact`.
 
     memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
     `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
@@ -100,7 +100,7 @@ class Ranks:
         """The shared memory, if this tensor can go through it."""
         return self.memory if tensor.is_cpu else None
 
-    def exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def all_reduce_exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """The sum over `group` (this object's own) of a floating-point tensor, added in at least fp32 whatever its dtype.
 
         A new tensor of the same shape and dtype, equal bit for bit on all ranks. One all-reduce; no gradient.
@@ -109,16 +109,16 @@ class Ranks:
             return memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
 
-    def exact_once(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """`exact`; if activations are recomputed, the sum is kept and not sent again."""
-        return self.recomputation.once(lambda: self.exact(tensor, group))
+    def all_reduce_exact_once(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """`all_reduce_exact`; if activations are recomputed, the sum is kept and not sent again."""
+        return self.recomputation.communicate_once(lambda: self.all_reduce_exact(tensor, group))
 
-    def reduce_once(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """`reduce`; if activations are recomputed, the sum is kept and not sent again."""
-        return self.recomputation.once(lambda: self.reduce(tensor, group))
+    def all_reduce_in_format_once(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """`all_reduce_in_format`; if activations are recomputed, the sum is kept and not sent again."""
+        return self.recomputation.communicate_once(lambda: self.all_reduce_in_format(tensor, group))
 
-    def reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The sum over `group` (this object's own) in the model's format. Otherwise as `exact`."""
+    def all_reduce_in_format(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The sum over `group` (this object's own) in the model's format. Otherwise as `all_reduce_exact`."""
         if callable(self.format):
             return self.format(tensor, group)
         if memory := self._memory_of(tensor):
@@ -134,12 +134,12 @@ class Ranks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums of `tensor` (..., n) in the model's format, and of `column` (..., 1) exactly."""
         if callable(self.format):
-            return self.format(tensor, group), self.exact(column, group)
+            return self.format(tensor, group), self.all_reduce_exact(column, group)
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
-    def in_place(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
+    def native_sum(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
         """A sum that C code can repeat: of one tensor in `format` (None: the model's), or of two, the second exactly.
 
         None if C cannot do it: the ranks share no memory, or the format is a function of the caller's.
@@ -148,7 +148,7 @@ class Ranks:
             return None
         return SumInPlace(self.memory, tensors, format or self._memory_format, self.counter)
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of the ranks' tensors. One all-reduce; no gradient."""
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
@@ -156,9 +156,9 @@ class Ranks:
 
     def agree(self, device: torch.device, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do: see `sparsefusion.collectives.agreement.agree`."""
-        return agree(self.gather, device, asked, "tensor-parallel ranks")
+        return agree(self.all_gather, device, asked, "tensor-parallel ranks")
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, in rank order: (ranks, *tensor.shape). One all-gather; no gradient."""
         if memory := self._memory_of(tensor):
             return memory.all_gather(tensor.detach(), self.counter)

@@ -1,12 +1,12 @@
 """Activation recomputation: backward computes the activations of a block again instead of storing them.
 
-Recomputing must not send again what ranks have exchanged. So the results of communication are kept: sums of a few columns,
-states, and sums that a later operation of the same part needs for its backward. Source: Chen et al., "Training Deep Nets
-with Sublinear Memory Cost" (2016); torch.utils.checkpoint does the work.
+Recomputation does not repeat all-reduces, reduce-scatters or the passing of states: their results are stored in the first
+forward pass (`communicate_once`) where a later operation of the same function needs them. The exception is the all-gather of
+sequence parallelism: storing its result would undo the saving, so backward gathers again, as it does without recomputation.
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); torch.utils.checkpoint does the work.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Recomputation:
-    """Runs parts of a model so that their activations are recomputed. is_on: False runs them as usual.
+    """Runs functions so that their activations are recomputed. is_on: False runs them as usual.
 
     All objects of a model that communicate (`Ranks`, `ContextRanks`) have the same `Recomputation`. Two threads must not run
     one model at the same time.
@@ -24,44 +24,63 @@ class Recomputation:
 
     def __init__(self, is_on: bool = False):
         self.is_on = is_on
-        self._kept: list | None = None  # the results of the part that is running; None: no part is running
-        self._next: Iterator | None = None  # over them, while the part runs again
+        self._stored: list | None = None  # the results of the function that is running; None: none is running
+        self._next: Iterator | None = None  # over them, while the function runs again
 
     def __deepcopy__(self, memo: dict) -> "Recomputation":
         return Recomputation(self.is_on)
 
     @property
     def is_running(self) -> bool:
-        """Whether a part is running whose activations are recomputed."""
-        return self._kept is not None
+        """Whether a function is running whose activations are recomputed."""
+        return self._stored is not None
 
-    def run(self, part: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """part(*inputs). While gradients are enabled, only inputs and results of communication are stored for backward."""
+    def run(self, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """function(*inputs). With gradients, only its inputs and the results of communication are stored for backward."""
         if not self.is_on or not torch.is_grad_enabled():
-            return part(*inputs)
-        kept: list = []
+            return function(*inputs)
+        stored: list = []
         return checkpoint(
-            part,
+            function,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # no layer draws random numbers
-            context_fn=lambda: (self._running(kept, None), self._running(kept, iter(kept))),
+            context_fn=lambda: (_Running(self, stored, again=False), _Running(self, stored, again=True)),
         )
 
-    @contextmanager
-    def _running(self, kept: list, again: Iterator | None) -> Iterator[None]:
-        before = self._kept, self._next
-        self._kept, self._next = kept, again
-        try:
-            yield
-        finally:
-            self._kept, self._next = before
+    def communicate_once(self, send: Callable[[], Result]) -> Result:
+        """send(), which communicates. When a function runs again: the result of the first time, and nothing is sent.
 
-    def once(self, send: Callable[[], Result]) -> Result:
-        """send(), which communicates. When a part is recomputed: the result of the first time, and nothing is sent."""
-        if self._kept is None:
+        The results are read in the order in which they were stored, so both runs must make the same calls in the same order.
+        """
+        if self._stored is None:
             return send()
-        if self._next is not None:
-            return next(self._next)
-        self._kept.append(send())
-        return self._kept[-1]
+        if self._next is None:
+            self._stored.append(send())
+            return _without_graph(self._stored[-1])
+        return _without_graph(next(self._next))
+
+
+def _without_graph(result: Any) -> Any:
+    """The same tensors as other objects: autograd attaches its graph, with all activations, to what a function returns."""
+    if isinstance(result, torch.Tensor):
+        return result.detach()
+    return tuple(map(_without_graph, result)) if isinstance(result, tuple) else result
+
+
+class _Running:
+    """While it is entered, a function runs, whose results of communication are in `stored`. again: it runs for backward.
+
+    torch enters it for every backward through the function, so that there may be several.
+    """
+
+    def __init__(self, recomputation: Recomputation, stored: list, again: bool):
+        self.recomputation, self.stored, self.again = recomputation, stored, again
+
+    def __enter__(self) -> None:
+        owner = self.recomputation
+        self.before = owner._stored, owner._next
+        owner._stored, owner._next = self.stored, iter(self.stored) if self.again else None
+
+    def __exit__(self, *error: object) -> None:
+        self.recomputation._stored, self.recomputation._next = self.before

@@ -1,18 +1,18 @@
 """Sequence parallelism: between the layers, each tensor-parallel rank has a share of the tokens instead of all of them.
 
 This is Megatron's meaning of the term: inside a layer, every rank has all tokens and a part of the channels, which
-distinguishes it from context parallelism. With l tokens per rank, rank t has tokens t*l to (t+1)*l - 1. Norms and residual
-sums are then computed for each token on one rank only, and what backward needs of them takes 1/T of the memory. A
+distinguishes it from context parallelism. With l tokens on each of T ranks, rank t has tokens t*l to (t+1)*l - 1. Norms and
+residual sums are then computed for each token on one rank only, and what backward needs of them takes 1/T of the memory. A
 column-parallel layer begins with an all-gather of the tokens, and a row-parallel layer ends with a reduce-scatter; together
 they send what one all-reduce sends. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), section 4.2.2.
 
 | operator | forward | backward | where it is used |
 |---|---|---|---|
-| `gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
-| `scatter_sum` | reduce-scatter | all-gather | after a row-parallel layer |
+| `all_gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
+| `reduce_scatter_tokens` | reduce-scatter | all-gather | after a row-parallel layer |
 | `replicated` | identity | all-reduce | parameters that every rank has, and uses for its own tokens |
-| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in adapters |
+| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in Zamba2's low-rank adapters |
 """
 
 from collections.abc import Iterator
@@ -29,27 +29,28 @@ from .ranks import Ranks
 
 def _gather(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """(batch, l, n) of each rank -> (batch, T l, n), on every rank."""
-    return ranks.gather(x).transpose(0, 1).flatten(1, 2)
+    return ranks.all_gather(x).transpose(0, 1).flatten(1, 2)
 
 
-def _sum_share(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The sum of the ranks' (batch, T l, n), added in at least fp32: (batch, l, n), this rank's tokens of it."""
     rows = x.detach().to(at_least_fp32(x.dtype)).unflatten(1, (ranks.size, -1)).transpose(0, 1)
     if ranks.memory is not None and x.is_cpu:
-        return ranks.exact(rows.contiguous(), ranks.group)[ranks.rank].to(x.dtype)
+        # A copy, because a view would keep the tokens of all ranks in memory.
+        return ranks.all_reduce_exact(rows.contiguous(), ranks.group)[ranks.rank].to(x.dtype, copy=True)
     return counted.reduce_scatter(rows, ranks.group, ranks.counter).to(x.dtype)
 
 
 @contextmanager
-def gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
+def all_gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     """x (batch, l, n), this rank's tokens -> (batch, T l, n), all tokens, for use in the body of the `with` statement.
 
     In the body, autograd stores x instead of the gathered tensor, and backward gathers it again. All ranks run the same
     body.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast does not convert
         x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
-    whole, share = differentiable(x, lambda t: _gather(t, ranks), lambda grad: _sum_share(grad, ranks)), x.detach()
+    whole, share = differentiable(x, lambda t: _gather(t, ranks), lambda grad: _reduce_scatter(grad, ranks)), x.detach()
     if ranks.recomputation.is_running:  # which stores nothing, and gathers once more itself
         yield whole
         return
@@ -82,14 +83,16 @@ class _StoredShare:
         return self.reads.pop().view(saved)
 
 
-def scatter_sum(x: torch.Tensor, ranks: Ranks, is_kept: bool = False) -> torch.Tensor:
+def reduce_scatter_tokens(x: torch.Tensor, ranks: Ranks, keep_for_recomputation: bool = False) -> torch.Tensor:
     """Sum x (batch, T l, n), which is partial, over the ranks: (batch, l, n), this rank's tokens of the sum.
 
-    is_kept: keep the result for a recomputation of activations.
+    keep_for_recomputation: store the result (see `recomputation`).
     """
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        return ranks.recomputation.once(lambda: _sum_share(x, ranks)) if is_kept else _sum_share(x, ranks)
+        if keep_for_recomputation:
+            return ranks.recomputation.communicate_once(lambda: _reduce_scatter(x, ranks))
+        return _reduce_scatter(x, ranks)
 
     return differentiable(x, exchange, lambda grad: _gather(grad, ranks))
 
@@ -109,4 +112,4 @@ def replicated(parameter: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
     """
     if ranks is None or not ranks.sequence_parallel:
         return parameter
-    return copy_to_ranks(parameter, ranks.group, ranks.exact)
+    return copy_to_ranks(parameter, ranks.group, ranks.all_reduce_exact)

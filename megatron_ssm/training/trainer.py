@@ -60,7 +60,7 @@ def grad_norm(model: Model) -> torch.Tensor:
     for parameter in model.parameters():
         if parameter.grad is not None:
             total += parameter.grad.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
-    return ranks.exact(total, ranks.group).sqrt()
+    return ranks.all_reduce_exact(total, ranks.group).sqrt()
 
 
 @torch.no_grad()
@@ -119,11 +119,13 @@ class Trainer:
         self.accumulation = options.accumulation(groups.data_ranks)
         self.optimizer = adamw(model, options)
         self.loss: nn.Module = _Loss(model)
-        if groups.copies is not None:
-            self.loss = DistributedDataParallel(self.loss, process_group=groups.copies, gradient_as_bucket_view=True)
+        if groups.data_context is not None:
+            self.loss = DistributedDataParallel(
+                self.loss, process_group=groups.data_context, gradient_as_bucket_view=True
+            )
         self.fusion: SparseFusion | None = None
         self.pending_gradients: dict[str, torch.Tensor] = {}
-        if groups.copies is not None and options.gradient_mode != "dense":
+        if groups.data_context is not None and options.gradient_mode != "dense":
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
                 density_warmup=options.gradient_density_warmup, model_group=groups.tensor,
@@ -179,7 +181,7 @@ class Trainer:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
             # The loss is a mean over the tokens of all copies of the model, so their gradients add up; DDP averages them.
-            (loss * self.groups.copy_ranks).backward()
+            (loss * self.groups.data_context_ranks).backward()
         return loss.detach().to(at_least_fp32(model.dtype))
 
 

@@ -1,7 +1,4 @@
-"""The adapter of DeepSpeed's engine, ZeRO 0 and 1. It does not import DeepSpeed.
-
-A session reduces one bucket after the other, and DeepSpeed waits for the means of each.
-"""
+"""The adapter of DeepSpeed's engine, ZeRO 0 and 1. It imports no DeepSpeed, which waits for the means of each bucket."""
 
 from collections.abc import Iterable, Sequence
 from types import MethodType
@@ -12,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from sparsefusion.gradients.session import Session
 
-from .deepspeed_settings import model_group, refuse_deepspeed, sent_dtype, skips_nonfinite_steps
+from .deepspeed_settings import model_group, sent_dtype, skips_nonfinite_steps
+from .refusals import refuse_deepspeed
 
 
 class DeepSpeedEngine:

@@ -1,9 +1,7 @@
-"""Raises ValueError for invalid options, and for targets whose settings are not supported; each error names the setting.
+"""Raises ValueError, naming the setting, for invalid options and for what is not supported, such as ZeRO 2 and 3."""
 
-The settings of DeepSpeed that are not supported (ZeRO 2 and 3 and others) are in `deepspeed_settings.py`.
-"""
-
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -11,12 +9,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from sparsefusion import MODES, SPARSIFIERS
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES
 
+from .deepspeed_settings import skips_nonfinite_steps
+
+OLDEST_DEEPSPEED = "0.19.4"  # in older versions, ZeRO 1's methods have other arguments, or other steps are skipped
 CHOICES = {
     "sparsifier": SPARSIFIERS,
     "mode": MODES,
@@ -96,3 +98,43 @@ def refuse_experts_with_skipped_steps(ddp: Any, session: Session) -> None:
             "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
             "in theirs is skipped, and what was sent of the others in it would be lost"
         )
+
+
+def refuse_deepspeed(engine: Any) -> int:
+    """The ZeRO stage of the engine. ValueError: it is 2 or 3, the version is too old, or a feature is not supported."""
+    stage = int(engine.zero_optimization_stage())
+    if stage > 1:
+        raise ValueError(f"ZeRO stage {stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1")
+    for is_used, feature in _unsupported_features(engine, engine.optimizer, stage):
+        if is_used:
+            raise ValueError(f"SparseFusion does not work with DeepSpeed's {feature}")
+    return stage
+
+
+def _unsupported_features(engine: Any, optimizer: Any, stage: int) -> Iterator[tuple[object, str]]:
+    """(whether it is used, its name) of each feature that is not supported, in the order in which they are reported."""
+    version = TorchVersion(sys.modules["deepspeed"].__version__)
+    yield version < OLDEST_DEEPSPEED, f"version {version}: {OLDEST_DEEPSPEED} is the oldest"
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    sent = engine.communication_data_type
+    narrow = next((p.dtype for p in trained.values() if torch.promote_types(p.dtype, sent) != p.dtype), None)
+    yield narrow and engine.sequence_parallel_size == 1, f"communication_data_type {sent} of {narrow} gradients"
+    stages = getattr(engine.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    yield engine.pipeline_parallelism or stages > 1, "pipeline parallelism"
+    yield engine.has_moe_layers, "mixtures of experts"
+    scalers = (
+        getattr(engine, "torch_autocast_z0_gradscaler", None),
+        getattr(optimizer, "torch_autocast_gradscaler", None),
+    )
+    yield any(scaler is not None for scaler in scalers), "torch_autocast with float16"
+    if not stage and skips_nonfinite_steps(optimizer, stage):
+        checked = {id(p) for group in optimizer.fp16_groups for p in group}
+        left_out = [name for name, p in trained.items() if p.numel() and id(p) not in checked]
+        yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
+    if stage:
+        compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
+        yield not hasattr(optimizer, "average_tensor"), f"{type(optimizer).__name__}: leave out grad_accum_dtype"
+        yield not optimizer.contiguous_gradients, "contiguous_gradients: false"
+        yield any(map(compact, range(len(optimizer.bit16_groups)))), "grad_accum_dtype beside another dtype"
+        yield optimizer.cpu_offload, "offload_optimizer"
+        yield optimizer.overlap_comm and torch.cuda.is_available(), "overlap_comm on CUDA"

@@ -18,7 +18,7 @@ SIZES = {
 
 def own_tokens(context, whole):
     """This rank's tokens of (batch, seq, ...)."""
-    return whole.unflatten(1, (context.blocks, -1))[:, list(context.held_by(context.rank))].flatten(1, 2)
+    return whole.unflatten(1, (context.blocks, -1))[:, list(context.blocks_of_rank(context.rank))].flatten(1, 2)
 
 
 @pytest.mark.parametrize("world", (1, 2, 3, 4))

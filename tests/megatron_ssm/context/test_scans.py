@@ -16,7 +16,7 @@ several_ranks = pytest.mark.parametrize("world", (1, 2, 3, 4))
 
 def in_blocks(context, whole):
     """This rank's blocks of (batch, seq, ...), as (batch * blocks of a rank, block length, ...)."""
-    blocks = whole.unflatten(1, (context.blocks, -1))[:, list(context.held_by(context.rank))]
+    blocks = whole.unflatten(1, (context.blocks, -1))[:, list(context.blocks_of_rank(context.rank))]
     return context.to_blocks(blocks.flatten(1, 2))
 
 

@@ -163,7 +163,7 @@ def replays(captured):
 def on_meta(family, size, monkeypatch):
     """The arguments (model, ids, positions, keys, cache) of a step on meta tensors; the model is on rank 1 of `size`."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # autocast does not support the meta device
-    for name in ("exact", "reduce"):
+    for name in ("all_reduce_exact", "all_reduce_in_format"):
         monkeypatch.setattr(Ranks, name, lambda ranks, tensor, group: tensor.clone())
     monkeypatch.setattr(Ranks, "reduce_beside", lambda ranks, tensor, column, group: (tensor.clone(), column.clone()))
     ranks = Ranks() if size == 1 else Ranks("group", 1, size)

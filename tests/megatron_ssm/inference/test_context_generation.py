@@ -1,6 +1,6 @@
-"""Generation by context ranks: prompts in pieces that the ranks share, then tokens that all of them decode.
+"""Generation by context ranks: prompts in chunks that the ranks share, then tokens that all of them decode.
 
-Oracle: the same calls of a model on one rank, in float64. Pieces do not divide over the ranks, and some are too short to.
+Oracle: the same calls of a model on one rank, in float64. Chunks do not divide over the ranks, and some are too short to.
 """
 
 import pytest
@@ -15,19 +15,19 @@ from serving import attempt, checkpoint, families, ids
 
 __all__ = ["oracle"]
 
-PIECES = (37, 30, 1, 1, 1)  # the last ones are decoded
+CHUNKS = (37, 30, 1, 1, 1)  # the last ones are decoded
 
 
-def logits_of_pieces(model, ids):
-    """The logits of the pieces, one after the other, of whole sequences; and the cache after them."""
+def logits_of_chunks(model, ids):
+    """The logits of the chunks, one after the other, of whole sequences; and the cache after them."""
     cache, spread = model.new_cache(len(ids)), model.schedule
     logits = []
-    for piece in ids.split(PIECES, dim=1):
-        seq = piece.shape[1]
+    for chunk in ids.split(CHUNKS, dim=1):
+        seq = chunk.shape[1]
         if spread is None or seq == 1:
-            logits.append(model(piece, cache=cache))
+            logits.append(model(chunk, cache=cache))
         else:
-            logits.append(spread.unshard(model(spread.shard(piece), cache=cache, seq=seq), 1, seq))
+            logits.append(spread.unshard(model(spread.shard(chunk), cache=cache, seq=seq), 1, seq))
     return logits, cache
 
 
@@ -39,30 +39,48 @@ def logits_of_pieces(model, ids):
         ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"), ("zamba2-2-groups-adapters-rope", 1, 4, "2d"),
     ),
 )  # fmt: skip
-def test_pieces_of_a_prompt_then_decoding_equal_one_rank(ranks, name, tp, cp, schedule, oracle):
-    """The logits of all pieces; afterwards the whole state is on every rank, and the keys are spread evenly."""
+def test_chunks_of_a_prompt_then_decoding_equal_one_rank(ranks, name, tp, cp, schedule, oracle):
+    """The logits of all chunks; afterwards the whole state is on every rank, and the keys are spread evenly."""
     oracle = oracle(name, torch.float64)
 
     @torch.no_grad()
     def run(rank):
         tensor, context = groups_of(rank, tp, cp)
         model = megatron_ssm.load(oracle.directory, tensor, context=SCHEDULES[schedule](context), dtype=torch.float64)
-        logits, cache = logits_of_pieces(model, oracle.ids)
-        return logits, [(layer.conv, layer.state) for layer in cache.layers], cache.held[:, 0]
+        logits, cache = logits_of_chunks(model, oracle.ids)
+        return logits, [(layer.conv, layer.state) for layer in cache.layers], cache.kv_lengths[:, 0]
 
     one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
     with torch.no_grad():
-        expected, cache = logits_of_pieces(one, oracle.ids)
+        expected, cache = logits_of_chunks(one, oracle.ids)
     results = ranks(run, tp * cp)
-    for logits, states, held in results:
+    for logits, states, kv_lengths in results:
         for mine, theirs in zip(logits, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
         if tp == 1:
             for mine, layer in zip(states, cache.layers, strict=True):
                 torch.testing.assert_close(mine, (layer.conv, layer.state), rtol=0, atol=1e-10)
         if name.startswith("zamba"):
-            assert held.sum() == sum(PIECES) and held.max() - held.min() <= 2
+            assert kv_lengths.sum() == sum(CHUNKS) and kv_lengths.max() - kv_lengths.min() <= 2
     assert all(torch.equal(results[0][0][-1], logits[-1]) for logits, *_ in results)
+
+
+@pytest.mark.parametrize("cp", (2, 3))
+@pytest.mark.parametrize("tokens", (1, 5, 24))
+def test_next_logits_without_a_cache(ranks, cp, tokens):
+    """Also of prompts that are too short to be divided: every rank then computes all tokens."""
+    directory, prompt = checkpoint("zamba2"), ids(2, tokens)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, context=Ring(dist.group.WORLD), dtype=torch.float64)
+        return model.next_logits(prompt)
+
+    one = megatron_ssm.load(directory, dtype=torch.float64)
+    with torch.no_grad():
+        expected = one.next_logits(prompt)
+    for logits in ranks(run, cp):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
 REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt, new tokens)
@@ -71,7 +89,7 @@ REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt,
 @pytest.mark.parametrize("cp", (2, 3))
 @families
 def test_an_engine_gives_the_tokens_of_one_rank(ranks, family, cp):
-    """Prompts of several lengths, read in pieces, beside others that are decoded; and again from the prefix cache."""
+    """Prompts of several lengths, read in chunks, beside others that are decoded; and again from the prefix cache."""
     directory = checkpoint(family)
 
     def serve(model):

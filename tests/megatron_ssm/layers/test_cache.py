@@ -327,3 +327,15 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
             assert attempt(cache.reserve, 30) == ("RuntimeError", "no memory")
         assert {t.shape[1] for layer in cache.layers for t in layer.tensors()[2:]} == {9}
         assert_near(extend(model, cache, [3], MORE[3:])[0], alone(model, 3, MORE[3])[0])
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bool, torch.float32))
+def test_masks_of_every_dtype(dtype):
+    """A row that is continued, and one that begins with padding, in one call."""
+    model = load(checkpoint("mamba2"), dtype=torch.float64)
+    cache, prompts = filled_cache(model), MORE[:2, :6]
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, :2] = 0
+    with torch.no_grad():
+        expected = model(prompts, mask, filled_cache(model).select([0, 4]))
+        torch.testing.assert_close(model(prompts, mask.to(dtype), cache.select([0, 4])), expected, rtol=0, atol=0)

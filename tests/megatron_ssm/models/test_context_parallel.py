@@ -73,6 +73,35 @@ def test_every_family_with_every_schedule(ranks, name, tp, cp, schedule, oracle)
     check_loss_and_gradients(ranks, oracle, tp, cp, schedule)
 
 
+def embedding_gradients(model, loss):
+    """The gradients of the embeddings that the first block gets, (batch, tokens, hidden)."""
+    found = []
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    return torch.autograd.grad(loss(), found)[0]
+
+
+@pytest.mark.parametrize("cp, order", ((2, "zigzag"), (4, "zigzag"), (3, "contiguous")))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-1-group"))
+def test_gradients_of_the_tokens_before_each_block(ranks, name, cp, order, oracle):
+    """The K-1 tokens before a block also get a gradient from the convolution of the next block, on another rank."""
+    oracle = oracle(name, torch.float64)
+    inputs, labels = (t[:, :48] for t in shifted(oracle.ids))
+    one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
+    expected = embedding_gradients(one, lambda: one.loss(inputs, labels))
+    block = 48 // (cp * (2 if order == "zigzag" else 1))
+    near = [token for token in range(48 - block) if token % block >= block - (one.config.conv_kernel - 1)]
+
+    def run(rank):
+        spread = Ring(dist.group.WORLD, order)
+        model = megatron_ssm.load(oracle.directory, context=spread, dtype=torch.float64)
+        found = embedding_gradients(model, lambda: model.loss(spread.shard(inputs), spread.shard(labels)))
+        return spread.unshard(found, 1, 48)
+
+    for found in ranks(run, cp):
+        for token in near:
+            assert_near({"gradient": found[:, token]}, {"gradient": expected[:, token]}, 1e-12)
+
+
 @pytest.mark.parametrize("cp, schedule", ((2, "ring"), (4, "2d")))
 @pytest.mark.parametrize("name", ("mamba", "zamba2-2-groups-adapters-rope"))
 def test_logits_and_gradients_in_fp32(ranks, name, cp, schedule, oracle):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradients import gradients, shifted
+from gradients import assert_near, gradients, shifted
 
 import megatron_ssm
 from attention2d import Ring
@@ -44,6 +44,25 @@ def test_gradients_and_bytes_are_those_without_it(ranks, name, tp, cp, sequence_
         for parameter, gradient in plain[1].items():
             assert torch.equal(gradient, recomputed[1][parameter]), parameter
         assert recomputed[2:] == plain[2:]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_backward_twice(ranks, tp, oracle):
+    """A graph that is retained can be differentiated again."""
+    oracle = oracle("falcon", torch.float64)
+    inputs, labels = shifted(oracle.ids)
+
+    def run(rank):
+        tensor, _ = groups_of(rank, tp, 1)
+        model = megatron_ssm.load(oracle.directory, tensor, dtype=torch.float64, recompute=True)
+        loss = model.loss(inputs, labels)
+        loss.backward(retain_graph=True)
+        once = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        loss.backward()
+        return once, gradients(model)
+
+    for once, twice in ranks(run, tp):
+        assert_near(twice, {name: 2 * gradient for name, gradient in once.items()}, 1e-14)
 
 
 class Stored:

@@ -84,7 +84,7 @@ def test_logits(ranks, tp, name, oracle):
     def logits(rank):
         exact = megatron_ssm.load(source, dist.group.WORLD)
         formats = {format: format for format in ("fp32", *LOSSY, "auto")}
-        formats["callable"] = lambda tensor, group: exact.ranks.exact(tensor, group)
+        formats["callable"] = lambda tensor, group: exact.ranks.all_reduce_exact(tensor, group)
         formats["native"] = partial(all_reduce, format="fp16", algorithm="native")
         return {key: megatron_ssm.load(source, dist.group.WORLD, reduce=each)(ids) for key, each in formats.items()}
 
@@ -131,7 +131,7 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
 
     def shapes(rank):
         rounded, beside, exact = [], [], []
-        reduce, sum_exactly = sums.all_reduce, Ranks.exact
+        reduce, sum_exactly = sums.all_reduce, Ranks.all_reduce_exact
 
         def reducing(tensor, group, format, counter, **keywords):
             assert format == "int8"
@@ -146,7 +146,7 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sums, "all_reduce", reducing)
-            patch.setattr(Ranks, "exact", summing)
+            patch.setattr(Ranks, "all_reduce_exact", summing)
             model = megatron_ssm.load(source, dist.group.WORLD, reduce="int8", shared_memory=False)
             loss = model.local_logits(ids)[..., :1].sum()
             forward = list(rounded), list(beside), list(exact)
@@ -285,7 +285,7 @@ def test_gradients(ranks, tp, name, oracle):
 
     def step(rank):
         found = {}
-        exactly = Ranks.of(dist.group.WORLD).exact
+        exactly = Ranks.of(dist.group.WORLD).all_reduce_exact
         for key, format in {"fp32": "fp32", "callable": exactly, **{each: each for each in LOSSY}}.items():
             model = megatron_ssm.load(source, dist.group.WORLD, reduce=format)
             loss = model.loss(ids[:, :-1], ids[:, 1:])

@@ -50,7 +50,7 @@ def test_groups_of_tensor_context_and_data_parallel_ranks(ranks, world):
 
     def run(rank):
         groups = initialize(2, context=2)
-        members = {name: getattr(groups, name) for name in ("tensor", "context", "data", "copies")}
+        members = {name: getattr(groups, name) for name in ("tensor", "context", "data", "data_context")}
         return {name: group and dist.get_process_group_ranks(group) for name, group in members.items()}
 
     for rank, found in enumerate(ranks(run, world)):
@@ -60,7 +60,7 @@ def test_groups_of_tensor_context_and_data_parallel_ranks(ranks, world):
             "tensor": [rank // 2 * 2, rank // 2 * 2 + 1],
             "context": context,
             "data": None if world == 4 else [rank % 4, rank % 4 + 4],
-            "copies": list(range(tensor, world, 2)),
+            "data_context": list(range(tensor, world, 2)),
         }
 
 

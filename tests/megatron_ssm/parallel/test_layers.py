@@ -57,7 +57,7 @@ def test_operator_against_plain_sums(ranks, world, name):
     def forward_and_backward(rank):
         shared = Ranks.of(dist.group.WORLD)
         x = given[rank].clone().requires_grad_()
-        y = operator(x, shared.group, shared.exact)
+        y = operator(x, shared.group, shared.all_reduce_exact)
         y.backward(weights[rank])
         assert torch.equal(x, given[rank]), "the input was overwritten"
         return y.detach(), x.grad
@@ -75,7 +75,7 @@ def test_every_rank_gets_the_same_bits(ranks, world, name):
     def forward_and_backward(rank):
         shared = Ranks.of(dist.group.WORLD)
         x = normal(1000, seed=rank).float().requires_grad_()
-        y = operator(x, shared.group, shared.exact)
+        y = operator(x, shared.group, shared.all_reduce_exact)
         y.backward(normal(1000, seed=10 + rank).float())
         return y if sums_forward else x.grad
 
@@ -86,7 +86,7 @@ def test_every_rank_gets_the_same_bits(ranks, world, name):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_one_rank_needs_no_operator(name):
     x = normal(3)
-    assert OPERATORS[name][0](x, None, Ranks().exact) is x
+    assert OPERATORS[name][0](x, None, Ranks().all_reduce_exact) is x
 
 
 @worlds
@@ -125,7 +125,7 @@ def test_neighbours_that_hold_the_same_piece(ranks, tp, dp):
         half = whole.with_same_piece(2)
         assert whole.with_same_piece(1) is whole
         assert [whole.with_same_piece(pieces).group for pieces in (tp, 2 * tp)] == [None, None]
-        return sum_over_ranks(normal(3, seed=rank), half.group, half.exact)
+        return sum_over_ranks(normal(3, seed=rank), half.group, half.all_reduce_exact)
 
     for rank, total in enumerate(ranks(sum_over_neighbours, tp * dp)):
         first = rank // (tp // 2) * (tp // 2)
@@ -357,7 +357,7 @@ def test_only_row_parallel_outputs_use_reduce(ranks, world):
 
         def reduce(tensor, group):
             reduced.append(tensor)
-            return exact.exact(tensor, group)
+            return exact.all_reduce_exact(tensor, group)
 
         exact = Ranks.of(dist.group.WORLD)
         chosen = replace(exact, format=reduce)

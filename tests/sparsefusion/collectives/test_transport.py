@@ -93,7 +93,9 @@ def test_auto_is_exact_in_shared_memory(ranks, tp, directory_of, monkeypatch):
         exact, auto = load(), load(reduce="auto")
         assert torch.equal(exact(IDS), auto(IDS))
         shapes = []
-        custom = load(reduce=lambda tensor, group: shapes.append(tensor.shape) or exact.ranks.exact(tensor, group))
+        custom = load(
+            reduce=lambda tensor, group: shapes.append(tensor.shape) or exact.ranks.all_reduce_exact(tensor, group)
+        )
         torch.testing.assert_close(custom(IDS), exact(IDS), rtol=0, atol=1e-5)
         assert shapes == [(2, 7, HIDDEN)] * LAYERS
         return custom.counter.calls - Counter({"all_gather": 1})

@@ -1,0 +1,104 @@
+"""How the tokens of one call of a model are sharded over context ranks, and on which rank their keys and values are kept.
+
+A call reads a chunk of each sequence: all of it, or what follows an earlier chunk. A chunk is sharded as a sequence of its
+own, padded at its end. The keys and values of a token stay on the rank that computed them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparsefusion.collectives import counted
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .blocks import ContextRanks
+
+
+@dataclass(frozen=True)
+class TokenSharding:
+    """A chunk of `length` tokens of each sequence: each rank has `local_length` positions, some of which may be padding.
+
+    Positions of `length` or more are padding.
+    """
+
+    length: int
+    local_length: int
+    context: ContextRanks
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(local_length,) int64 on the CPU: this rank's positions in the chunk; those of padding are `length` or more."""
+        return self._positions_on(self.context.rank)
+
+    def _positions_on(self, rank: int) -> torch.Tensor:
+        block = self.local_length // self.context.blocks_per_rank
+        return torch.cat([torch.arange(block) + number * block for number in self.context.blocks_of_rank(rank)])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any rank has padding."""
+        return self.local_length * self.context.size > self.length
+
+    @property
+    def is_token(self) -> torch.Tensor:
+        """(local_length,) bool on the CPU: which of this rank's positions hold tokens of the sequence."""
+        return self.positions < self.length
+
+    def counts(self) -> torch.Tensor:
+        """(ranks,) int64: how many tokens of the sequence each rank holds."""
+        return torch.stack([(self._positions_on(rank) < self.length).sum() for rank in range(self.context.size)])
+
+    def mask_padding(self, step_sizes: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        """step_sizes (batch, local_length, ...), with `value` in the padding; with 0, padding does not change the state."""
+        if not self.is_padded:
+            return step_sizes
+        padding = ~self.is_token.to(step_sizes.device).view(-1, *[1] * (step_sizes.ndim - 2))
+        return step_sizes.masked_fill(padding, value)
+
+    def gather_last(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """x (batch, local_length, n) at the last `count` tokens, or at all if there are fewer: (batch, count, n).
+
+        The same on all ranks; no gradient. One all-reduce, in which every token comes from the rank that holds it.
+        """
+        count = min(count, self.length)
+        where = self.positions - (self.length - count)
+        is_wanted = (where >= 0) & (where < count)
+        last = x.new_zeros(x.shape[0], count, *x.shape[2:], dtype=at_least_fp32(x.dtype))
+        last[:, where[is_wanted].to(x.device)] = x.detach()[:, is_wanted.to(x.device)].to(last.dtype)
+        return counted.all_reduce(last, self.context.group, self.context.counter).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class KeyValuePlacement:
+    """Where the keys and values of a call's tokens are kept.
+
+    local_indices: (batch, tokens of this rank) int64, on the CPU: the index of each among the keys that this rank holds of
+    its sequence, and -1 for a token that it does not keep. new_per_rank: (ranks, batch) int64, the same on all context
+    ranks: how many keys each of them keeps.
+    """
+
+    local_indices: torch.Tensor
+    new_per_rank: torch.Tensor
+
+    @classmethod
+    def of_sharded(cls, sharding: TokenSharding, kv_lengths: torch.Tensor) -> "KeyValuePlacement":
+        """Of sharded tokens: a rank keeps all tokens that it computes.
+
+        kv_lengths: (ranks, batch), how many keys each rank had before.
+        """
+        is_token = sharding.is_token
+        index = is_token.cumsum(0) - 1 + kv_lengths[sharding.context.rank].unsqueeze(1)
+        added = sharding.counts().unsqueeze(1).expand_as(kv_lengths)
+        return cls(index.where(is_token, -1), added)
+
+    @classmethod
+    def of_replicated(cls, tokens: int, kv_lengths: torch.Tensor, rank: int) -> "KeyValuePlacement":
+        """Of `tokens` tokens per sequence that every rank computes: each goes to the rank that has the fewest keys."""
+        after, owners = kv_lengths.clone(), []
+        for _ in range(tokens):
+            owners.append(after.argmin(0))  # the first of several
+            after[owners[-1], torch.arange(kv_lengths.shape[1])] += 1
+        own = torch.stack(owners, 1) == rank
+        index = own.cumsum(1) - 1 + kv_lengths[rank].unsqueeze(1)
+        return cls(index.where(own, -1), after - kv_lengths)

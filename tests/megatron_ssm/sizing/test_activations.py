@@ -1,0 +1,75 @@
+"""The activations of a training step. Oracle: what torch's allocator recorded."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from chosen import by_default
+from torch.profiler import ProfilerActivity, profile
+
+import megatron_ssm
+from attention2d import Ring
+from hf import hf_model
+from megatron_ssm.native import kernels
+from megatron_ssm.sizing.activations import TrainingMemory
+
+HYBRID = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
+CASES = {
+    "mamba": ("mamba", dict(state_size=16)),
+    "falcon": ("falcon_mamba", dict(intermediate_size=512)),
+    "mamba2-1-group": ("mamba2", dict(num_heads=8, head_dim=64, n_groups=1, state_size=64)),
+    "mamba2-4-groups": ("mamba2", dict(num_heads=8, head_dim=64, n_groups=4, state_size=32)),
+    "zamba": ("zamba", dict(HYBRID, intermediate_size=1024)),
+    "zamba2": ("zamba2", dict(HYBRID, intermediate_size=512, mamba_ngroups=1)),
+}
+TOKENS = 2048
+SMALL = dict(hidden_size=256, num_hidden_layers=2, vocab_size=64)
+needs_kernels = pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
+
+
+def peak(model, ids):
+    """The most bytes that a step allocates, beside parameters and their gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        model.loss(ids, ids).backward()
+    events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@needs_kernels
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("world, sequence_parallel", ((1, False), (2, False), (2, True)))
+@pytest.mark.parametrize("vocab_size", (64, 4096))
+@pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, CASES))
+def test_the_peak_of_a_step(ranks, name, vocab_size, world, sequence_parallel, recompute, tmp_path):
+    """With a vocabulary so small that a layer needs most, and with one whose logits do."""
+    family, changes = CASES[name]
+    hf_model(family, **SMALL | changes | dict(vocab_size=vocab_size)).save_pretrained(tmp_path)
+    options = dict(sequence_parallel=sequence_parallel, recompute=recompute)
+
+    def run(rank):
+        model = megatron_ssm.load(tmp_path, dist.group.WORLD if world > 1 else None, **options)
+        measured = peak(model, torch.zeros(1, TOKENS, dtype=torch.int64))
+        return measured, TrainingMemory(model.config, world, **options).peak(1, TOKENS)
+
+    for measured, formula in ranks(run, world):
+        assert formula == pytest.approx(measured, rel=0.06)
+
+
+@needs_kernels
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("name", by_default({"mamba", "zamba2"}, CASES))
+def test_context_ranks_divide_the_tokens(ranks, name, world, tmp_path):
+    family, changes = CASES[name]
+    hf_model(family, **SMALL | changes).save_pretrained(tmp_path)
+
+    def run(rank):
+        schedule = Ring(dist.group.WORLD)
+        model = megatron_ssm.load(tmp_path, context=schedule)
+        measured = peak(model, torch.zeros(1, TOKENS, dtype=torch.int64))
+        return measured, TrainingMemory(model.config).peak(1, TOKENS)
+
+    for measured, formula in ranks(run, world):
+        assert formula == pytest.approx(measured, rel=0.1)
