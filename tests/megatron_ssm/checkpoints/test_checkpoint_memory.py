@@ -1,12 +1,6 @@
 """Memory of load and save for models of over 400 MB. Oracle: RssAnon of each rank, read by another process."""
 
-import ctypes
 import json
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import megatron_ssm
+from benchmarks.support.anonymous_memory import peak_growth
 from megatron_ssm import Config
 from megatron_ssm.configs.layouts import hf_shapes, layout
 
@@ -26,34 +21,6 @@ SHAPES = {
         layers_block_type=["linear_attention"] * 2 + ["hybrid"] * 2, num_attention_heads=16, intermediate_size=4096,
     ),
 }  # fmt: skip
-
-# Samples a process's anonymous memory; prints the peak's growth over the first sample when stdin closes.
-SAMPLER = """
-import select, sys
-def anonymous():
-    with open(f"/proc/{sys.argv[1]}/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-first = most = anonymous()
-print(flush=True)
-while not select.select([sys.stdin], [], [], 0.0002)[0]:
-    most = max(most, anonymous())
-print(max(most, anonymous()) - first)
-"""
-
-
-@contextmanager
-def peak_growth():
-    """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards."""
-    result = SimpleNamespace(bytes=None)
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)  # otherwise, reused memory of small tensors of earlier tests would not count
-    # PR_SET_THP_DISABLE: earlier models may have asked for pages of 2 MB in the heap, where a byte would count as so much.
-    libc.prctl(41, 1, 0, 0, 0)
-    command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
-        sampler.stdout.readline()
-        yield result
-        result.bytes = int(sampler.communicate()[0])
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -1,0 +1,37 @@
+"""The anonymous memory of a process (RssAnon), read by another process many times a second."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+# Samples a process's anonymous memory; prints the peak's growth over the first sample when stdin closes.
+SAMPLER = """
+import select, sys
+def anonymous():
+    with open(f"/proc/{sys.argv[1]}/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+first = most = anonymous()
+print(flush=True)
+while not select.select([sys.stdin], [], [], 0.0002)[0]:
+    most = max(most, anonymous())
+print(max(most, anonymous()) - first)
+"""
+
+
+@contextmanager
+def peak_growth() -> Iterator[SimpleNamespace]:
+    """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards."""
+    result = SimpleNamespace(bytes=None)
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # otherwise, reused memory of small tensors of earlier tests would not count
+    # PR_SET_THP_DISABLE: earlier models may have asked for pages of 2 MB in the heap, where a byte would count as so much.
+    libc.prctl(41, 1, 0, 0, 0)
+    command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
+        sampler.stdout.readline()
+        yield result
+        result.bytes = int(sampler.communicate()[0])

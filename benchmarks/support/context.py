@@ -1,0 +1,72 @@
+"""Models whose sequences context ranks share, and what their training steps send."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+
+from attention2d import Attention2D
+from megatron_ssm.checkpoints.hf import build
+from megatron_ssm.configs.config import Config
+from megatron_ssm.context.channel_exchange import selective_scan_by_channels, ssd_by_heads
+from megatron_ssm.layers import mamba1, mamba2
+from megatron_ssm.models.initialization import initialize
+from megatron_ssm.models.model import Model
+from megatron_ssm.training.options import Options
+
+VOCABULARY = 256
+
+
+def random_model(
+    schedule: Attention2D | None, group: ProcessGroup | None = None, more: dict | None = None, **options: Any
+) -> Model:
+    """A byte-level model with random weights, split over the tensor-parallel `group`.
+
+    more: further arguments of `load`. options: those of `training.options.Options`, such as hidden_size.
+    """
+    config = Config.from_dict(Options(**options).new_config(VOCABULARY, 0))
+    return initialize(build(config, group, None, context=schedule, **(more or {})), seed=0)
+
+
+def training_step(model: Model, tokens: int) -> None:
+    """Forward and backward of one sequence of `tokens` tokens, of which this rank has its part. Gradients are not summed."""
+    schedule = model.schedule
+    ids = torch.randint(VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    if schedule is not None:
+        inputs, labels = schedule.shard(inputs), schedule.shard(labels)
+    model.loss(inputs, labels, seq=None if schedule is None else tokens).backward()
+
+
+@contextmanager
+def by_channels() -> Iterator[None]:
+    """In the body, state-space layers exchange tokens for channels, as in Megatron-Core, instead of passing states."""
+
+    def selective(heads, context, initial=None):
+        parts = []
+        for head in heads:
+            x, dt, z, B, C = (context.from_blocks(t) for t in (head.x, head.dt, head.z, head.B, head.C))
+            y = selective_scan_by_channels(x, dt, head.A_log, B, C, head.D, head.dt_bias, context)
+            parts.append(context.to_blocks(y * F.silu(z)))
+        return torch.cat(parts, dim=-1), None
+
+    def ssd(x, dt, A_log, B, C, D, context, initial=None):
+        x, dt, B, C = (context.from_blocks(t) for t in (x, dt, B, C))
+        return context.to_blocks(ssd_by_heads(x, dt, A_log, B, C, D, context)), None
+
+    with (
+        mock.patch.object(mamba1, "selective_scan_over_context", selective),
+        mock.patch.object(mamba2, "ssd_over_context", ssd),
+    ):
+        yield
+
+
+def bytes_on_wire() -> int:
+    """The bytes that this network namespace has sent over eth0, counted by the kernel."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))

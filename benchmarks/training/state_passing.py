@@ -1,0 +1,93 @@
+"""Passing states against exchanging tokens for channels: four context ranks, links of 200 Mbit/s (about 10 min; root).
+
+The claim: at 8,192 tokens, a training step that passes states is >= 3x as fast as one that exchanges tokens for channels, as
+Megatron-Core does for Mamba layers; and the ratio grows with the length. Forward and backward of models with two layers of
+width 256, Mamba-1 with 16 states for each channel and Mamba-2 with 128, in fp32; the ranks share two cores. Both forms take
+turns. Sent bytes are those of rank 0: the formula's count, and in brackets the kernel's, of its network namespace.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from attention2d import Ring
+from benchmarks.support.cells import cell_arguments, measured_cells, write_result
+from benchmarks.support.context import by_channels, bytes_on_wire, random_model, training_step
+from benchmarks.support.tables import markdown, publish
+from sparsefusion.fabric.measurement import repetitions, timed
+
+REPETITIONS = 5
+MODELS = {
+    "Mamba-1": dict(model_type="mamba", hidden_size=256, mamba_state_dim=16),
+    "Mamba-2": dict(model_type="mamba2", hidden_size=256, mamba_state_dim=128, mamba_head_dim=64),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, and the length of its sequence."""
+
+    name: str
+    tokens: int
+    ranks: int = 4
+    rate: str = "200mbit"
+
+
+CELLS = [Cell(name, tokens) for name in MODELS for tokens in (2048, 8192, 16384)]
+
+
+def measure(out: str, number: str) -> None:
+    """Run one rank of cell number `number`. Rank 0 writes the result to `out`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cell, group = CELLS[int(number)], dist.group.WORLD
+    model = random_model(Ring(group), **MODELS[cell.name])
+
+    def pass_states() -> None:
+        training_step(model, cell.tokens)
+
+    def exchange_channels() -> None:
+        with by_channels():
+            training_step(model, cell.tokens)
+
+    steps = {"states": pass_states, "channels": exchange_channels}
+    sent = {}
+    for name, step in steps.items():
+        step()
+        dist.barrier()
+        counted, on_wire = model.counter.sent, bytes_on_wire()
+        step()
+        dist.barrier()
+        sent[name] = model.counter.sent - counted, bytes_on_wire() - on_wire
+    seconds = repetitions([timed(step) for step in steps.values()], group, "cpu", REPETITIONS)
+    if dist.get_rank() == 0:
+        write_result(out, {"seconds": seconds.tolist(), "sent": sent})
+    dist.destroy_process_group()
+
+
+def row(cell: Cell, measured: dict) -> list[str]:
+    """A row of the table."""
+    seconds = torch.tensor(measured["seconds"])
+    states, channels = seconds.median(0).values.tolist()
+    ratios = seconds[:, 1] / seconds[:, 0]
+    sent = [f"{counted / 1e6:.2f} MB ({wire / 1e6:.2f})" for counted, wire in measured["sent"].values()]
+    times = [f"{sent[0]}, {states:.2f} s", f"{sent[1]}, {channels:.2f} s"]
+    return [cell.name, f"{cell.tokens:,}", *times, f"{channels / states:.2f}x ({ratios.min():.2f}-{ratios.max():.2f})"]
+
+
+def main() -> None:
+    """Measure all cells and publish the table; or measure and print those whose numbers are arguments."""
+    results = measured_cells(__file__, CELLS)
+    header = ["model", "tokens", "passing states", "exchanging channels", "speedup"]
+    table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
+    if sys.argv[1:]:
+        print(table)
+    else:
+        publish("state-passing", table)
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else measure(*arguments)
