@@ -22,7 +22,7 @@ ROOMS = {
     ).split(),
     "attention2d": "layout compute cost schedules".split(),
     "megatron_ssm": (
-        "configs native ops parallel context layers decoding inference models checkpoints diagnostics training sizing "
+        "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
         "integrations cli"
     ).split(),
 }

@@ -52,7 +52,9 @@ class NaiveMixer(nn.Module):
     def __init__(self, mixer: Any, ranks: Any) -> None:
         super().__init__()
         self.mixer, self.ranks = mixer, ranks
-        whole = torch.cat([ranks.gather(field.detach()).flatten(0, 1) for field in mixer.in_proj.weight.parameters()])
+        whole = torch.cat(
+            [ranks.all_gather(field.detach()).flatten(0, 1) for field in mixer.in_proj.weight.parameters()]
+        )
         self.rows = whole.chunk(ranks.size)[ranks.rank].clone()
         self.mine = slice(ranks.rank * mixer.channels, (ranks.rank + 1) * mixer.channels)
 

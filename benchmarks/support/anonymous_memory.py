@@ -24,10 +24,13 @@ print(max(most, anonymous()) - first)
 
 @contextmanager
 def peak_growth() -> Iterator[SimpleNamespace]:
-    """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards."""
+    """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards.
+
+    From then on, the process gets no pages of 2 MB.
+    """
     result = SimpleNamespace(bytes=None)
     libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)  # otherwise, reused memory of small tensors of earlier tests would not count
+    libc.malloc_trim(0)  # otherwise, reused memory of earlier work in this process would not count
     # PR_SET_THP_DISABLE: earlier models may have asked for pages of 2 MB in the heap, where a byte would count as so much.
     libc.prctl(41, 1, 0, 0, 0)
     command = [sys.executable, "-S", "-E", "-c", SAMPLER, str(os.getpid())]

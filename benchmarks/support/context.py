@@ -45,7 +45,10 @@ def training_step(model: Model, tokens: int) -> None:
 
 @contextmanager
 def by_channels() -> Iterator[None]:
-    """In the body, state-space layers exchange tokens for channels, as in Megatron-Core, instead of passing states."""
+    """In the body, state-space layers exchange tokens for channels instead of passing states, much as in Megatron-Core.
+
+    They send less than Megatron-Core, which also exchanges the gate z. Mamba-1's gate is a multiplication of its own here.
+    """
 
     def selective(heads, context, initial=None):
         parts = []

@@ -1,11 +1,14 @@
-"""Memory of a training step's activations: context ranks, sequence parallelism, recomputation, formula (about 6 min).
+"""Memory of a training step's activations: context ranks, sequence parallelism, recomputation, formula (about 10 min).
 
 The claims: at 32,768 tokens, each of four context ranks needs <= 0.30x the activations of one rank; and the formula
 (`sizing.activations.TrainingMemory`) is within 10 % of what a rank needs. Measured is how much the anonymous memory of a
-rank (RssAnon) grows at most during forward and backward, and of several ranks the most. Models with four layers of width 256
-and 256 entries in the vocabulary, in fp32, with the C kernels; the gradients of the parameters exist before.
+rank (RssAnon) grows at most during forward and backward, and of several ranks the most. Freed memory returns to the system:
+glibc would otherwise keep blocks of up to 32 MB (MALLOC_MMAP_THRESHOLD_ sets that). Models with two layers of width 256 and
+256 entries in the vocabulary, in fp32, with the C kernels; the gradients of the parameters exist before.
 """
 
+import ctypes
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +22,7 @@ from benchmarks.support.tables import markdown, publish
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.sizing.activations import TrainingMemory
 
-TOKENS = 32_768
+TOKENS, M_MMAP_THRESHOLD = 32_768, -3
 MODELS = {
     "Mamba-1": dict(model_type="mamba", mamba_state_dim=16),
     "Mamba-2": dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64),
@@ -62,11 +65,12 @@ CELLS = [Cell(name, **way) for name in MODELS for way in WAYS]
 def measure(out: str, number: str) -> None:
     """Run one rank of cell number `number`. Rank 0 writes (measured, formula) in bytes to `out`."""
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     cell = CELLS[int(number)]
     groups = initialize(cell.tensor, context=cell.context)
     schedule = None if groups.context is None else Ring(groups.context)
     saving = dict(sequence_parallel=cell.sequence_parallel, recompute=cell.recompute)
-    sizes = dict(hidden_size=256, num_layers=4, **MODELS[cell.name])
+    sizes = dict(hidden_size=256, num_layers=2, **MODELS[cell.name])
     model = random_model(schedule, groups.tensor, saving, **sizes)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -83,17 +87,21 @@ def measure(out: str, number: str) -> None:
         dist.destroy_process_group()
 
 
-def row(cell: Cell, measured: int, formula: int, alone: int) -> list[str]:
+def row(cell: Cell, measured: int, formula: int, alone: int | None) -> list[str]:
     """A row of the table. alone: what was measured of one rank with the whole model."""
-    return [cell.name, str(cell), f"{measured / 1e6:,.0f} MB", f"{measured / alone:.2f}x", f"{formula / measured:.2f}"]
+    relative = "" if alone is None else f"{measured / alone:.2f}x"
+    return [cell.name, str(cell), f"{measured / 1e6:,.0f} MB", relative, f"{formula / measured:.2f}"]
 
 
 def main() -> None:
-    """Measure all cells and publish the table."""
+    """Measure all cells and publish the table; or measure and print those whose numbers are arguments."""
     results = measured_cells(__file__, CELLS)
     header = ["model", f"{TOKENS:,} tokens on", "a rank needs", "against one rank", "formula / measured"]
-    rows = [row(cell, *pair, results[Cell(cell.name)][0]) for cell, pair in results.items()]
-    publish("activation-memory", markdown(header, rows))
+    rows = [row(cell, *pair, results.get(Cell(cell.name), [None])[0]) for cell, pair in results.items()]
+    if sys.argv[1:]:
+        print(markdown(header, rows))
+    else:
+        publish("activation-memory", markdown(header, rows))
 
 
 if __name__ == "__main__":

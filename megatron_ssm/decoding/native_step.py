@@ -121,10 +121,10 @@ class LayerSum:
     def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
         self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
         tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
-        self.native_sum = None if is_alone else ranks.native_sum(tensors, "fp32" if is_exact else None)
-        done_by = ONE_RANK if is_alone else IN_PYTHON if self.native_sum is None else IN_C
+        self.sum_in_c = None if is_alone else ranks.sum_in_c(tensors, "fp32" if is_exact else None)
+        done_by = ONE_RANK if is_alone else IN_PYTHON if self.sum_in_c is None else IN_C
         self.struct = _Sum(total=address(part), squares=address(squares), done_by=done_by)
-        if c := self.native_sum:
+        if c := self.sum_in_c:
             struct = self.struct
             struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
 
@@ -135,8 +135,8 @@ class LayerSum:
         memory: wait for the other ranks, or raise an error.
         """
         if code != NO_SUM:
-            assert self.native_sum is not None  # only it returns other codes
-            return self.native_sum.memory.wait(code)
+            assert self.sum_in_c is not None  # only it returns other codes
+            return self.sum_in_c.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
         assert ranks.group is not None  # one rank has no all-reduce
         if callable(ranks.format) and not self._is_exact:
@@ -236,7 +236,7 @@ class NativeLayers:
         self._structs = (_Layer * len(layers))(*(layer.layer for layer in layers))
         self._progress = _Layers(layers=ctypes.addressof(self._structs), count=len(layers))
         self._address = ctypes.addressof(self._progress)
-        sums_in_c = [each.native_sum for layer in layers for each in layer.sums.values() if each.native_sum is not None]
+        sums_in_c = [each.sum_in_c for layer in layers for each in layer.sums.values() if each.sum_in_c is not None]
         self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
         self._sent = Counter()
         for each in sums_in_c:

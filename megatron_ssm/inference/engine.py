@@ -203,7 +203,7 @@ class Engine:
 
         Returns the requests that got a token (`tokens[-1]`; see `finished`), the oldest first; [] if no request is left.
         Sends what the calls of the model send: one call for all requests that are decoding, and one for each length among
-        the pieces of prompts. Then it sends what choosing tokens sends, once for each set of equal sampling options.
+        the chunks of prompts. Then it sends what choosing tokens sends, once for each set of equal sampling options.
 
         compare_ranks: first gather 16 bytes from each rank, and raise ValueError on every rank if their engines differ (some
         ranks have cancelled a request, step another engine, or call `add`). False: the caller knows that they are equal.

@@ -36,29 +36,29 @@ class PromptReader:
     def read(self, slots: Iterable[Slot]) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
 
-        Calls the model once for all pieces of the same length.
+        Calls the model once for all chunks of the same length.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         budgets = {slot: self.chunk or len(slot.request.prompt) for slot in slots}
         while budgets:
             groups: dict[int, list[Slot]] = {}
             for slot, budget in budgets.items():
-                groups.setdefault(self._piece_length(slot, budget), []).append(slot)
+                groups.setdefault(self._chunk_length(slot, budget), []).append(slot)
             for length, group in groups.items():
-                pieces = [slot.request.prompt[slot.tokens_read : slot.tokens_read + length] for slot in group]
-                run_model(self.model, self.cache, group, pieces, prompt=True)
+                chunks = [slot.request.prompt[slot.tokens_read : slot.tokens_read + length] for slot in group]
+                run_model(self.model, self.cache, group, chunks, prompt=True)
                 for slot in group:
                     budgets[slot] -= length
-                    self._finish_piece(slot, length)
+                    self._finish_chunk(slot, length)
             budgets = {slot: budget for slot, budget in budgets.items() if budget and slot.is_reading}
 
-    def _piece_length(self, slot: Slot, budget: int) -> int:
-        """How many tokens of a prompt to read in one call; a piece ends where a snapshot is taken."""
+    def _chunk_length(self, slot: Slot, budget: int) -> int:
+        """How many tokens of a prompt to read in one call; a chunk ends where a snapshot is taken."""
         length = min(budget, len(slot.request.prompt) - slot.tokens_read)
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
-    def _finish_piece(self, slot: Slot, length: int) -> None:
-        """Count a piece that was read, and take a snapshot if the piece ends where one is taken."""
+    def _finish_chunk(self, slot: Slot, length: int) -> None:
+        """Count a chunk that was read, and take a snapshot if it ends where one is taken."""
         slot.tokens_read += length
         self.tokens_read += length
         if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
@@ -74,6 +74,6 @@ class PromptReader:
         snapshot = self.prefix_cache.get(prefix)
         if snapshot is not None:
             return snapshot
-        assert slot.logits is not None, "a piece has just been read"
+        assert slot.logits is not None, "a chunk has just been read"
         snapshot = self.cache.snapshot(slot.row, slot.snapshot)
         return snapshot if self.prefix_cache.add(prefix, snapshot, slot.logits.clone()) else None

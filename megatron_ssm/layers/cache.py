@@ -169,15 +169,15 @@ class Cache:
         where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
         return replace(self, rows=where)
 
-    def advance(self, tokens: int, mask: torch.Tensor | None = None, added: torch.Tensor | None = None) -> None:
+    def advance(self, tokens: int, mask: torch.Tensor | None = None, new_per_rank: torch.Tensor | None = None) -> None:
         """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
 
-        added: (ranks, batch), how many keys and values each context rank has got.
+        new_per_rank: (ranks, batch), how many keys and values each context rank has got.
         """
         # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
         self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
-        if self.kv_lengths is not None and added is not None:
-            self.kv_lengths[:, self.rows] += added
+        if self.kv_lengths is not None and new_per_rank is not None:
+            self.kv_lengths[:, self.rows] += new_per_rank
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""

@@ -37,7 +37,7 @@ class ContextAttention:
     ) -> torch.Tensor:
         """q (batch, tokens, heads, head_dim) -> the same shape. k, v: (batch, tokens, kv_heads, head_dim).
 
-        Without a cache, sharded tokens have gradients. With one, k and v are added to it.
+        Differentiable for sharded tokens without a cache. A cache gets k and v appended.
         """
         if cache is None and info.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
@@ -49,7 +49,7 @@ class ContextAttention:
         if not info.begins:
             out, lse = (t.to(lse.dtype, copy=True, memory_format=torch.contiguous_format) for t in (out, lse))
             merge(out, lse, *self._attend_earlier(q, scale, info, cache))
-        assert info.placement is not None, "context ranks need placement for keys and values"
+        assert info.placement is not None, "a placement of keys and values is missing"
         cache.append(k, v, info.placement.local_indices.to(k.device), 0, info.rows)
         return out.to(q.dtype)
 

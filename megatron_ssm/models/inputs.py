@@ -69,7 +69,7 @@ def lengths_of(cache: Cache | None) -> list[int] | None:
 
 
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
-    """Whether context ranks divide a chunk into `blocks` blocks: these must have at least max(2, `conv_history`) tokens."""
+    """Whether a chunk can be sharded: each of `blocks` blocks must have at least max(2, `conv_history`) tokens."""
     return (
         torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, conv_history)
     )

@@ -72,8 +72,8 @@ def mean_cross_entropy(
     )
     vocabulary = range(model.embeddings.start, model.embeddings.stop)
     nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
-    counted = labels != ignore_index
-    sums = torch.stack([nats.masked_fill(~counted, 0).sum(), counted.sum().to(nats.dtype)])
+    is_valid = labels != ignore_index
+    sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
     for group in (model.data_group, None if model.context_ranks is None else model.context_ranks.group):
         sums = reduce_from_ranks(sums, group, lambda tensor, group: all_reduce(tensor, group, model.counter))
     total, count = sums

@@ -263,19 +263,19 @@ class Model(nn.Module):
         tokens = input_ids.shape[1]
         if self.ranks.sequence_parallel:
             input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
-        is_decoding, local, added = False, None, None
+        is_decoding, local, new_per_rank = False, None, None
         if cache is not None and sharding is None and not prompt and input_ids.shape[1] == 1:
             is_decoding = bool((cache.lengths[cache.rows] > 0).all())
             local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
         if local is None:
             info = batch_info(self, input_ids, mask, cache, is_decoding, sharding)
-            added = None if info.placement is None else info.placement.new_per_rank
+            new_per_rank = None if info.placement is None else info.placement.new_per_rank
             if self.ranks.sequence_parallel:
                 local = self.compute(input_ids, info)[:, :tokens][:, -logits_to_keep:]
             else:
                 local = self.compute(input_ids, info, cache, logits_to_keep)
         if cache is not None:
-            cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, added)
+            cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, new_per_rank)
         return local
 
     def compute(
@@ -323,7 +323,8 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """The mean cross-entropy in nats of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
 
-        input_ids, labels: (batch, seq), the same on all tensor-parallel ranks; positions with `ignore_index` do not count.
+        input_ids, labels: (batch, seq) int64, the same on all tensor-parallel ranks; positions with `ignore_index` do not
+        count, and if no position counts, the loss is 0.
         The mean is over the tokens of all ranks of `data_group`, and each of them gets the same value. The gradient on a
         rank is the share of its own tokens, to be summed over that group. Sends all-reduces of 1 and of 2 values per
         position over the tensor-parallel ranks, and one of 2 values over the data group. ValueError for ids outside the

@@ -139,7 +139,7 @@ class Ranks:
             return memory.all_reduce(tensor.detach(), self._memory_format, self.counter, column.detach())
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
-    def native_sum(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
+    def sum_in_c(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
         """A sum that C code can repeat: of one tensor in `format` (None: the model's), or of two, the second exactly.
 
         None if C cannot do it: the ranks share no memory, or the format is a function of the caller's.

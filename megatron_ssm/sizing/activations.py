@@ -2,7 +2,7 @@
 
 A step in which this rank has `tokens` tokens of each sequence needs, besides parameters, gradients and optimizer state,
 
-    4 bytes * batch * tokens * (stored + the largest of (head, each layer while backward runs through it))
+    itemsize * batch * tokens * (stored + the largest of (head, each layer while backward runs through it))
 
 - stored: the numbers that all layers store for each token. With recomputation these are the inputs of blocks, and what
   ranks have sent each other.
@@ -20,7 +20,6 @@ from functools import cached_property
 
 from megatron_ssm.configs.config import Config
 
-BYTES = 4  # of a float32
 # Tokens for which the C kernels keep one state: SSD_CHUNK, or SELECTIVE_NUMBERS / N in Mamba-1's scan.
 SSD_CHUNK, SELECTIVE_NUMBERS = 16, 256
 
@@ -29,14 +28,15 @@ SSD_CHUNK, SELECTIVE_NUMBERS = 16, 256
 class TrainingMemory:
     """The activations of a rank, if `ranks` tensor-parallel ranks split a model.
 
-    sequence_parallel, recompute: as for `load`. P context ranks need no argument: each has 1/P of the tokens. ValueError if
-    the model cannot be split over so many ranks.
+    sequence_parallel, recompute: as for `load`. itemsize: bytes of an element. P context ranks need no argument: each has
+    1/P of the tokens. ValueError if the model cannot be split over so many ranks.
     """
 
     config: Config
     ranks: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
+    itemsize: int = 4
 
     def __post_init__(self) -> None:
         self.config.check_ranks(self.ranks)
@@ -46,7 +46,7 @@ class TrainingMemory:
         config = self.config
         stored = sum(self.stored_by_layer(index) for index in range(config.num_layers))
         most = max(self._head, *(self._backward_of_layer(index) for index in range(config.num_layers)))
-        return int(BYTES * batch * tokens * (stored + most))
+        return int(self.itemsize * batch * tokens * (stored + most))
 
     def stored_by_layer(self, index: int) -> float:
         """What layer `index` stores for each token from forward to backward."""
@@ -143,17 +143,17 @@ class TrainingMemory:
 
     @property
     def _kept(self) -> float:
-        """What tensor-parallel ranks have summed in a mixer, if it is recomputed."""
+        """What tensor-parallel ranks have summed in a mixer, and store if it is recomputed."""
         config = self.config
         if self.ranks == 1:
             return 0
         if config.groups:
             return self._hidden + self._share if config.groups == 1 else 0
-        return self._parameters if config.heads < self.ranks or not config.heads else 0
+        return self._parameters if config.heads < self.ranks else 0  # Mamba-1 has 0 heads
 
     @property
     def _kept_of_shared(self) -> float:
-        """What tensor-parallel ranks have summed in the shared block's MLP, if it is recomputed."""
+        """What tensor-parallel ranks have summed in the shared block's MLP, and store if it is recomputed."""
         return self._hidden if self.ranks > 1 else 0
 
     @cached_property

@@ -60,6 +60,7 @@ class Options:
     context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
+    memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
     seq_length: int = _option(256, "tokens per sequence")
@@ -174,7 +175,7 @@ _MINIMUM = {
                      "adapter_rank", "num_attention_heads"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
-                     "gradient_density_warmup"), 0),
+                     "gradient_density_warmup", "memory_budget"), 0),
 }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from sparsefusion.collectives.counted import all_gather_small
 
 from .corpus import Corpus
 from .data import Batches, Tokens
+from .memory_budget import check_memory_budget
 from .options import Options
 from .progress import Progress, is_due
 from .trainer import Trainer, evaluate
@@ -99,6 +100,7 @@ class Inputs:
         config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size)
+        check_memory_budget(options, config)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
         requirements = _resume_requirements(options, config, corpus)
         checkpoint = newest_checkpoint(out / "checkpoints", requirements) if options.resume else None

@@ -180,7 +180,7 @@ class Trainer:
         with average:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
                 loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
-            # The loss is a mean over the tokens of all copies of the model, so their gradients add up; DDP averages them.
+            # The loss is a mean over the tokens of all data x context ranks, so their gradients add up; DDP averages them.
             (loss * self.groups.data_context_ranks).backward()
         return loss.detach().to(at_least_fp32(model.dtype))
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatron_ssm
-from cases import CASES, oracle, with_layers
+from attention2d import Ring
+from cases import CASES, groups_of, oracle, with_layers
 from directories import INDEX, assert_same_bytes, rewritten, tensors_in
 from hf import CONFIGS, save_hf
 from megatron_ssm import Config
@@ -58,6 +59,22 @@ def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(several, dtype=dtype).eval()
         assert torch.equal(theirs(oracle.ids[:, :5], use_cache=False).logits, oracle.logits(oracle.ids[:, :5]))
+
+
+@pytest.mark.parametrize("tp, cp", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("name", ("mamba-biases-untied", "zamba2-4-groups-biases-adapters-untied"))
+def test_context_ranks_write_the_same_files_as_one_rank(ranks, tp, cp, name, oracle, tmp_path):
+    oracle = oracle(name)
+
+    def run(rank):
+        tensor, context = groups_of(rank, tp, cp)
+        megatron_ssm.save(megatron_ssm.load(oracle.directory, tensor, context=Ring(context)), tmp_path / "many")
+
+    ranks(run, tp * cp)
+    megatron_ssm.save(megatron_ssm.load(oracle.directory), tmp_path / "one")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "many").iterdir())
+    assert all((tmp_path / "one" / file).read_bytes() == (tmp_path / "many" / file).read_bytes() for file in files)
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])

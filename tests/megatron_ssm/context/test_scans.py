@@ -95,7 +95,7 @@ def test_convolution_with_halos_equals_that_of_the_whole_sequence(ranks, world, 
 def test_bytes_do_not_grow_with_the_sequence(ranks, world, kind):
     """(P-1)/P of 4 states and 2 sums of dt forward, and of 4 states backward, for sizes that divide over the ranks."""
     sizes = dict(channels=12) if kind == "selective" else dict(heads=12, groups=2, channels=3)
-    state, sums = 2 * 4 * (12 if kind == "selective" else 36), 2 * 12  # batch * N * channels; batch * units
+    state, sums = 2 * 4 * (12 if kind == "selective" else 36), 2 * 12  # batch * N * channels; batch * channels or heads
 
     def run(rank, seq):
         context = ContextRanks(dist.group.WORLD, Counter())

@@ -26,7 +26,7 @@ def filled_cache(model, rows=6, max_length=None):
 
 @torch.no_grad()
 def alone(model, row, *more):
-    """The logits of each piece of `more` after the prompt of `row`, in a cache of its own."""
+    """The logits of each chunk of `more` after the prompt of `row`, in a cache of its own."""
     cache = model.new_cache(1)
     model(SEQUENCES[row : row + 1, -LENGTHS[row] :], None, cache)
     return [model(ids.view(1, -1), None, cache)[0] for ids in more]

@@ -20,6 +20,7 @@ from gradients import (
 import megatron_ssm
 from cases import MARKED, oracle
 from hf import precisely
+from megatron_ssm.models import loss as loss_module
 
 __all__ = ["oracle"]
 
@@ -49,6 +50,18 @@ def test_every_gradient_of_the_loss(ranks, tp, name, oracle):
     assert all(torch.equal(results[0][0], other) for other, _ in results)
     torch.testing.assert_close(results[0][0], loss, rtol=EXACT, atol=0)
     assert_near(whole(oracle, [shard for _, shard in results]), theirs, EXACT)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_sequence_longer_than_what_is_computed_at_once(ranks, tp, oracle, monkeypatch):
+    oracle = oracle("mamba-biases-untied", torch.float64)
+    inputs, labels = shifted(oracle.ids)
+    whole_at_once = ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD), tp)
+    monkeypatch.setattr(loss_module, "POSITIONS", 7)
+    for (mine, found), (theirs, expected) in zip(
+        ranks(lambda rank: run_loss(oracle, inputs, labels, dist.group.WORLD), tp), whole_at_once, strict=True
+    ):
+        assert torch.equal(mine, theirs) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))

@@ -46,22 +46,29 @@ def test_gradients_and_bytes_are_those_without_it(ranks, name, tp, cp, sequence_
         assert recomputed[2:] == plain[2:]
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_backward_twice(ranks, tp, oracle):
+@pytest.mark.parametrize(
+    "name, tp, cp, sequence_parallel",
+    (("falcon", 1, 1, False), ("zamba2-1-group", 2, 2, False), ("falcon", 2, 1, True)),
+)
+def test_backward_twice(ranks, name, tp, cp, sequence_parallel, oracle):
     """A graph that is retained can be differentiated again."""
-    oracle = oracle("falcon", torch.float64)
-    inputs, labels = shifted(oracle.ids)
+    oracle = oracle(name, torch.float64)
+    inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor, _ = groups_of(rank, tp, 1)
-        model = megatron_ssm.load(oracle.directory, tensor, dtype=torch.float64, recompute=True)
-        loss = model.loss(inputs, labels)
+        tensor, context = groups_of(rank, tp, cp)
+        spread = Ring(context)
+        model = megatron_ssm.load(
+            oracle.directory, tensor, context=spread, dtype=torch.float64, recompute=True,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        loss = model.loss(spread.shard(inputs), spread.shard(labels))
         loss.backward(retain_graph=True)
         once = {name: gradient.clone() for name, gradient in gradients(model).items()}
         loss.backward()
         return once, gradients(model)
 
-    for once, twice in ranks(run, tp):
+    for once, twice in ranks(run, tp * cp):
         assert_near(twice, {name: 2 * gradient for name, gradient in once.items()}, 1e-14)
 
 

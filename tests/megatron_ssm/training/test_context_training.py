@@ -12,7 +12,7 @@ from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.trainer import evaluate
 
 EXACT = 1e-10
-# 29 tokens do not divide over the context ranks, and are padded.
+# 29 tokens do not divide over the context ranks, and are padded. The stream has 17 ends of text, most of them inside blocks.
 MODELS = {
     name: dict(changes, seq_length=29)
     for name, changes in {

@@ -1,0 +1,63 @@
+"""Training on two context ranks of one machine against one rank, with sequences of 8,192 tokens (about 18 min).
+
+The claim: two context ranks, which share each sequence, train >= 1.6x as many tokens per second as one rank. Runs of
+examples/pretrain.py with two layers of width 256 or 768, byte-level, in fp32; one thread for each rank; the ranks send
+through gloo on this machine. Runs on one and on two ranks take turns. The tokens per second of the last three of six steps
+count: forward, backward, the sum of the gradients over the ranks, and the optimizer.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1")
+
+from benchmarks.support.cells import ROOT, torchrun
+from benchmarks.support.tables import markdown, publish
+
+sys.path.insert(0, str(ROOT / "examples"))
+from corpus import write_corpus  # noqa: E402
+
+TOKENS, STEPS, REPETITIONS = 8192, 6, 3
+MODELS = {
+    "Mamba-1": dict(model_type="mamba", mamba_state_dim=16),
+    "Mamba-2": dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64),
+    "Zamba2": dict(model_type="zamba2", mamba_state_dim=64, mamba_head_dim=64, num_attention_heads=8),
+}
+
+
+def tokens_per_s(ranks: int, hidden: int, model: dict, text: Path, folder: Path) -> float:
+    """The tokens per second in the second half of a run on `ranks` context ranks. text: folder of the corpus."""
+    sizes = dict(hidden_size=hidden, num_layers=2, seq_length=TOKENS, micro_batch_size=1, global_batch_size=1, **model)
+    run = dict(train_iters=STEPS, log_interval=STEPS // 2, data=text, out=folder / "out", log=folder / "log.jsonl")
+    options = sizes | run | dict(context_parallel_size=ranks, lr=1e-3, lr_warmup_iters=2)
+    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
+    torchrun(ranks, ROOT / "examples" / "pretrain.py", *flags)
+    return json.loads(run["log"].read_text(encoding="utf-8").splitlines()[-1])["tokens_per_s"]
+
+
+def main() -> None:
+    """Measure and publish the table."""
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        text = write_corpus(folder / "text", extra=False)[0][0].parent
+        for hidden, names in {256: MODELS, 768: ("Mamba-1", "Mamba-2")}.items():
+            for name in names:
+                model = MODELS[name]
+                pairs = [
+                    [tokens_per_s(ranks, hidden, model, text, folder) for ranks in (1, 2)] for _ in range(REPETITIONS)
+                ]
+                one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
+                ratios = [pair[1] / pair[0] for pair in pairs]
+                spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+                rows.append([name, str(hidden), f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x ({spread})"])
+    header = ["training, tokens/s", "hidden size", "one rank", "two context ranks", "ratio"]
+    publish("context-ranks", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()

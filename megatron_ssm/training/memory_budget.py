@@ -1,0 +1,47 @@
+"""The memory that a training step needs on a rank, and whether it fits into --memory-budget. Loads no torch."""
+
+from bisect import bisect_left
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.memory import Memory
+
+from .options import Options
+
+GB = 10**9
+
+
+def needed_memory(options: Options, config: Config, context_ranks: int) -> int:
+    """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
+
+    Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
+    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB). The activations are those of the
+    C kernels in the parameters' dtype.
+    """
+    ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
+    tokens = (
+        options.seq_length if context_ranks == 1 else 2 * -(-options.seq_length // (2 * context_ranks))
+    )  # two blocks
+    activations = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
+    copies = 4 if options.gradient_mode in ("dense", "fp16") else 5
+    return copies * Memory(config, ranks, itemsize).weights + activations.peak(options.micro_batch_size, tokens)
+
+
+def check_memory_budget(options: Options, config: Config) -> None:
+    """ValueError if a step needs more than --memory-budget; it names the fewest context ranks that would be enough."""
+    if not options.memory_budget:
+        return
+    used, budget = options.context_parallel_size, options.memory_budget * GB
+    needed = needed_memory(options, config, used)
+    if needed <= budget:
+        return
+    # A block has at least one token, and as many as the history of the convolution. More ranks never need more memory.
+    most = options.seq_length // (2 * max(1, config.conv_kernel - 1))
+    enough = 1 + bisect_left(
+        range(1, most + 1), True, key=lambda ranks: needed_memory(options, config, ranks) <= budget
+    )
+    hint = "no number of context ranks is enough" if enough > most else f"--context-parallel-size {enough} is enough"
+    raise ValueError(
+        f"{options.micro_batch_size} x {options.seq_length} tokens on {used} context ranks need {needed / GB:.2f} GB on "
+        f"each rank, more than --memory-budget {options.memory_budget:g}; {hint}"
+    )
