@@ -22,41 +22,47 @@ sys.path.insert(0, str(ROOT / "examples"))
 from corpus import write_corpus  # noqa: E402
 
 TOKENS, STEPS, REPETITIONS = 8192, 6, 3
-MODELS = {
-    "Mamba-1": dict(model_type="mamba", mamba_state_dim=16),
-    "Mamba-2": dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64),
-    "Zamba2": dict(model_type="zamba2", mamba_state_dim=64, mamba_head_dim=64, num_attention_heads=8),
-}
+MAMBA_1 = dict(model_type="mamba", mamba_state_dim=16)
+MAMBA_2 = dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64)
+ZAMBA_2 = dict(model_type="zamba2", mamba_state_dim=64, mamba_head_dim=64, num_attention_heads=8)
+# glibc returns large blocks to the system when they are freed, and gets them anew; with these settings it keeps them.
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+ROWS: list[tuple[str, int, dict, dict[str, str]]] = [
+    ("Mamba-1", 256, MAMBA_1, {}), ("Mamba-2", 256, MAMBA_2, {}), ("Zamba2", 256, ZAMBA_2, {}),
+    ("Mamba-1", 768, MAMBA_1, {}), ("Mamba-2", 768, MAMBA_2, {}), ("Mamba-2, memory is kept", 768, MAMBA_2, KEEP),
+]  # fmt: skip
 
 
-def tokens_per_s(ranks: int, hidden: int, model: dict, text: Path, folder: Path) -> float:
+def tokens_per_s(ranks: int, hidden: int, model: dict, env: dict[str, str], text: Path, folder: Path) -> float:
     """The tokens per second in the second half of a run on `ranks` context ranks. text: folder of the corpus."""
     sizes = dict(hidden_size=hidden, num_layers=2, seq_length=TOKENS, micro_batch_size=1, global_batch_size=1, **model)
     run = dict(train_iters=STEPS, log_interval=STEPS // 2, data=text, out=folder / "out", log=folder / "log.jsonl")
     options = sizes | run | dict(context_parallel_size=ranks, lr=1e-3, lr_warmup_iters=2)
     flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
-    torchrun(ranks, ROOT / "examples" / "pretrain.py", *flags)
+    torchrun(ranks, ROOT / "examples" / "pretrain.py", *flags, env=env)
     return json.loads(run["log"].read_text(encoding="utf-8").splitlines()[-1])["tokens_per_s"]
 
 
+def row(name: str, hidden: int, model: dict, env: dict[str, str], text: Path, folder: Path) -> list[str]:
+    """Measure a row of the table."""
+    pairs = [[tokens_per_s(ranks, hidden, model, env, text, folder) for ranks in (1, 2)] for _ in range(REPETITIONS)]
+    one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
+    ratios = [pair[1] / pair[0] for pair in pairs]
+    return [name, str(hidden), f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"]
+
+
 def main() -> None:
-    """Measure and publish the table."""
-    rows = []
+    """Measure and publish the table; or measure and print the rows whose numbers are arguments."""
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(ROWS))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         text = write_corpus(folder / "text", extra=False)[0][0].parent
-        for hidden, names in {256: MODELS, 768: ("Mamba-1", "Mamba-2")}.items():
-            for name in names:
-                model = MODELS[name]
-                pairs = [
-                    [tokens_per_s(ranks, hidden, model, text, folder) for ranks in (1, 2)] for _ in range(REPETITIONS)
-                ]
-                one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
-                ratios = [pair[1] / pair[0] for pair in pairs]
-                spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-                rows.append([name, str(hidden), f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x ({spread})"])
+        rows = [row(*ROWS[number], text, folder) for number in numbers]
     header = ["training, tokens/s", "hidden size", "one rank", "two context ranks", "ratio"]
-    publish("context-ranks", markdown(header, rows))
+    if sys.argv[1:]:
+        print(markdown(header, rows))
+    else:
+        publish("context-ranks", markdown(header, rows))
 
 
 if __name__ == "__main__":
