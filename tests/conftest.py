@@ -15,14 +15,12 @@ import pytest
 import torch
 from chosen import covering
 
+from benchmarks.support.anonymous_memory import return_freed_blocks
 from ranks import run_ranks
 
 torch.set_num_threads(1)
 LIBC = ctypes.CDLL(None)
-if hasattr(LIBC, "mallopt"):  # glibc has it
-    # M_MMAP_THRESHOLD: tensors of 1 MB and more never come from the heap, whose freed pages a process keeps. So forking is
-    # fast, and a measurement of memory does not depend on the tests before it.
-    LIBC.mallopt(-3, 1 << 20)
+return_freed_blocks()  # so forking is fast, and a measurement of memory does not depend on the tests before it
 # A shell's background jobs ignore SIGINT, and so would the programs that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
-from benchmarks.support.tables import markdown, publish
+from benchmarks.support.tables import markdown, print_or_publish
 from sparsefusion.collectives import counted as collectives
 from sparsefusion.fabric.cost_model import size_name
 from sparsefusion.fabric.measurement import collective_calls, measure, repetitions, timed
@@ -56,7 +56,7 @@ def main() -> None:
     cells = [each for each in CELLS if not sys.argv[1:] or f"{each[0]},{each[1]}" in sys.argv[1:]]
     table = [row for each in cells for row in rows(*each, measure_cell(__file__, *each))]
     header = ["ranks, link", "all-reduce of", "measured ms", "predicted ms", "error", "interval ms"]
-    print(markdown(header, table)) if sys.argv[1:] else publish("fabric-netlab", markdown(header, table))
+    print_or_publish("fabric-netlab", markdown(header, table))
 
 
 if __name__ == "__main__":

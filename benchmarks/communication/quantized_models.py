@@ -17,7 +17,7 @@ import torch.distributed as dist
 import megatron_ssm
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import PROMPT, SHAPES, random_model
-from benchmarks.support.tables import markdown, publish
+from benchmarks.support.tables import markdown, print_or_publish
 from sparsefusion.fabric.measurement import repetitions, timed
 
 RANKS, NEW, REPETITIONS = 2, 8, 10
@@ -76,7 +76,7 @@ def main() -> None:
             for rate in rates:
                 table += rows(shape, rate, measure_cell(__file__, RANKS, rate, directory))
     header = ["shape, 2 ranks", "link", f"prompt {PROMPT}", "exact", *FORMATS[1:], "spread"]
-    print(markdown(header, table)) if sys.argv[1:] else publish("quantized-models", markdown(header, table))
+    print_or_publish("quantized-models", markdown(header, table))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,16 @@ print(max(most, anonymous()) - first)
 """
 
 
+def return_freed_blocks() -> None:
+    """From now on, return blocks of 1 MB and more to the system when they are freed, where the C library is glibc.
+
+    By default, glibc keeps blocks of up to 32 MB, so that a measurement would depend on what the process has done before.
+    """
+    libc, threshold = ctypes.CDLL(None), -3  # M_MMAP_THRESHOLD: larger blocks do not come from the heap
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(threshold, 2**20)
+
+
 @contextmanager
 def peak_growth() -> Iterator[SimpleNamespace]:
     """Measures the peak growth of this process's anonymous memory; `.bytes` of the result afterwards.

@@ -49,8 +49,11 @@ def measured_cells(file: str | Path, cells: Sequence[Any], **options: str) -> di
     return {cells[n]: measure_cell(file, cells[n].ranks, cells[n].rate, n, **options) for n in numbers}
 
 
-def torchrun(ranks: int, *program: object, env: dict[str, str] | None = None) -> None:
-    """Run a Python program, with its arguments, on ranks of this machine, in the repository's root."""
+def torchrun(ranks: int, *program: object, env: dict[str, str] | None = None, quiet: bool = False) -> None:
+    """Run a Python program, with its arguments, on ranks of this machine, in the repository's root.
+
+    env: added environment variables. quiet: whether to drop what it prints to stdout.
+    """
     command: list[object] = [
         sys.executable,
         "-m",
@@ -60,7 +63,8 @@ def torchrun(ranks: int, *program: object, env: dict[str, str] | None = None) ->
         ranks,
         "--",
     ]
-    subprocess.run([*map(str, [*command, *program])], check=True, cwd=ROOT, env=os.environ | (env or {}))
+    stdout = subprocess.DEVNULL if quiet else None
+    subprocess.run([*map(str, [*command, *program])], check=True, cwd=ROOT, env=os.environ | (env or {}), stdout=stdout)
 
 
 def write_result(out: str, result: object) -> None:

@@ -1,10 +1,12 @@
-"""The memory that tensors take, counted operation by operation."""
+"""The memory that tensors take, counted operation by operation or by torch's allocator."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +39,14 @@ class Alive(TorchDispatchMode):
                 self._allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, self.nbytes)
         return result
+
+
+def peak_allocated(function: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator has handed out, and not got back, during function()."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:

@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,14 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def print_or_publish(name: str, table: str) -> None:
+    """Publish a table; or only print it, if the command line has chosen some of its rows."""
+    if sys.argv[1:]:
+        print(table)
+    else:
+        publish(name, table)
 
 
 def publish(name: str, table: str) -> None:

@@ -2,27 +2,25 @@
 
 The claims: at 32,768 tokens, each of four context ranks needs <= 0.30x the activations of one rank; and the formula
 (`sizing.activations.TrainingMemory`) is within 10 % of what a rank needs. Measured is how much the anonymous memory of a
-rank (RssAnon) grows at most during forward and backward, and of several ranks the most. Freed memory returns to the system:
-glibc would otherwise keep blocks of up to 32 MB (MALLOC_MMAP_THRESHOLD_ sets that). Models with two layers of width 256 and
-256 entries in the vocabulary, in fp32, with the C kernels; the gradients of the parameters exist before.
+rank (RssAnon) grows at most during forward and backward, and of several ranks the most. Freed memory returns to the system,
+as with MALLOC_MMAP_THRESHOLD_=1048576; by default, glibc would keep blocks of up to 32 MB. Models with two layers of width
+256 and 256 entries in the vocabulary, in fp32, with the C kernels; the gradients of the parameters exist before.
 """
 
-import ctypes
-import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from attention2d import Ring
-from benchmarks.support.anonymous_memory import peak_growth
+from benchmarks.support.anonymous_memory import peak_growth, return_freed_blocks
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import random_model, training_step
-from benchmarks.support.tables import markdown, publish
+from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.sizing.activations import TrainingMemory
 
-TOKENS, M_MMAP_THRESHOLD = 32_768, -3
+TOKENS = 32_768
 MODELS = {
     "Mamba-1": dict(model_type="mamba", mamba_state_dim=16),
     "Mamba-2": dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64),
@@ -65,7 +63,7 @@ CELLS = [Cell(name, **way) for name in MODELS for way in WAYS]
 def measure(out: str, number: str) -> None:
     """Run one rank of cell number `number`. Rank 0 writes (measured, formula) in bytes to `out`."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+    return_freed_blocks()
     cell = CELLS[int(number)]
     groups = initialize(cell.tensor, context=cell.context)
     schedule = None if groups.context is None else Ring(groups.context)
@@ -98,10 +96,7 @@ def main() -> None:
     results = measured_cells(__file__, CELLS)
     header = ["model", f"{TOKENS:,} tokens on", "a rank needs", "against one rank", "formula / measured"]
     rows = [row(cell, *pair, results.get(Cell(cell.name), [None])[0]) for cell, pair in results.items()]
-    if sys.argv[1:]:
-        print(markdown(header, rows))
-    else:
-        publish("activation-memory", markdown(header, rows))
+    print_or_publish("activation-memory", markdown(header, rows))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ through gloo on this machine. Runs on one and on two ranks take turns. The token
 count: forward, backward, the sum of the gradients over the ranks, and the optimizer.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -15,17 +14,14 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-from benchmarks.support.cells import ROOT, torchrun
-from benchmarks.support.tables import markdown, publish
-
-sys.path.insert(0, str(ROOT / "examples"))
-from corpus import write_corpus  # noqa: E402
+from benchmarks.support.pretraining import tokens_per_s, write_text
+from benchmarks.support.tables import markdown, print_or_publish
 
 TOKENS, STEPS, REPETITIONS = 8192, 6, 3
 MAMBA_1 = dict(model_type="mamba", mamba_state_dim=16)
 MAMBA_2 = dict(model_type="mamba2", mamba_state_dim=128, mamba_head_dim=64)
 ZAMBA_2 = dict(model_type="zamba2", mamba_state_dim=64, mamba_head_dim=64, num_attention_heads=8)
-# glibc returns large blocks to the system when they are freed, and gets them anew; with these settings it keeps them.
+# With these settings, glibc keeps large blocks that are freed. By default it returns them to the system.
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 ROWS: list[tuple[str, int, dict, dict[str, str]]] = [
     ("Mamba-1", 256, MAMBA_1, {}), ("Mamba-2", 256, MAMBA_2, {}), ("Zamba2", 256, ZAMBA_2, {}),
@@ -33,19 +29,15 @@ ROWS: list[tuple[str, int, dict, dict[str, str]]] = [
 ]  # fmt: skip
 
 
-def tokens_per_s(ranks: int, hidden: int, model: dict, env: dict[str, str], text: Path, folder: Path) -> float:
-    """The tokens per second in the second half of a run on `ranks` context ranks. text: folder of the corpus."""
-    sizes = dict(hidden_size=hidden, num_layers=2, seq_length=TOKENS, micro_batch_size=1, global_batch_size=1, **model)
-    run = dict(train_iters=STEPS, log_interval=STEPS // 2, data=text, out=folder / "out", log=folder / "log.jsonl")
-    options = sizes | run | dict(context_parallel_size=ranks, lr=1e-3, lr_warmup_iters=2)
-    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
-    torchrun(ranks, ROOT / "examples" / "pretrain.py", *flags, env=env)
-    return json.loads(run["log"].read_text(encoding="utf-8").splitlines()[-1])["tokens_per_s"]
-
-
 def row(name: str, hidden: int, model: dict, env: dict[str, str], text: Path, folder: Path) -> list[str]:
     """Measure a row of the table."""
-    pairs = [[tokens_per_s(ranks, hidden, model, env, text, folder) for ranks in (1, 2)] for _ in range(REPETITIONS)]
+    sizes = dict(hidden_size=hidden, num_layers=2, seq_length=TOKENS, micro_batch_size=1, global_batch_size=1, **model)
+    sizes |= dict(lr=1e-3, lr_warmup_iters=2)
+
+    def speed(ranks: int) -> float:
+        return tokens_per_s(ranks, text, folder, STEPS, env, context_parallel_size=ranks, **sizes)
+
+    pairs = [[speed(1), speed(2)] for _ in range(REPETITIONS)]
     one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
     ratios = [pair[1] / pair[0] for pair in pairs]
     return [name, str(hidden), f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"]
@@ -56,13 +48,10 @@ def main() -> None:
     numbers = [int(number) for number in sys.argv[1:]] or range(len(ROWS))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        text = write_corpus(folder / "text", extra=False)[0][0].parent
+        text = write_text(folder)
         rows = [row(*ROWS[number], text, folder) for number in numbers]
     header = ["training, tokens/s", "hidden size", "one rank", "two context ranks", "ratio"]
-    if sys.argv[1:]:
-        print(markdown(header, rows))
-    else:
-        publish("context-ranks", markdown(header, rows))
+    print_or_publish("context-ranks", markdown(header, rows))
 
 
 if __name__ == "__main__":

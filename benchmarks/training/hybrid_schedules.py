@@ -6,7 +6,6 @@ both with the shared block, whose width is twice the hidden size, in fp32; the r
 turns. The ring runs twice: the difference of its two medians is the spread.
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from attention2d import Attention2D
 from attention2d.layout.checks import check_heads
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import VOCABULARY, random_model, training_step
-from benchmarks.support.tables import markdown, publish
+from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import Config
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.training.options import Options
@@ -103,10 +102,7 @@ def main() -> None:
     results = measured_cells(__file__, CELLS)
     header = ["Zamba2, 8 ranks", "ring", *NAMES[1:], "`auto`", "time of `auto` / best", "spread"]
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
-    if sys.argv[1:]:
-        print(table)
-    else:
-        publish("hybrid-schedules", table)
+    print_or_publish("hybrid-schedules", table)
 
 
 if __name__ == "__main__":

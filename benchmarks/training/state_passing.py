@@ -7,7 +7,6 @@ forms take turns. Sent bytes are those of rank 0 in a step: the formula's count,
 namespace.
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from attention2d import Ring
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import by_channels, bytes_on_wire, random_model, training_step
-from benchmarks.support.tables import markdown, publish
+from benchmarks.support.tables import markdown, print_or_publish
 from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 5
@@ -86,10 +85,7 @@ def main() -> None:
     results = measured_cells(__file__, CELLS)
     header = ["model", "tokens", "passing states", "exchanging channels", "speedup"]
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
-    if sys.argv[1:]:
-        print(table)
-    else:
-        publish("state-passing", table)
+    print_or_publish("state-passing", table)
 
 
 if __name__ == "__main__":

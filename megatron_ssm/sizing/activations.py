@@ -20,13 +20,15 @@ from functools import cached_property
 
 from megatron_ssm.configs.config import Config
 
+from .memory import Memory
+
 # Tokens for which the C kernels keep one state: SSD_CHUNK, or SELECTIVE_NUMBERS / N in Mamba-1's scan.
 SSD_CHUNK, SELECTIVE_NUMBERS = 16, 256
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The activations of a rank, if `ranks` tensor-parallel ranks split a model.
+    """The activations of a rank, if `ranks` tensor-parallel ranks split a model. Its properties are numbers for each token.
 
     sequence_parallel, recompute: as for `load`. itemsize: bytes of an element. P context ranks need no argument: each has
     1/P of the tokens. ValueError if the model cannot be split over so many ranks.
@@ -43,28 +45,32 @@ class TrainingMemory:
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""
-        config = self.config
-        stored = sum(self.stored_by_layer(index) for index in range(config.num_layers))
-        most = max(self._head, *(self._backward_of_layer(index) for index in range(config.num_layers)))
-        return int(self.itemsize * batch * tokens * (stored + most))
+        stored = self.config.num_layers * self._stored + len(self.config.hybrid_layers) * self._stored_by_shared_block
+        return int(self.itemsize * batch * tokens * (stored + max(self._head, self._backward)))
 
-    def stored_by_layer(self, index: int) -> float:
-        """What layer `index` stores for each token from forward to backward."""
-        is_hybrid = index in self.config.hybrid_layers
+    @property
+    def _stored(self) -> float:
+        """What the norm and the mixer of a layer store from forward to backward."""
+        return self._hidden + self._kept if self.recompute else self._norm(1) + self._mixer
+
+    @property
+    def _stored_by_shared_block(self) -> float:
+        """What a hybrid layer's use of the shared block stores from forward to backward."""
+        if self.config.shared is None:
+            return 0
         if self.recompute:
-            shared = 2 * self._hidden + self._attention + self._kept_of_shared if is_hybrid else 0
-            return self._hidden + self._kept + shared
-        shared = self._projected + self._attention + self._mlp if is_hybrid else 0
-        return self._norm(1) + self._mixer + shared
+            return 2 * self._hidden + self._attention + self._kept_of_shared
+        return self._projected + self._attention + self._mlp
 
-    def _backward_of_layer(self, index: int) -> float:
-        """What exists in the worst moment of the layer's backward, besides what layers store in forward."""
+    @property
+    def _backward(self) -> float:
+        """What exists in the worst moment of a layer's backward, besides what layers store in forward."""
         config, mixer = self.config, self._mixer_gradients
         if not self.recompute:
             return mixer
         mixer += self._norm(1) - self._hidden + self._mixer
         mixer += config.hidden_size - self._hidden  # the gathered output of the norm, if tokens are divided
-        if config.shared is None or index not in config.hybrid_layers:
+        if config.shared is None:
             return mixer
         mlp = self._mlp + 2 * (config.shared.feed_forward_size // self.ranks)
         return max(mixer, self._projected + 2 * self._hidden, mlp)
@@ -89,10 +95,10 @@ class TrainingMemory:
         logits = -(-self.config.vocab_size // self.ranks)
         return self._norm(1) + max(2 * logits, 3 * self._hidden)
 
-    @property
+    @cached_property
     def _inner(self) -> int:
         """This rank's channels of a mixer."""
-        return self.config.intermediate_size // self.ranks
+        return Memory(self.config, self.ranks).inner
 
     @property
     def _parameters(self) -> int:
@@ -103,7 +109,7 @@ class TrainingMemory:
     @property
     def _bc(self) -> int:
         """B and C of Mamba-2's groups on this rank."""
-        return 2 * max(1, self.config.groups // self.ranks) * self.config.state_size
+        return Memory(self.config, self.ranks).convolved - self._inner
 
     @cached_property
     def _mixer(self) -> float:

@@ -75,8 +75,8 @@ class Memory:
     def state_per_sequence(self) -> int:
         """Bytes of one sequence's states and last inputs of convolutions, in all layers."""
         config = self.config
-        history = (config.conv_kernel - 1) * self._convolved * self.itemsize
-        return config.num_layers * (history + config.state_size * self._inner * self.wide_itemsize)
+        history = (config.conv_kernel - 1) * self.convolved * self.itemsize
+        return config.num_layers * (history + config.state_size * self.inner * self.wide_itemsize)
 
     @property
     def keys_and_values_per_token(self) -> int:
@@ -133,7 +133,7 @@ class Memory:
         At the scan: x and z, the convolution's output (which y overwrites), dt, and the projection that holds dt, B and C.
         On CUDA also copies of x, dt, z, B and C with channels first, y, and the gated y.
         """
-        config, s, i = self.config, self.itemsize, self._inner
+        config, s, i = self.config, self.itemsize, self.inner
         heads = max(1, config.heads // self.ranks)
         parameters = s * (config.dt_rank + 2 * config.state_size)
         copies = s * (5 * i // heads + 2 * config.state_size) if self.on_cuda else 0  # heads run one after the other
@@ -145,12 +145,12 @@ class Memory:
         At the scan: z, x, B, C, dt; the convolution's outputs; two copies of dt in at least fp32; y. On CUDA also, in fp32,
         the state of each chunk alone and with all earlier chunks, and C B^T within chunks.
         """
-        config, s, i = self.config, self.itemsize, self._inner
+        config, s, i = self.config, self.itemsize, self.inner
         heads = config.heads // self.ranks
-        rows = i + self._convolved + heads
-        scan = s * (rows + self._convolved + i) + 2 * self.wide_itemsize * heads
+        rows = i + self.convolved + heads
+        scan = s * (rows + self.convolved + i) + 2 * self.wide_itemsize * heads
         if self.on_cuda:
-            groups = (self._convolved - i) // (2 * config.state_size)
+            groups = (self.convolved - i) // (2 * config.state_size)
             scan += 4 * (2 * i * config.state_size // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
         return max(scan, s * (rows + 2 * i)), s * i
 
@@ -176,16 +176,16 @@ class Memory:
         return {name: self.itemsize * count for name, count in elements.items()}
 
     @property
-    def _inner(self) -> int:
+    def inner(self) -> int:
         """This rank's channels of a mixer."""
         return self.config.intermediate_size // self.ranks
 
     @property
-    def _convolved(self) -> int:
+    def convolved(self) -> int:
         """This rank's channels that go through the convolution."""
         config = self.config
         groups = max(1, config.groups // self.ranks) if config.groups else 0
-        return self._inner + 2 * groups * config.state_size
+        return self.inner + 2 * groups * config.state_size
 
     @property
     def _logits(self) -> int:

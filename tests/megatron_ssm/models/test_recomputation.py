@@ -19,22 +19,25 @@ CASES = (
 )  # fmt: skip
 
 
+def loss_on(rank, oracle, tp, cp, recompute, sequence_parallel):
+    """A model on tensor-parallel times context ranks, and its loss for 64 tokens of each sequence."""
+    tensor, context = groups_of(rank, tp, cp)
+    spread = Ring(context)
+    options = dict(dtype=torch.float64, recompute=recompute, sequence_parallel=sequence_parallel)
+    model = megatron_ssm.load(oracle.directory, tensor, context=spread, **options)
+    inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
+    return model, model.loss(spread.shard(inputs), spread.shard(labels))
+
+
 @pytest.mark.parametrize("name, tp, cp, sequence_parallel", CASES)
 def test_gradients_and_bytes_are_those_without_it(ranks, name, tp, cp, sequence_parallel, oracle):
     """Nothing is sent again, except the tokens that sequence parallelism gathers for the gradients of weights anyway."""
     oracle = oracle(name, torch.float64)
-    inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor, context = groups_of(rank, tp, cp)
-        spread = Ring(context)
         results = []
         for recompute in (False, True):
-            model = megatron_ssm.load(
-                oracle.directory, tensor, context=spread, dtype=torch.float64, recompute=recompute,
-                sequence_parallel=sequence_parallel,
-            )  # fmt: skip
-            loss = model.loss(spread.shard(inputs), spread.shard(labels))
+            model, loss = loss_on(rank, oracle, tp, cp, recompute, sequence_parallel)
             loss.backward()
             results.append((loss.detach(), gradients(model), model.counter.sent, dict(model.counter.calls)))
         return results
@@ -53,16 +56,9 @@ def test_gradients_and_bytes_are_those_without_it(ranks, name, tp, cp, sequence_
 def test_backward_twice(ranks, name, tp, cp, sequence_parallel, oracle):
     """A graph that is retained can be differentiated again."""
     oracle = oracle(name, torch.float64)
-    inputs, labels = (t[:, :64] for t in shifted(oracle.ids))
 
     def run(rank):
-        tensor, context = groups_of(rank, tp, cp)
-        spread = Ring(context)
-        model = megatron_ssm.load(
-            oracle.directory, tensor, context=spread, dtype=torch.float64, recompute=True,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        loss = model.loss(spread.shard(inputs), spread.shard(labels))
+        model, loss = loss_on(rank, oracle, tp, cp, True, sequence_parallel)
         loss.backward(retain_graph=True)
         once = {name: gradient.clone() for name, gradient in gradients(model).items()}
         loss.backward()

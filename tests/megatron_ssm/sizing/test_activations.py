@@ -1,15 +1,13 @@
 """The activations of a training step. Oracle: what torch's allocator recorded."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 import torch.distributed as dist
 from chosen import by_default
-from torch.profiler import ProfilerActivity, profile
 
 import megatron_ssm
 from attention2d import Ring
+from benchmarks.support.live_memory import peak_allocated
 from hf import hf_model
 from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
@@ -32,10 +30,7 @@ def peak(model, ids):
     """The most bytes that a step allocates, beside parameters and their gradients."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        model.loss(ids, ids).backward()
-    events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return peak_allocated(lambda: model.loss(ids, ids).backward())
 
 
 @needs_kernels

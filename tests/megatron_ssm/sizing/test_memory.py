@@ -1,14 +1,12 @@
 """The memory of a rank. Oracle: the bytes of a model and its cache, and what torch's allocator recorded."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 import torch.distributed as dist
 from chosen import by_default
-from torch.profiler import ProfilerActivity, profile
 
 import megatron_ssm
+from benchmarks.support.live_memory import peak_allocated
 from cases import MARKED, SEQ, oracle
 from hf import hf_model
 from megatron_ssm.native import kernels
@@ -57,12 +55,9 @@ def peak(rank, directory, dtype):
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = megatron_ssm.load(directory, group, dtype=dtype)
     ids = torch.zeros(BATCH, PROMPT, dtype=torch.int64)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        model(ids, cache=model.new_cache(BATCH, PROMPT), logits_to_keep=1)
-    events = (event for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
-    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    measured = peak_allocated(lambda: model(ids, cache=model.new_cache(BATCH, PROMPT), logits_to_keep=1))
     memory = Memory(model.config, dist.get_world_size(), dtype.itemsize, amx=torch.cpu._is_amx_tile_supported())
-    return max(allocated), memory.prefill(BATCH, PROMPT)
+    return measured, memory.prefill(BATCH, PROMPT)
 
 
 MULTIPLIES_BF16 = pytest.mark.skipif(
