@@ -20,7 +20,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from decoded import hooked, hooked_anew
 from megatron_ssm import Engine, generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli.main import parser
@@ -32,7 +31,7 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
-from serving import checkpoint, families, ids, on_ranks, on_ranks_of_families
+from serving import checkpoint, families, hooked, hooked_anew, ids, on_ranks, on_ranks_of_families
 
 READS_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::lift_fresh"}
 SEQUENCES, MORE = ids(4, 9), ids(4, 14, seed=4)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_ssm
-from decoded import IDS, counted, hooked, hooked_anew, one_by_one, saved
 from megatron_ssm.decoding import native_step
 from megatron_ssm.layers.mamba1 import Convolution
 from megatron_ssm.models.model import Block
 from megatron_ssm.native import kernels
+from serving import IDS, counted, hooked, hooked_anew, one_by_one, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from decoded import IDS, counted, one_by_one, saved
 from megatron_ssm.decoding import native_step
 from megatron_ssm.native import kernels
+from serving import IDS, counted, one_by_one, saved
 from sparsefusion.native.library import Library
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")

@@ -1,0 +1,19 @@
+"""commir: from loop programs to verified schedules on many ranks, and a search for the best one.
+
+Docstrings call "Mercury: Unlocking Multi-GPU Operator Optimization for LLMs via Remote Memory Scheduling" the paper, and
+cite its sections. The sub-packages are listed in docs/architecture.md, and each says which ones it may import.
+Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
+"""
+
+from sparsefusion.foundation.lazy import lazy_exports
+
+_HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")} | {
+    "Mesh": "ir.mesh",
+    "Schedule": "lowering.lower",
+    "Plan": "lowering.plan",
+    "interpret": "execution.interpreter",
+    "execute": "execution.executor",
+    "verify": "execution.verifier",
+}
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -1,0 +1,105 @@
+"""`interpret`: a plan on a whole mesh that is simulated in one process."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from commir.lowering.plan import Plan
+
+from .machine import take_steps
+from .state import Count, Kernels, Messages, RankState
+
+Tensor = torch.Tensor
+
+
+class Stuck(RuntimeError):
+    """Ranks wait for messages that no rank sends, or a message has another shape than the one that is awaited."""
+
+
+def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
+    """The outputs of a plan for whole inputs: {output: whole tensor}. All ranks are simulated, in one process and dtype.
+
+    inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent and held. ValueError: an
+    input is missing or has the wrong shape. Stuck: the plan's messages do not match, which a lowered plan's always do.
+    """
+    blocks = [plan.shard(inputs, rank) for rank in range(plan.mesh.ranks)]
+    return plan.unshard(run_machines(plan, blocks, counts))
+
+
+def run_machines(
+    plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None = None, kernels: Kernels | None = None
+) -> list[dict[str, Tensor]]:
+    """The outputs of every rank, from its inputs at home. Machines take turns; each runs until it waits for a message."""
+    states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
+    post = _Post()
+    runs = [take_steps(state) for state in states]
+    waiting: dict[int, Any] = dict.fromkeys(range(len(runs)))  # rank -> what its generator is sent next, or a handle
+    results: dict[int, dict[str, Tensor]] = {}
+    while waiting:
+        progress = False
+        for rank in list(waiting):
+            handle = waiting[rank]
+            if handle is not None and not post.deliver(rank, handle):
+                continue
+            progress = True
+            try:
+                waiting[rank] = _run_until_waiting(runs[rank], rank, post)
+            except StopIteration as end:
+                results[rank] = end.value
+                del waiting[rank]
+        if not progress:
+            raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends")
+    post.refuse_undelivered()
+    if counts is not None:
+        counts += [state.count for state in states]
+    return [results[rank] for rank in range(len(runs))]
+
+
+def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
+    """Continue a machine until it waits for a handle, which is returned. StopIteration: it has finished."""
+    answer = None
+    while True:
+        request = run.send(answer)
+        if not isinstance(request, Messages):
+            return request
+        answer = post.begin(rank, request)
+
+
+class _Post:
+    """Messages under way: a queue for each pair of ranks, as on a network that keeps their order."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int], deque[Tensor]] = {}
+        self._expected: dict[tuple[int, int], deque[Tensor]] = {}
+
+    def begin(self, rank: int, messages: Messages) -> list[tuple[int, Tensor]]:
+        """Send messages, and return a handle for those to receive."""
+        for x, to in messages.sends:
+            self._queues.setdefault((rank, to), deque()).append(x.clone())
+        for x, source in messages.receives:
+            self._expected.setdefault((source, rank), deque()).append(x)
+        self._match()
+        return [(source, x) for x, source in messages.receives]
+
+    def deliver(self, rank: int, handle: list[tuple[int, Tensor]]) -> bool:
+        """Whether all messages of a handle have arrived."""
+        self._match()
+        return not any(x is each for source, x in handle for each in self._expected.get((source, rank), ()))
+
+    def refuse_undelivered(self) -> None:
+        """Stuck: a message was sent that no rank has received, or the reverse."""
+        if left := [pair for pair, queue in (*self._queues.items(), *self._expected.items()) if queue]:
+            raise Stuck(f"messages between the ranks {left[:3]} are sent or awaited, but not both")
+
+    def _match(self) -> None:
+        for pair, expected in self._expected.items():
+            queue = self._queues.get(pair, ())
+            while queue and expected:
+                x, message = expected.popleft(), queue.popleft()
+                if x.shape != message.shape or x.dtype != message.dtype:
+                    raise Stuck(
+                        f"rank {pair[0]} sends {tuple(message.shape)} where rank {pair[1]} awaits {tuple(x.shape)}"
+                    )
+                x.copy_(message)

@@ -1,0 +1,147 @@
+"""The steps inside the loops of a rank: blocks that travel, tiles, and partial results that travel.
+
+Every function takes the state of a rank and a step, and is a generator as `state` describes.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from commir.ir.monoids import MONOIDS
+from commir.ir.program import Operand, Result
+from commir.lowering.blocks import Sizes, expand, flat, local_sizes, select
+from commir.lowering.layouts import Piece
+from commir.lowering.loops import travelling
+from commir.lowering.steps import Arrive, Combine, Compute, Derive, Free, Key, Round, Send, SendPartial
+
+from .state import RankState, Run, normal
+
+Tensor = torch.Tensor
+Fixed = Mapping[Piece, int]  # {digit: the block of it that a turn of the loops uses}
+
+
+def derive_input(state: RankState, step: Derive) -> Run:
+    """Compute an input from others."""
+    sources = state.read(state.program.operand(step.operand).source)
+    derived = state.kernels.derive(state.program, step.operand, sources)
+    state.count.hold(derived)
+    state.registers[step.operand, ()] = derived
+    yield from ()
+
+
+def send(state: RankState, step: Send) -> Run:
+    """Begin to pass a block to the rank before, and to receive the next."""
+    (block,) = state.read([step.operand], step.source)
+    target = torch.empty_like(block, memory_format=torch.contiguous_format)
+    state.count.hold(target)
+    sends, receives = [(block, state.peer(step.axis, -1))], [(target, state.peer(step.axis, 1))]
+    handle = yield state.begin(sends, receives)
+    state.in_flight[step.operand, step.target] = handle, [target], []
+
+
+def arrive(state: RankState, step: Arrive) -> Run:
+    """Wait for a block."""
+    handle, (block,), _ = state.in_flight.pop((step.operand, step.key))
+    yield handle
+    state.registers[step.operand, step.key] = block
+
+
+def free(state: RankState, step: Free) -> Run:
+    """Release a block."""
+    state.drop(state.registers.pop((step.operand, normal(step.key))))
+    yield from ()
+
+
+def compute(state: RankState, step: Compute) -> Run:
+    """Compute a tile, and combine its results into the accumulators."""
+    fixed = {}
+    for loop, counter in zip(state.loops, step.counters, strict=True):
+        shift = state.coordinates[loop.mesh_axis] if loop.mesh_axis else 0
+        fixed[loop.piece] = (counter + shift) % loop.size
+    operands = [operand for operand in state.program.inputs if operand.in_tile]
+    inputs = {operand.name: _input(state, operand, step.counters, fixed) for operand in operands}
+    indices = {axis: _index(state, axis, fixed) for axis in state.digits.sizes}
+    computed = state.kernels.tile(state.program, inputs, indices)
+    for result in state.program.results:
+        _accumulate(state, result, [computed[name] for name in result.outputs], step.counters, fixed)
+    yield from ()
+
+
+def send_partial(state: RankState, step: SendPartial) -> Run:
+    """Begin to send a partial result, and to receive another rank's."""
+    outputs = state.outputs(step.result)
+    partial = [state.registers.pop((output.name, step.source)) for output in outputs]
+    leaving = [state.on_wire(output, x) for output, x in zip(outputs, partial, strict=True)]
+    arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
+    state.count.hold(*arriving)
+    to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
+    handle = yield state.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
+    state.in_flight[step.result, step.source, step.target] = handle, arriving, partial
+
+
+def combine(state: RankState, step: Combine) -> Run:
+    """Wait for another rank's partial result, and combine it into this rank's."""
+    handle, arrived, partial = state.in_flight.pop((step.result, step.source, step.target))
+    yield handle
+    result = state.program.results[step.result]
+    MONOIDS[result.monoid].combine(state.read(result.outputs, step.target), arrived)
+    state.count.drop(*arrived, *partial)
+
+
+def round_outputs(state: RankState, step: Round) -> Run:
+    """Convert outputs to the dtype in which they travel."""
+    for output in state.outputs(step.result):
+        old = state.registers[output.name, ()]
+        new = state.on_wire(output, old)
+        if new is not old:
+            state.count.hold(new)
+            state.count.drop(old)
+            state.registers[output.name, ()] = new
+    yield from ()
+
+
+def _input(state: RankState, operand: Operand, counters: Key, fixed: Fixed) -> Tensor:
+    """The block of an input that the tile reads."""
+    key = tuple(counters[j] for j in travelling(state.digits, state.loops, operand))
+    (register,) = state.read([operand.name], key)
+    sizes = local_sizes(state.digits, operand, state.digits.needed(operand))
+    local = _local(fixed, sizes)
+    return flat(select(register, sizes, local), sizes, local) if local else register
+
+
+def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:
+    """The elements of the whole tensor, along an axis, that the tile sees."""
+    held = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.digits.parallel().items()}
+    sizes = [[((axis, number), size) for number, size in enumerate(state.digits.sizes[axis])]]
+    return select(state.plan.positions(axis), sizes, _local(held | dict(fixed), sizes)).reshape(-1)
+
+
+def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
+    """Combine a tile's results into the accumulators, which are created when the first one is computed."""
+    outputs = [state.program.operand(name) for name in result.outputs]
+    key = normal(tuple(counters[j] for j in travelling(state.digits, state.loops, outputs[0])))
+    layout, monoid = state.digits.needed(outputs[0]), MONOIDS[result.monoid]
+    sizes = [local_sizes(state.digits, output, layout) for output in outputs]
+    local = _local(fixed, sizes[0])
+    if (outputs[0].name, key) not in state.registers:
+        new = computed if not local else _neutral(computed, sizes, monoid.values(len(outputs)))
+        state.count.hold(*new)
+        state.registers |= {(output.name, key): x for output, x in zip(outputs, new, strict=True)}
+        if not local:
+            return
+    blocks = state.read(result.outputs, key)
+    total = [select(x, each, local) for x, each in zip(blocks, sizes, strict=True)]
+    monoid.combine(total, [expand(x, each, local) for x, each in zip(computed, sizes, strict=True)])
+
+
+def _local(fixed: Fixed, sizes: Sizes) -> dict[Piece, int]:
+    """Those of `fixed` whose digits are local to a tensor."""
+    pieces = {piece for dim in sizes for piece, _ in dim}
+    return {piece: index for piece, index in fixed.items() if piece in pieces}
+
+
+def _neutral(like: list[Tensor], sizes: list[Sizes], values: tuple[float, ...]) -> list[Tensor]:
+    """Accumulators with all local digits, filled with the neutral element."""
+    shapes = [[math.prod(size for _, size in dim) for dim in each] for each in sizes]
+    return [x.new_full(shape, value) for x, shape, value in zip(like, shapes, values, strict=True)]

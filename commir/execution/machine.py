@@ -1,0 +1,33 @@
+"""All steps of a plan on one rank, as one generator."""
+
+from collections.abc import Callable
+from typing import Any
+
+from commir.lowering import steps as kinds
+
+from . import collectives, loop_steps
+from .state import RankState, Run
+
+_TAKE: dict[type, Callable[[RankState, Any], Run]] = {
+    kinds.AllToAll: collectives.all_to_all,
+    kinds.Gather: collectives.gather,
+    kinds.Slice: collectives.slice_own,
+    kinds.Swap: collectives.swap,
+    kinds.ReduceScatter: collectives.reduce_scatter,
+    kinds.AllReduce: collectives.all_reduce,
+    kinds.Derive: loop_steps.derive_input,
+    kinds.Send: loop_steps.send,
+    kinds.Arrive: loop_steps.arrive,
+    kinds.Free: loop_steps.free,
+    kinds.Compute: loop_steps.compute,
+    kinds.SendPartial: loop_steps.send_partial,
+    kinds.Combine: loop_steps.combine,
+    kinds.Round: loop_steps.round_outputs,
+}
+
+
+def take_steps(state: RankState) -> Run:
+    """Take all steps; the generator returns {output: this rank's block at home}. See `state` for what it yields."""
+    for step in state.plan.steps:
+        yield from _TAKE[type(step)](state, step)
+    return {output.name: state.stored(output, state.registers[output.name, ()]) for output in state.program.outputs}

@@ -1,0 +1,144 @@
+"""What one rank has while it takes the steps of a plan: registers, messages in flight, and what it has counted.
+
+Steps are generators over this state. They yield messages to send and receive, and get a handle; they yield a handle, and
+continue when its messages have arrived. The interpreter and the executor take the same steps, and deliver messages
+differently.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commir.ir.program import Operand, Program
+from commir.lowering.loops import loops_of
+from commir.lowering.plan import Plan
+from commir.lowering.steps import Key
+from commir.programs.tiles import Tile, derive, tile_of
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+Tensor = torch.Tensor
+Run = Generator[Any, Any, Any]  # yields Messages or handles; see the module's docstring
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages to begin: [(tensor, rank to send it to)] and [(tensor to fill, rank it comes from)]."""
+
+    sends: list[tuple[Tensor, int]]
+    receives: list[tuple[Tensor, int]]
+
+
+@dataclass
+class Count:
+    """What a rank has sent and held, in bytes. held: now. peak: the most at a time so far."""
+
+    sent: int = 0
+    held: int = 0
+    peak: int = 0
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Count new tensors."""
+        self.held += sum(x.nbytes for x in tensors)
+        self.peak = max(self.peak, self.held)
+
+    def drop(self, *tensors: Tensor) -> None:
+        """Count tensors that are no longer needed."""
+        self.held -= sum(x.nbytes for x in tensors)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes tiles and derived inputs. derive: (program, operand, sources) -> the derived input."""
+
+    tile: Tile
+    derive: Callable[[Program, str, Sequence[Tensor]], Tensor] = derive
+
+
+class RankState:
+    """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
+
+    registers: {(operand, key): block}, with the key () for the block that the rank owns. in_flight: {message: (handle,
+    tensors that arrive, tensors that leave)}.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, inputs: Mapping[str, Tensor], count: Count | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.digits, self.program = plan, plan.digits, plan.program
+        self.coordinates = plan.mesh.coordinates(rank)
+        self.count = count or Count()
+        self.loops = loops_of(self.digits)
+        self.kernels = kernels or Kernels(tile_of(self.program, plan.schedule.kernel))
+        self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
+        self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
+        self._home = set(map(id, inputs.values()))
+        self._dtype = inputs[self.program.inputs[0].name].dtype
+        self.count.hold(*inputs.values())
+
+    # Registers
+
+    def read(self, names: Sequence[str], key: Key = ()) -> list[Tensor]:
+        """The blocks of operands with this key."""
+        return [self.registers[name, normal(key)] for name in names]
+
+    def replace(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
+        """Put new blocks, which are counted already, into the registers of operands, and drop what was there."""
+        for name, x in zip(names, new, strict=True):
+            self.drop(self.registers[name, ()])
+            self.registers[name, ()] = x
+
+    def drop(self, x: Tensor) -> None:
+        """Count a block as no longer needed, unless it is an input at home, which its caller keeps."""
+        if id(x) not in self._home:
+            self.count.drop(x)
+
+    def outputs(self, result: int) -> list[Operand]:
+        """The outputs of a result of the program."""
+        return [self.program.operand(name) for name in self.program.results[result].outputs]
+
+    # Dtypes
+
+    def on_wire(self, output: Operand, x: Tensor) -> Tensor:
+        """x in the dtype in which partial results of an output travel."""
+        return x.to(self._wide if output.is_wide or output.has_wide_partials else self._dtype)
+
+    def stored(self, output: Operand, x: Tensor) -> Tensor:
+        """x in the dtype in which a caller gets an output."""
+        return x.to(self._wide if output.is_wide else self._dtype)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return at_least_fp32(self._dtype)
+
+    # Messages
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along a mesh axis."""
+        return self.plan.mesh.size(axis)
+
+    def peer(self, axis: str, distance: int) -> int:
+        """The rank `distance` further along a mesh axis."""
+        there = (self.coordinates[axis] + distance) % self.size(axis)
+        return self.plan.mesh.rank_at({**self.coordinates, axis: there})
+
+    def begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
+        """Messages to begin, counted."""
+        self.count.sent += sum(x.nbytes for x, _ in sends)
+        return Messages([(x.contiguous(), to) for x, to in sends], receives)
+
+    def exchange(self, axis: str, leaving: Sequence[Tensor], distance: int) -> Run:
+        """Send tensors `distance` further along an axis; returns those of the rank as far before. The caller drops them."""
+        arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
+        self.count.hold(*arriving)
+        to, source = self.peer(axis, distance), self.peer(axis, -distance)
+        handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
+        yield handle
+        return arriving
+
+
+def normal(key: Key) -> Key:
+    """The key of a register: () for the block that the rank owns."""
+    return key if any(key) else ()

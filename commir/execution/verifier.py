@@ -1,0 +1,200 @@
+"""`verify`: what is proved about a plan, and tested, before it may run.
+
+- Coverage: with one element per innermost digit, every input block that a tile reads is the right one, and every output
+  element at home combines each point of the loops that it is reduced over exactly once.
+- Numbers: in float64, with small sizes and random inputs, the outputs equal those of the unscheduled program; programs with
+  a causal mask are tested with and without it, because a mask hides errors in what it leaves out.
+
+Both take the plan's own steps, at other sizes: steps depend on digits, not on sizes.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from commir.ir.program import WHOLE, Axis, Operand, Program, Result
+from commir.lowering.plan import Plan
+from commir.programs.tiles import derive, tile_of
+
+from .interpreter import Stuck, run_machines
+from .state import Kernels
+
+Tensor = torch.Tensor
+TOLERANCE = 1e-13  # relative to the largest element, and at least absolute
+LARGEST_INNER = 64  # innermost digits are tried up to this size
+
+
+class Refuted(ValueError):
+    """A plan does not compute its program. The message names the first wrong element, or the messages that do not match."""
+
+
+def verify(plan: Plan, seed: int = 0) -> None:
+    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs.
+
+    Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
+    """
+    try:
+        _check_coverage(plan)
+        for options in _masks(plan.program):
+            _check_numbers(plan.with_options(**options), seed)
+    except (Stuck, KeyError, RuntimeError, IndexError) as error:
+        raise Refuted(f"{plan.schedule}: the steps do not fit together: {type(error).__name__}: {error}") from None
+
+
+def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs of a program on one rank, as a single tile in plain operations: what every plan of it must compute."""
+    known = dict(inputs)
+    for operand in program.inputs:
+        if operand.source:
+            known[operand.name] = derive(program, operand.name, [known[name] for name in operand.source])
+    indices = {axis.name: torch.arange(axis.size) for axis in program.axes if axis.kind != WHOLE}
+    return tile_of(program, "reference")(program, {name: known[name] for name in known}, indices)
+
+
+def smallest(plan: Plan, whole: int, inner: int) -> Plan:
+    """The plan at the smallest sizes that its digits divide, if possible with `inner` elements per innermost digit."""
+    sizes = {axis.name: min(whole, axis.size) for axis in plan.program.axes if axis.kind == WHOLE}
+    for axis in dict.fromkeys(digit.axis for digit in plan.schedule.digits):
+        sizes[axis] = _smallest_size(plan, axis, inner)
+    return plan.at(**sizes)
+
+
+def _smallest_size(plan: Plan, axis: str, inner: int) -> int:
+    """The smallest size of an axis with at least `inner` elements per innermost digit, or else its own size."""
+    *outer, last = plan.digits.sizes[axis]
+    for size in (*range(inner, LARGEST_INNER), *range(1, inner)):
+        total = math.prod(outer) * size
+        try:
+            plan.at(**{axis: total}).digits  # noqa: B018
+        except ValueError:
+            continue
+        return total
+    return math.prod(outer) * last
+
+
+def _masks(program: Program) -> list[dict[str, bool]]:
+    return [{"causal": True}, {"causal": False}] if "causal" in dict(program.options) else [{}]
+
+
+def _check_numbers(plan: Plan, seed: int) -> None:
+    small = smallest(plan, whole=4, inner=2)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        operand.name: torch.randn(small.program.shape(operand), generator=generator, dtype=torch.float64)
+        for operand in small.inputs()
+    }
+    blocks = [small.shard(inputs, rank) for rank in range(small.mesh.ranks)]
+    found, expected = small.unshard(run_machines(small, blocks)), unscheduled(small.program, inputs)
+    for name, x in found.items():
+        limit = TOLERANCE * _scale(expected[name])
+        wrong = ~((x - expected[name]).abs() <= limit) & ~(x == expected[name])
+        if wrong.any():
+            where = tuple(int(index) for index in wrong.nonzero()[0])
+            mask = "".join(f" ({option} = {value})" for option, value in small.program.options if option == "causal")
+            raise Refuted(
+                f"{plan.schedule}: {name}{list(where)} is {float(x[where]):.6g} and should be "
+                f"{float(expected[name][where]):.6g}, at {dict((a.name, a.size) for a in small.program.axes)}{mask}"
+            )
+
+
+def _scale(x: Tensor) -> float:
+    finite = x[x.isfinite()].abs()
+    return max(1.0, float(finite.max())) if finite.numel() else 1.0
+
+
+def _check_coverage(plan: Plan) -> None:
+    small = smallest(plan, whole=1, inner=1)
+    program, points = _counting_program(small.program)
+    counting = small.with_program(program)
+    names = {operand.name: _names_of_elements(program.shape(operand)) for operand in program.inputs}
+    inputs = {operand.name: names[operand.name] for operand in counting.inputs()}
+    blocks = [counting.shard(inputs, rank) for rank in range(counting.mesh.ranks)]
+    kernels = Kernels(_CountingTile(names, points), lambda _, operand, sources: sources[0].squeeze(-1))
+    found = counting.unshard(run_machines(counting, blocks, kernels=kernels))
+    for result in program.results:
+        for name in result.outputs:
+            if (wrong := (found[name] != 1).nonzero()).numel():
+                *element, point = (int(index) for index in wrong[0])
+                times = int(found[name][tuple(wrong[0])])
+                at = ", ".join(f"{a} {i}" for a, i in points.coordinates(program.result_of(name), point).items())
+                raise Refuted(
+                    f"{plan.schedule}: {name}{element} combines the block at {at or 'its place'} {times} times, not once"
+                )
+
+
+class _Points:
+    """The points of the loops over which each result is reduced, numbered."""
+
+    def __init__(self, program: Program) -> None:
+        self._axes = {r.outputs: {a: program.axis(a).size for a in program.reduced_axes(r)} for r in program.results}
+
+    def count(self, result: Result) -> int:
+        """How many points a result is reduced over."""
+        return math.prod(self._axes[result.outputs].values())
+
+    def coordinates(self, result: Result, point: int) -> dict[str, int]:
+        """{axis: index} of a point."""
+        sizes = self._axes[result.outputs]
+        return dict(zip(sizes, list(itertools.product(*map(range, sizes.values())))[point], strict=True))
+
+    def mask(self, result: Result, indices: Mapping[str, Tensor]) -> Tensor:
+        """(count,): 1 for the points of a tile with these indices, 0 for others."""
+        sizes = self._axes[result.outputs]
+        found = torch.zeros(list(sizes.values()), dtype=torch.float64)
+        if sizes:
+            found[torch.meshgrid(*(indices[axis] for axis in sizes), indexing="ij")] = 1
+        else:
+            found.fill_(1)
+        return found.reshape(-1)
+
+
+class _CountingTile:
+    """A tile that checks its input blocks, and contributes 1 for each point of its loops."""
+
+    def __init__(self, names: Mapping[str, Tensor], points: _Points) -> None:
+        self._names, self._points = names, points
+
+    def __call__(
+        self, program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        found = {}
+        for name, x in inputs.items():
+            operand = program.operand(name)
+            expected = self._names[name]
+            for dim, axis in enumerate(operand.axes):
+                if axis in indices:
+                    expected = expected.index_select(dim, _elements(operand, axis, indices[axis]))
+            if x.shape != expected.shape or not torch.equal(x, expected):
+                raise Refuted(f"a tile reads elements of {name} that are not those of its place in the loops")
+        for result in program.results:
+            mask = self._points.mask(result, indices)
+            for name in result.outputs:
+                operand = program.operand(name)
+                shape = [
+                    len(_elements(operand, axis, indices[axis])) if axis in indices else 1 for axis in operand.axes[:-1]
+                ]
+                found[name] = mask.expand(*shape, len(mask)).clone()
+        return found
+
+
+def _elements(operand: Operand, axis: str, indices: Tensor) -> Tensor:
+    """The elements of an operand's dimension that serve these indices of an axis."""
+    return indices[:: operand.divisor(axis)] // operand.divisor(axis)
+
+
+def _names_of_elements(shape: tuple[int, ...]) -> Tensor:
+    """A different number in every element."""
+    return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+
+
+def _counting_program(program: Program) -> tuple[Program, _Points]:
+    """The program with one more dimension of each output: how often each point was combined into it, by sums."""
+    points = _Points(program)
+    extra = tuple(Axis(f"points{n}", points.count(result), WHOLE) for n, result in enumerate(program.results))
+    number = {name: n for n, result in enumerate(program.results) for name in result.outputs}
+    outputs = tuple(replace(each, axes=(*each.axes, f"points{number[each.name]}")) for each in program.outputs)
+    results = tuple(replace(result, monoid="sum") for result in program.results)
+    return replace(program, axes=(*program.axes, *extra), outputs=outputs, results=results), points

@@ -1,0 +1,196 @@
+"""Loop programs: axes, operands indexed by them, and how the partial results of a reduction combine (paper, section 4.1).
+
+A program is a loop nest around a tile. Each axis is a loop (or a dimension inside the tile), each operand a tensor whose
+dimensions are axes. The tile computes what one block of every axis contributes to the outputs; contributions of different
+blocks of an axis by which an output is not indexed are combined by the output's monoid. Everything is immutable.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
+KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
+ORDERS = ("contiguous", "zigzag")
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A loop of a program, or a dimension inside its tile.
+
+    kind: "s" (spatial: every output of its own blocks), "r" (some output is reduced over it, in any order), "c" (a scan: a
+    state passes along it, in order), "w" (whole: inside the tile, never split). order: which elements a rank holds where
+    ranks share the axis, "contiguous" or "zigzag" (with P ranks and 2P blocks, rank p holds blocks p and 2P-1-p).
+    """
+
+    name: str
+    size: int
+    kind: str = SPATIAL
+    order: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"{self.name!r} is no name for an axis: it must be an identifier")
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
+        if self.kind not in KINDS:
+            raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
+        if self.order not in ORDERS:
+            raise ValueError(f"axis {self.name} has order {self.order!r}, none of {', '.join(ORDERS)}")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input or output tensor, with one dimension per axis.
+
+    axes: names of its axes, in the order of its dimensions. groups: {axis: divisor} as pairs; the dimension has size /
+    divisor elements, each of which serves `divisor` consecutive indices of the axis (keys and values under GQA). home: the
+    axis along which the caller keeps it sharded over all ranks of the mesh; None: every rank holds it whole. is_wide: it is
+    kept in at least fp32 (statistics such as lse). has_wide_partials: partial results travel in at least fp32.
+    source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
+    in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    home: str | None = None
+    groups: tuple[tuple[str, int], ...] = ()
+    is_wide: bool = False
+    has_wide_partials: bool = False
+    source: tuple[str, ...] = ()
+    in_tile: bool = True
+
+    def divisor(self, axis: str) -> int:
+        """How many indices of `axis` share one element of this operand."""
+        return dict(self.groups).get(axis, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outputs whose partial results combine together, by a monoid named in `ir.monoids.MONOIDS`."""
+
+    monoid: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loop program.
+
+    inputs, outputs: its operands. results: how partial outputs combine; every output belongs to exactly one. tile: the name
+    of the function in `commir.programs.tiles` that computes a block, or the text of the expression of a parsed program.
+    options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
+    runs with tensors of any floating dtype. ValueError: an operand names an axis that does not exist, a size does not divide
+    by a group, or an output belongs to no result or to several.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    tile: str
+    options: tuple[tuple[str, Any], ...] = ()
+    dtype: str = "float32"
+    _axes: dict[str, Axis] = field(init=False, repr=False, compare=False, hash=False)
+    _operands: dict[str, Operand] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        _refuse_duplicates("axis", (axis.name for axis in self.axes))
+        _refuse_duplicates("operand", (operand.name for operand in self.operands))
+        object.__setattr__(self, "options", tuple(sorted(self.options)))
+        object.__setattr__(self, "_axes", {axis.name: axis for axis in self.axes})
+        object.__setattr__(self, "_operands", {operand.name: operand for operand in self.operands})
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZES)}")
+        for operand in self.operands:
+            self._check_operand(operand)
+        named = [name for result in self.results for name in result.outputs]
+        for output in self.outputs:
+            if named.count(output.name) != 1:
+                raise ValueError(f"output {output.name} belongs to {named.count(output.name)} results; it needs one")
+
+    def _check_operand(self, operand: Operand) -> None:
+        for name in (*operand.axes, *([operand.home] if operand.home else [])):
+            if name not in self._axes:
+                raise ValueError(f"operand {operand.name} names the axis {name}, which {self.name} does not have")
+        if operand.home and operand.home not in operand.axes:
+            raise ValueError(f"operand {operand.name} is kept along {operand.home}, by which it is not indexed")
+        for name, divisor in operand.groups:
+            if self._axes[name].size % divisor:
+                size = self._axes[name].size
+                raise ValueError(
+                    f"{operand.name}: axis {name} of {size} does not divide by {divisor} ({size % divisor} left)"
+                )
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (*self.inputs, *self.outputs)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name. ValueError: there is none."""
+        if name not in self._axes:
+            raise ValueError(f"{self.name} has no axis {name!r}; it has {', '.join(self._axes)}")
+        return self._axes[name]
+
+    def operand(self, name: str) -> Operand:
+        """The operand of this name. ValueError: there is none."""
+        if name not in self._operands:
+            raise ValueError(f"{self.name} has no operand {name!r}; it has {', '.join(self._operands)}")
+        return self._operands[name]
+
+    def option(self, name: str) -> Any:
+        """The value of an option of the tile. KeyError: there is none."""
+        return dict(self.options)[name]
+
+    def shape(self, operand: Operand) -> tuple[int, ...]:
+        """The shape of the whole operand."""
+        return tuple(self._axes[name].size // operand.divisor(name) for name in operand.axes)
+
+    def itemsize(self, operand: Operand, is_partial: bool = False) -> int:
+        """Bytes of an element; is_partial: of a partial result on the wire."""
+        size = ITEMSIZES[self.dtype]
+        return max(4, size) if operand.is_wide or (is_partial and operand.has_wide_partials) else size
+
+    def nbytes(self, operand: Operand) -> int:
+        """Bytes of the whole operand."""
+        return math.prod(self.shape(operand)) * self.itemsize(operand)
+
+    def resized(self, **sizes: int) -> "Program":
+        """The same program with other sizes of the named axes. ValueError as for a new program."""
+        for name in sizes:
+            self.axis(name)
+        axes = tuple(replace(axis, size=sizes.get(axis.name, axis.size)) for axis in self.axes)
+        return replace(self, axes=axes)
+
+    def with_options(self, **options: Any) -> "Program":
+        """The same program with other options of its tile."""
+        return replace(self, options=tuple((dict(self.options) | options).items()))
+
+    def reduced_axes(self, result: Result) -> tuple[str, ...]:
+        """The axes over which partial results of `result` are combined: loops that do not index its outputs."""
+        indexed = {name for output in result.outputs for name in self.operand(output).axes}
+        return tuple(axis.name for axis in self.axes if axis.kind != WHOLE and axis.name not in indexed)
+
+    def row_axes(self, result: Result) -> tuple[str, ...]:
+        """The leading axes that all outputs of a result share: each row along them is combined independently of others."""
+        shared: list[str] = []
+        for names in zip(*(self.operand(output).axes for output in result.outputs), strict=False):
+            if len(set(names)) > 1:
+                break
+            shared.append(names[0])
+        return tuple(shared)
+
+    def result_of(self, output: str) -> Result:
+        """The result to which an output belongs."""
+        return next(result for result in self.results if output in result.outputs)
+
+
+def _refuse_duplicates(kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two {kind}s are called {name}" if kind == "operand" else f"two axes are called {name}")
+        seen.add(name)

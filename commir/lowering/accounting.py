@@ -1,0 +1,194 @@
+"""What the steps of a plan send and hold, counted from layouts and sizes, without running anything.
+
+The rules are those by which a machine counts the tensors that it has: inputs at home stay for the whole run; every block,
+accumulator and message counts from its allocation until it is no longer needed. Temporaries of kernels do not count.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from commir.ir.program import Operand
+
+from . import steps as kinds
+from .layouts import Digits
+from .loops import loops_of, travelling
+from .steps import Key, Step
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes that each rank sends in all, along each mesh axis, and the most that it holds at a time."""
+
+    sent: int
+    sent_along: tuple[tuple[str, int], ...]
+    peak: int
+
+
+def account(digits: Digits, steps: Sequence[Step]) -> Account:
+    """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send."""
+    ledger = _Ledger(digits)
+    for step in steps:
+        getattr(ledger, f"_{type(step).__name__}")(step)
+    return Account(sum(ledger.sent.values()), tuple(ledger.sent.items()), ledger.peak)
+
+
+@dataclass
+class _Ledger:
+    """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, whether at home)}."""
+
+    digits: Digits
+    sent: dict[str, int] = field(default_factory=dict)
+    held: int = 0
+    peak: int = 0
+    blocks: dict[tuple[str, Key], tuple[int, int, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.program, self.loops = self.digits.nest.program, loops_of(self.digits)
+        for operand in self.program.inputs:
+            if not operand.source:
+                count = math.prod(self.digits.local_shape(operand, self.digits.home(operand)))
+                self._put(operand.name, (), count, self.program.itemsize(operand), is_home=True)
+        self.travel = {
+            each.name: travelling(self.digits, self.loops, each)
+            for each in (*self.program.inputs, *self.program.outputs)
+        }
+
+    # Registers
+
+    def _hold(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+    def _put(self, name: str, key: Key, count: int, itemsize: int, is_home: bool = False) -> None:
+        self._hold(count * itemsize)
+        self.blocks[name, key if any(key) else ()] = count, itemsize, is_home
+
+    def _take(self, name: str, key: Key = ()) -> tuple[int, int]:
+        """Remove a register, without releasing its bytes. Returns (elements, bytes to release)."""
+        count, itemsize, is_home = self.blocks.pop((name, key if any(key) else ()))
+        return count, 0 if is_home else count * itemsize
+
+    def _nbytes(self, name: str, key: Key = ()) -> int:
+        count, itemsize, _ = self.blocks[name, key if any(key) else ()]
+        return count * itemsize
+
+    def _send(self, axis: str, nbytes: int) -> None:
+        self.sent[axis] = self.sent.get(axis, 0) + nbytes
+
+    def _size(self, axis: str) -> int:
+        return self.digits.nest.mesh.size(axis)
+
+    def _replace(self, names: Sequence[str], factor: Callable[[int], int], transit: int) -> None:
+        """New blocks for registers, with `factor(elements)` elements, `transit` bytes on their way meanwhile."""
+        sizes = [(factor(self.blocks[name, ()][0]), self.blocks[name, ()][1]) for name in names]
+        total = sum(count * itemsize for count, itemsize in sizes)
+        self._hold(total)
+        self._hold(transit)
+        self.held -= transit
+        for name, (count, itemsize) in zip(names, sizes, strict=True):
+            self.held -= self._take(name)[1]
+            self.blocks[name, ()] = count, itemsize, False
+
+    def _outputs(self, result: int) -> list[Operand]:
+        return [self.program.operand(name) for name in self.program.results[result].outputs]
+
+    def _wide(self, output: Operand) -> int:
+        return max(4, self.program.itemsize(output))
+
+    # Steps
+
+    def _AllToAll(self, step: kinds.AllToAll) -> None:
+        names, size = [name for name, _, _ in step.moves], self._size(step.axis)
+        piece = sum(self._nbytes(name) // size for name in names)
+        self._send(step.axis, (size - 1) * piece)
+        self._replace(names, lambda count: count, piece)
+
+    def _Gather(self, step: kinds.Gather) -> None:
+        names, size = [name for name, _ in step.moves], self._size(step.axis)
+        block = sum(map(self._nbytes, names))
+        self._send(step.axis, (size - 1) * block)
+        self._replace(names, lambda count: count * size, min(2, size - 1) * block)
+
+    def _Slice(self, step: kinds.Slice) -> None:
+        size = self._size(step.axis)
+        self._replace([name for name, _ in step.moves], lambda count: count // size, 0)
+
+    def _Swap(self, step: kinds.Swap) -> None:
+        self._send(step.axes[0], sum(map(self._nbytes, step.operands)))
+        self._replace(step.operands, lambda count: count, 0)
+
+    def _Derive(self, step: kinds.Derive) -> None:
+        operand = self.program.operand(step.operand)
+        source = self.program.operand(operand.source[0])
+        dropped = math.prod(self.program.axis(name).size for name in source.axes if name not in operand.axes)
+        count = self.blocks[source.name, ()][0] // dropped
+        self._put(step.operand, (), count, self.program.itemsize(operand))
+
+    def _Send(self, step: kinds.Send) -> None:
+        count, itemsize, _ = self.blocks[step.operand, step.source if any(step.source) else ()]
+        self._send(step.axis, count * itemsize)
+        self._put(step.operand, step.target, count, itemsize)
+
+    def _Arrive(self, step: kinds.Arrive) -> None:
+        pass
+
+    def _Free(self, step: kinds.Free) -> None:
+        self.held -= self._take(step.operand, step.key)[1]
+
+    def _Compute(self, step: kinds.Compute) -> None:
+        for result in self.program.results:
+            outputs = [self.program.operand(name) for name in result.outputs]
+            key = tuple(step.counters[j] for j in self.travel[outputs[0].name])
+            if (outputs[0].name, key if any(key) else ()) in self.blocks:
+                continue
+            for output in outputs:
+                count = math.prod(self.digits.local_shape(output, self.digits.needed(output)))
+                self._put(output.name, key, count, self._wide(output))
+
+    def _SendPartial(self, step: kinds.SendPartial) -> None:
+        for output in self._outputs(step.result):
+            count, _ = self._take(output.name, step.source)
+            nbytes = count * self.program.itemsize(output, is_partial=True)
+            self._send(step.axis, nbytes)
+            self._hold(nbytes)
+
+    def _Combine(self, step: kinds.Combine) -> None:
+        for output in self._outputs(step.result):
+            count = self.blocks[output.name, step.target if any(step.target) else ()][0]
+            self.held -= count * (self.program.itemsize(output, is_partial=True) + self._wide(output))
+
+    def _ReduceScatter(self, step: kinds.ReduceScatter) -> None:
+        size, outputs = self._size(step.axis), self._outputs(step.result)
+        pieces = [self.blocks[output.name, ()][0] // size for output in outputs]
+        wire = sum(
+            n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
+        )
+        self._send(step.axis, (size - 1) * wire)
+        self._replace([output.name for output in outputs], lambda count: count // size, wire)
+
+    def _AllReduce(self, step: kinds.AllReduce) -> None:
+        size, outputs = self._size(step.axis), self._outputs(step.result)
+        counts = [self.blocks[output.name, ()][0] for output in outputs]
+        shape = self.digits.local_shape(outputs[0], self.digits.needed(outputs[0]))
+        whole = counts[0] // math.prod(shape[len(self.program.row_axes(self.program.results[step.result])) :])
+        rows = -(-whole // size)  # of each piece
+        lengths = [rows * (count // whole) for count in counts]  # elements of a piece of each output
+        wide = sum(n * self._wide(output) for n, output in zip(lengths, outputs, strict=True))
+        wire = sum(
+            n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
+        )
+        self._send(step.axis, 2 * (size - 1) * wire)
+        self._hold(size * wide + wide + wire)  # rows, this rank's piece, and a piece that arrives
+        self.held -= size * wide + wire
+        self._hold(size * wide + min(2, size - 1) * wire)  # the combined rows, and pieces on their way
+        self.held -= (size + 1) * wide + min(2, size - 1) * wire
+
+    def _Round(self, step: kinds.Round) -> None:
+        for output in self._outputs(step.result):
+            count, nbytes = self._take(output.name)
+            itemsize = self.program.itemsize(output, is_partial=True)
+            if itemsize != self._wide(output):
+                self._hold(count * itemsize)
+                self.held -= nbytes
+            self.blocks[output.name, ()] = count, itemsize, False

@@ -1,0 +1,93 @@
+"""Blocks of whole tensors: which elements a rank holds, and in which order the elements of an axis are numbered.
+
+The elements of an axis are numbered in the order in which ranks hold them. In zigzag order, with P ranks and 2P blocks,
+blocks p and 2P-1-p of the tensor stand next to each other; `positions` says which element of the tensor has each number.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attention2d.layout import token_order
+from commir.ir.program import Operand
+
+from .layouts import Digits, Layout, Piece
+
+Tensor = torch.Tensor
+Sizes = Sequence[Sequence[tuple[Piece, int]]]  # for each dimension, its local digits and their sizes, outermost first
+
+
+def positions(digits: Digits, axis: str) -> Tensor:
+    """(size,) int64: the element of the whole tensor that has each number along an axis."""
+    nest = digits.nest
+    found = nest.program.axis(axis)
+    homes = [nest.home(operand.name) for operand in nest.program.operands]
+    ranks = max(math.prod(nest.mesh.size(m) for m, used in home.items() if used == axis) for home in homes)
+    segments = [
+        segment
+        for rank in range(ranks)
+        for segment in token_order.segments(found.order, rank, ranks, found.size // ranks, found.size)
+    ]
+    return token_order.positions(segments)
+
+
+def local_sizes(digits: Digits, operand: Operand, layout: Layout) -> Sizes:
+    """For each dimension of an operand, its local digits and their sizes, outermost first."""
+    held, found = set(layout.values()), list[list[tuple[Piece, int]]]()
+    for axis in operand.axes:
+        sizes = list(digits.sizes.get(axis, ()))
+        if not sizes:
+            found.append([((axis, 0), digits.nest.program.axis(axis).size // operand.divisor(axis))])
+            continue
+        sizes[-1] //= operand.divisor(axis)
+        found.append([((axis, number), size) for number, size in enumerate(sizes) if (axis, number) not in held])
+    return found
+
+
+def select(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
+    """A view of x with each dimension cut into its digits, of which those in `fixed` are replaced by one block."""
+    x = x.reshape([size for dim in sizes for _, size in dim])
+    return x[tuple(fixed.get(piece, slice(None)) for dim in sizes for piece, _ in dim)]
+
+
+def flat(view: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
+    """The result of `select` with one dimension per axis again."""
+    return view.reshape([math.prod(size for piece, size in dim if piece not in fixed) for dim in sizes])
+
+
+def expand(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
+    """x, one dimension per axis, with the shape of `select`'s result."""
+    return x.reshape([size for dim in sizes for piece, size in dim if piece not in fixed])
+
+
+def block(digits: Digits, operand: Operand, whole: Tensor, layout: Layout, coordinates: Mapping[str, int]) -> Tensor:
+    """What the rank at these coordinates holds of a whole operand, whose elements are in their order of numbers."""
+    sizes = local_sizes(digits, operand, {})
+    fixed = {piece: coordinates[mesh_axis] for mesh_axis, piece in layout.items()}
+    return flat(select(whole, sizes, fixed), sizes, fixed)
+
+
+def put_block(
+    digits: Digits, operand: Operand, whole: Tensor, part: Tensor, layout: Layout, coordinates: Mapping[str, int]
+) -> None:
+    """Write what the rank at these coordinates holds into a whole operand."""
+    sizes = local_sizes(digits, operand, {})
+    fixed = {piece: coordinates[mesh_axis] for mesh_axis, piece in layout.items()}
+    select(whole, sizes, fixed).copy_(expand(part, sizes, fixed))
+
+
+def numbered(digits: Digits, operand: Operand, whole: Tensor) -> Tensor:
+    """A whole tensor with the elements of each axis in their order of numbers."""
+    for dim, axis in enumerate(operand.axes):
+        if axis in digits.sizes and digits.nest.program.axis(axis).order != "contiguous":
+            whole = whole.index_select(dim, positions(digits, axis).to(whole.device))
+    return whole
+
+
+def original(digits: Digits, operand: Operand, whole: Tensor) -> Tensor:
+    """The inverse of `numbered`."""
+    for dim, axis in enumerate(operand.axes):
+        if axis in digits.sizes and digits.nest.program.axis(axis).order != "contiguous":
+            whole = whole.index_select(dim, positions(digits, axis).argsort().to(whole.device))
+    return whole

@@ -1,0 +1,194 @@
+"""Where the digits of an operand are: at home, where the loops need it, and where the loops leave it.
+
+A layout is {mesh axis: digit}: the ranks along the mesh axis each hold one block of that digit. Digits that no mesh axis
+holds are local. The schedule and the homes cut an axis at different places; `Digits` are the pieces between all cuts.
+"""
+
+import math
+from collections.abc import Iterator
+
+from commir.ir.program import Operand
+from commir.scheduling.loop_nest import Illegal, LoopNest
+
+from .steps import AllToAll, Gather, Place, Slice, Step, Swap
+
+Piece = tuple[str, int]  # a digit: (axis, its number, 0 being the outermost)
+Layout = dict[str, Piece]
+
+
+class Digits:
+    """The digits of every loop of a nest, after all cuts. sizes: {axis: size of each digit, outermost first}.
+
+    Illegal: a home does not divide an axis, or a cut falls into a digit that one mesh axis holds.
+    """
+
+    def __init__(self, nest: LoopNest) -> None:
+        self.nest = nest
+        _check_parallel(nest)
+        _check_homes(nest)
+        self.sizes = {axis: _pieces(nest, axis) for axis in dict.fromkeys(digit.axis for digit in nest.digits)}
+        for operand in nest.program.operands:
+            self._check_groups(operand)
+
+    def piece(self, name: str) -> Piece:
+        """The digit of this name in the schedule, which is parallelized, shifted or a plain loop."""
+        digit, outer = self.nest.digit(name), 1
+        for each in self.nest.digits_of(digit.axis):
+            if each.name == name:
+                break
+            outer *= each.size
+        return self._piece_at(digit.axis, outer, digit.size, f"the schedule's digit {name}")
+
+    def parallel(self) -> Layout:
+        """{mesh axis: the digit that is parallelized on it}."""
+        return {m: self.piece(name) for name, m in self.nest.parallel if self.nest.mesh.size(m) > 1}
+
+    def home(self, operand: Operand) -> Layout:
+        """The layout of an operand at home."""
+        found: Layout = {}
+        outer: dict[str, int] = {}
+        home = self.nest.home(operand.name)
+        for mesh_axis in self.nest.mesh.axes:
+            if axis := home.get(mesh_axis.name):
+                before = outer.get(axis, 1)
+                owner = f"the home of {operand.name} on mesh axis {mesh_axis.name}"
+                if mesh_axis.size > 1:
+                    found[mesh_axis.name] = self._piece_at(axis, before, mesh_axis.size, owner)
+                outer[axis] = before * mesh_axis.size
+        return found
+
+    def needed(self, operand: Operand) -> Layout:
+        """The layout of an input when the loops begin, and that of an output that they do not reduce."""
+        found: Layout = {}
+        shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
+        for digit, mesh_axis in self.nest.parallel:
+            if self.nest.mesh.size(mesh_axis) == 1:
+                continue
+            shifted = shifts.get(mesh_axis)
+            if self.nest.digit(digit).axis in operand.axes:
+                found[mesh_axis] = self.piece(digit)
+            elif shifted and self.nest.digit(shifted).axis in operand.axes:
+                found[mesh_axis] = self.piece(shifted)
+        return found
+
+    def place(self, operand: Operand, piece: Piece, layout: Layout) -> Place:
+        """Where a digit stands in the tensor of an operand with this layout (in which the digit itself may be held)."""
+        axis, number = piece
+        held = {index for name, index in layout.values() if name == axis}
+        outer = math.prod(size for index, size in enumerate(self.sizes[axis][:number]) if index not in held)
+        return Place(operand.axes.index(axis), outer)
+
+    def local_shape(self, operand: Operand, layout: Layout) -> tuple[int, ...]:
+        """The shape of a rank's block of an operand."""
+        program = self.nest.program
+        sizes = dict(zip(operand.axes, program.shape(operand), strict=True))
+        for axis, number in layout.values():
+            sizes[axis] //= self.sizes[axis][number]
+        return tuple(sizes.values())
+
+    def _piece_at(self, axis: str, outer: int, size: int, owner: str) -> Piece:
+        """The digit that begins where `outer` blocks surround it and has this size."""
+        before, sizes = 1, self.sizes[axis]
+        for number, each in enumerate(sizes):
+            if before == outer and each == size:
+                return axis, number
+            before *= each
+        cuts = " x ".join(map(str, sizes))
+        raise Illegal(
+            f"{owner} divides {axis} into {size} blocks inside {outer}, but all cuts of {axis} together are {cuts}: "
+            "tile the axis in the order of the mesh, or split the mesh axis"
+        )
+
+    def _check_groups(self, operand: Operand) -> None:
+        for axis, divisor in operand.groups:
+            inner = self.sizes[axis][-1]
+            if divisor > 1 and inner % divisor:
+                size = self.nest.program.axis(axis).size
+                raise Illegal(
+                    f"{operand.name} has {size // divisor} {axis}, which do not divide over {size // inner} blocks of {axis}"
+                )
+
+
+def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Iterator[tuple[Step, Layout]]:
+    """The steps that bring an operand from one layout to another, each with the layout after it.
+
+    All-to-alls come first, then slices and swaps, which keep blocks small, and then gathers, beginning with the outermost
+    mesh axis, whose links are the slowest, while blocks are smallest.
+    """
+    have = dict(have)
+    while have != want:
+        step, have = _next_conversion(digits, operand, have, want)
+        yield step, dict(have)
+
+
+def _next_conversion(digits: Digits, operand: Operand, have: Layout, want: Layout) -> tuple[Step, Layout]:
+    names = digits.nest.mesh.names
+    held, wanted = set(have.values()), set(want.values())
+    for m in names:
+        if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
+            after = {**have, m: want[m]}
+            cut = digits.place(operand, want[m], have)
+            return AllToAll(m, ((operand.name, cut, digits.place(operand, have[m], after)),)), after
+    for m in names:
+        if m in want and m not in have and want[m] not in held:
+            return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
+    for m in names:
+        target = next((other for other in names if want.get(other) == have.get(m) is not None and other != m), None)
+        if target and digits.nest.mesh.size(target) == digits.nest.mesh.size(m):
+            after = {name: piece for name, piece in have.items() if name not in (m, target)}
+            after[target] = have[m]
+            if target in have:
+                after[m] = have[target]
+            return Swap((m, target), (operand.name,)), after
+    m = next(m for m in names if m in have and have[m] != want.get(m))
+    after = {name: piece for name, piece in have.items() if name != m}
+    return Gather(m, ((operand.name, digits.place(operand, have[m], after)),)), after
+
+
+def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
+    """The sizes of the digits between all cuts of an axis, outermost first. Illegal: two cuts do not divide each other."""
+    total, cuts, outer = nest.program.axis(axis).size, {1}, 1
+    for digit in nest.digits_of(axis)[:-1]:
+        outer *= digit.size
+        cuts.add(outer)
+    if (last := nest.digits_of(axis)[-1]).name in dict((*nest.parallel, *nest.shifts)):
+        cuts.add(outer * last.size)
+    for operand in nest.program.operands:
+        outer = 1
+        for mesh_axis in nest.mesh.axes:
+            if nest.home(operand.name).get(mesh_axis.name) == axis:
+                outer *= mesh_axis.size
+                cuts.add(outer)
+    ordered = sorted(cuts)
+    for smaller, larger in zip(ordered, ordered[1:], strict=False):
+        if larger % smaller:
+            raise Illegal(
+                f"{axis} is cut into {smaller} and into {larger} blocks, which do not divide each other: tile the axis in "
+                "the order of the mesh"
+            )
+    sizes = [larger // smaller for smaller, larger in zip(ordered, ordered[1:], strict=False)]
+    return (*sizes, total // ordered[-1])
+
+
+def _check_parallel(nest: LoopNest) -> None:
+    for mesh_axis in nest.mesh.axes:
+        if mesh_axis.size > 1 and nest.digit_on(mesh_axis.name) is None:
+            raise Illegal(
+                f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
+            )
+
+
+def _check_homes(nest: LoopNest) -> None:
+    """Illegal: the ranks among which an operand is kept at home do not divide its axis."""
+    for operand in nest.program.operands:
+        home = nest.home(operand.name)
+        for name in dict.fromkeys(home.values()):
+            ranks = math.prod(nest.mesh.size(mesh_axis) for mesh_axis, axis in home.items() if axis == name)
+            axis, divisor = nest.program.axis(name), operand.divisor(name)
+            blocks = ranks * (2 if axis.order == "zigzag" and ranks > 1 else 1) * divisor
+            if axis.size % blocks:
+                what = " (zigzag order: two blocks for each rank)" if axis.order == "zigzag" and ranks > 1 else ""
+                raise Illegal(
+                    f"{operand.name}: axis {name} of {axis.size} does not divide over {ranks} ranks{what}: "
+                    f"{axis.size} % {blocks} = {axis.size % blocks}"
+                )

@@ -1,0 +1,155 @@
+"""A plan: the steps of a schedule, as data that is equal on all ranks, can be saved, and runs in any process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import Operand, Program
+from commir.scheduling.loop_nest import LoopNest
+
+from .accounting import Account, account
+from .blocks import block, numbered, original, positions, put_block
+from .layouts import Digits
+from .steps import Step
+from .text import canonical, content, digest, parse
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of a mesh does, step by step: the result of `Schedule.lower`.
+
+    schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative.
+    """
+
+    schedule: LoopNest
+    steps: tuple[Step, ...]
+
+    @property
+    def program(self) -> Program:
+        return self.schedule.program
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.schedule.mesh
+
+    @cached_property
+    def digits(self) -> Digits:
+        """The digits of every loop, between all cuts."""
+        return Digits(self.schedule)
+
+    @cached_property
+    def hash(self) -> str:
+        """A digest of program, mesh, schedule and steps; equal plans have equal hashes in every process."""
+        return digest(self.schedule, self.steps)
+
+    @cached_property
+    def account(self) -> Account:
+        """What the steps send and hold."""
+        return account(self.digits, self.steps)
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes that the busiest rank sends, with elements of the program's dtype."""
+        return self.account.sent
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a rank holds at most: its inputs, blocks on their way, and results; not the temporaries of a kernel."""
+        return self.account.peak
+
+    def positions(self, axis: str) -> torch.Tensor:
+        """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
+        if axis not in self._positions:
+            self._positions[axis] = positions(self.digits, axis)
+        return self._positions[axis]
+
+    @cached_property
+    def _positions(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def inputs(self) -> tuple[Operand, ...]:
+        """The inputs that a caller gives; the others are derived from them."""
+        return tuple(operand for operand in self.program.inputs if not operand.source)
+
+    def to_json(self) -> str:
+        """The plan as JSON, which `from_json` reads."""
+        return canonical(content(self.schedule, self.steps) | {"hash": self.hash})
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that `to_json` wrote, without the speeds of its mesh. ValueError: it is something else, or changed."""
+        schedule, steps, expected = parse(text)
+        plan = Plan(schedule, steps)
+        if plan.hash != expected:
+            raise ValueError(
+                f"this plan was changed after it was saved: its hash is {plan.hash[:12]}, not {str(expected)[:12]}"
+            )
+        return plan
+
+    def at(self, **sizes: int) -> "Plan":
+        """The same steps for other sizes of the named axes. ValueError: the digits do not divide them."""
+        resized = self.program.resized(**sizes)
+        digits = []
+        for axis in dict.fromkeys(digit.axis for digit in self.schedule.digits):
+            *outer, last = self.schedule.digits_of(axis)
+            inner, rest = resized.axis(axis).size, 0
+            for digit in outer:
+                inner, rest = divmod(inner, digit.size) if not rest else (inner, rest)
+            bound = dict((*self.schedule.parallel, *self.schedule.shifts))
+            if rest or not inner or (last.name in bound and inner != last.size):
+                raise ValueError(f"axis {axis} of {resized.axis(axis).size} does not divide by the schedule's digits")
+            digits += [*outer, replace(last, size=inner)]
+        return replace(self, schedule=replace(self.schedule, program=resized, digits=tuple(digits)))
+
+    def with_options(self, **options: object) -> "Plan":
+        """The same steps with other options of the tile, such as causal=False."""
+        return self.with_program(self.program.with_options(**options))
+
+    def with_program(self, program: Program) -> "Plan":
+        """The same steps for another program with the same loops."""
+        return replace(self, schedule=replace(self.schedule, program=program))
+
+    def shard(self, inputs: Tensors, rank: int) -> dict[str, torch.Tensor]:
+        """What rank `rank` of the mesh holds of each input at home, from the whole inputs. ValueError: a shape is wrong."""
+        self.check(inputs)
+        return {
+            operand.name: block(
+                self.digits,
+                operand,
+                numbered(self.digits, operand, inputs[operand.name]),
+                self.digits.home(operand),
+                self.mesh.coordinates(rank),
+            ).contiguous()
+            for operand in self.inputs()
+        }
+
+    def unshard(self, parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+        """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks."""
+        if len(parts) != self.mesh.ranks:
+            raise ValueError(f"unshard: {len(parts)} parts for a mesh of {self.mesh.ranks} ranks")
+        found = {}
+        for name in parts[0]:
+            operand = self.program.operand(name)
+            whole = parts[0][name].new_empty(self.program.shape(operand))
+            for rank, part in enumerate(parts):
+                layout, coordinates = self.digits.home(operand), self.mesh.coordinates(rank)
+                put_block(self.digits, operand, whole, part[name], layout, coordinates)
+            found[name] = original(self.digits, operand, whole)
+        return found
+
+    def check(self, inputs: Tensors, is_local: bool = False) -> None:
+        """ValueError: an input is missing, unknown, or has the wrong shape. is_local: they are a rank's blocks at home."""
+        expected = {operand.name: operand for operand in self.inputs()}
+        if inputs.keys() != expected.keys():
+            raise ValueError(f"{self.program.name} takes {', '.join(expected)}, not {', '.join(inputs) or 'nothing'}")
+        for name, operand in expected.items():
+            layout = self.digits.home(operand) if is_local else {}
+            shape = self.digits.local_shape(operand, layout)
+            if tuple(inputs[name].shape) != shape:
+                what = "this rank's block of" if is_local else "the whole"
+                raise ValueError(f"{name} has shape {tuple(inputs[name].shape)}; {what} {name} has shape {shape}")

@@ -1,0 +1,13 @@
+"""The library of programs: attention forward and backward, decode attention, matrix products, reductions.
+
+In: sizes. Out: `Program`s, and the functions that compute their tiles.
+May import: ir.
+"""
+
+from sparsefusion.foundation.lazy import lazy_exports
+
+_HOME = {"attention": "attention_programs", "decode_attention": "attention_programs"} | dict.fromkeys(
+    ("all_gather_matmul", "matmul_reduce_scatter", "weighted_sum"), "linear_programs"
+)
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

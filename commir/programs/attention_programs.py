@@ -1,0 +1,64 @@
+"""Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
+
+from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
+
+
+def attention(
+    batch: int = 1, heads: int = 8, kv_heads: int | None = None, seq: int = 4096, head_dim: int = 64, causal: bool = True,
+    backward: bool = False, dtype: str = "float32", order: str | None = None, scale: float | None = None,
+) -> Program:  # fmt: skip
+    """Exact attention: q (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim) -> out, lse.
+
+    kv_heads: None is heads; each serves heads / kv_heads consecutive query heads. lse: (batch, seq, heads), in at least
+    fp32. backward: the gradients instead, from q, k, v, out, lse and dout, the gradient of out: dq, dk and dv. order: which
+    tokens a rank holds, "zigzag" (the default if causal, which balances the work) or "contiguous". scale: None is
+    1/sqrt(head_dim). At home all operands are sharded along the sequence. ValueError: kv_heads does not divide heads, or a
+    size is below 1.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")
+    order = order or ("zigzag" if causal else "contiguous")
+    axes = (
+        Axis("batch", batch),
+        Axis("heads", heads),
+        Axis("q", seq, REDUCED if backward else SPATIAL, order),
+        Axis("kv", seq, REDUCED, order),
+        Axis("dim", head_dim, WHOLE),
+    )
+    groups = (("heads", heads // kv_heads),)
+    of_q, of_kv, row = ("batch", "q", "heads", "dim"), ("batch", "kv", "heads", "dim"), ("batch", "q", "heads")
+    q = Operand("q", of_q, "q")
+    k, v = (Operand(name, of_kv, "kv", groups) for name in "kv")
+    out, lse = Operand("out", of_q, "q"), Operand("lse", row, "q", is_wide=True)
+    options = ("causal", bool(causal)), ("scale", float(head_dim**-0.5 if scale is None else scale))
+    if not backward:
+        result = Result("softmax", ("out", "lse"))
+        return Program("attention", axes, (q, k, v), (out, lse), (result,), "attention", options, dtype)
+    delta = Operand("delta", row, "q", is_wide=True, source=("dout", "out"))
+    inputs = (
+        Operand("dout", of_q, "q"), Operand("out", of_q, "q", in_tile=False), q, k, v, lse, delta,
+    )  # fmt: skip
+    dq = Operand("dq", of_q, "q", has_wide_partials=True)
+    dk, dv = (Operand(f"d{name}", of_kv, "kv", groups, has_wide_partials=True) for name in "kv")
+    results = Result("sum", ("dq",)), Result("sum", ("dk", "dv"))
+    return Program("attention_backward", axes, inputs, (dq, dk, dv), results, "attention_backward", options, dtype)
+
+
+def decode_attention(
+    batch: int = 1, heads: int = 8, kv_heads: int | None = None, seq: int = 4096, head_dim: int = 64, queries: int = 1,
+    dtype: str = "float32",
+) -> Program:  # fmt: skip
+    """A few last tokens attend to all keys: q (batch, queries, heads, head_dim), the same on every rank at home -> out, lse.
+
+    k, v: (batch, seq, kv_heads, head_dim), sharded along the sequence at home. Every rank gets the outputs. All queries see
+    all keys. ValueError as in `attention`.
+    """
+    base = attention(batch, heads, kv_heads, seq, head_dim, causal=False, dtype=dtype)
+    axes = tuple(Axis("q", queries) if axis.name == "q" else axis for axis in base.axes)
+    row = ("batch", "q", "heads")
+    q, out = Operand("q", (*row, "dim")), Operand("out", (*row, "dim"))
+    outputs = out, Operand("lse", row, is_wide=True)
+    return Program(
+        "decode_attention", axes, (q, *base.inputs[1:]), outputs, base.results, base.tile, base.options, dtype
+    )

@@ -1,0 +1,78 @@
+"""Tiles that are an expression: products of operands and functions of them, summed over the axes that an output lacks.
+
+`a[rows, inner] * b[inner, cols]` is evaluated for one block of every axis. A product of operands is one einsum.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+
+import torch
+
+from commir.ir.program import Program
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+Tensor = torch.Tensor
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(torch, name) for name in ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
+}
+OPERATORS: dict[type, Callable[..., Tensor]] = {
+    ast.Add: torch.add,
+    ast.Sub: torch.sub,
+    ast.Mult: torch.mul,
+    ast.Div: torch.div,
+}
+
+
+def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes."""
+    (output,), (result,) = program.outputs, program.results
+    expression = ast.parse(program.tile, mode="eval").body
+    loops = [axis.name for axis in program.axes]
+    factors = _factors(expression)
+    if result.monoid == "sum" and all(isinstance(factor, ast.Subscript) for factor in factors):
+        return {output.name: _einsum(program, factors, inputs, loops, output.axes)}
+    value = _value(program, expression, inputs, loops)
+    value = value.expand([len(indices[name]) if name in indices else value.shape[d] for d, name in enumerate(loops)])
+    reduced = [d for d, name in enumerate(loops) if name not in output.axes]
+    if reduced:
+        value = value.sum(reduced) if result.monoid == "sum" else value.amax(reduced)
+    kept = [name for name in loops if name in output.axes]
+    return {output.name: value.permute([kept.index(name) for name in output.axes])}
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _factors(node.left) + _factors(node.right)
+    return [node]
+
+
+def _einsum(
+    program: Program, factors: list[ast.expr], inputs: Mapping[str, Tensor], loops: list[str], axes: tuple[str, ...]
+) -> Tensor:
+    operands: list[object] = []
+    for factor in factors:
+        name = factor.value.id  # type: ignore[attr-defined]
+        x = inputs[name]
+        operands += [x.to(at_least_fp32(x.dtype)), [loops.index(axis) for axis in program.operand(name).axes]]
+    return torch.einsum(*operands, [loops.index(axis) for axis in axes])
+
+
+def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops: list[str]) -> Tensor:
+    """The value of an expression, with one dimension per axis of the program."""
+    if isinstance(node, ast.Subscript):
+        name = node.value.id  # type: ignore[attr-defined]
+        axes, x = program.operand(name).axes, inputs[name]
+        x = x.to(at_least_fp32(x.dtype)).permute([axes.index(loop) for loop in loops if loop in axes])
+        return x[tuple(slice(None) if loop in axes else None for loop in loops)]
+    if isinstance(node, ast.Constant):
+        return torch.tensor(node.value, dtype=at_least_fp32(next(iter(inputs.values())).dtype)).reshape(
+            [1] * len(loops)
+        )
+    if isinstance(node, ast.Call):
+        function = FUNCTIONS[node.func.id]  # type: ignore[attr-defined]
+        return function(*(_value(program, each, inputs, loops) for each in node.args))
+    if isinstance(node, ast.UnaryOp):
+        return -_value(program, node.operand, inputs, loops)
+    assert isinstance(node, ast.BinOp)
+    left, right = (_value(program, each, inputs, loops) for each in (node.left, node.right))
+    return OPERATORS[type(node.op)](left, right)

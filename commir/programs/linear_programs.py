@@ -1,0 +1,37 @@
+"""Matrix products and reductions as loop programs (paper, sections 2.2 and 8.1)."""
+
+from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
+
+
+def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
+    """c = a b, where a (rows, inner) is sharded along its rows at home, b (inner, cols) and c (rows, cols) along columns.
+
+    This is the first product of a tensor-parallel layer with sequence parallelism: rows are tokens.
+    """
+    return _matmul("all_gather_matmul", rows, cols, inner, ("rows", "cols", "cols"), dtype)
+
+
+def matmul_reduce_scatter(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
+    """c = a b, where a (rows, inner) and b (inner, cols) are sharded along `inner` at home, and c (rows, cols) along rows.
+
+    This is the second product of a tensor-parallel layer with sequence parallelism: rows are tokens.
+    """
+    return _matmul("matmul_reduce_scatter", rows, cols, inner, ("inner", "inner", "rows"), dtype)
+
+
+def _matmul(name: str, rows: int, cols: int, inner: int, homes: tuple[str, str, str], dtype: str) -> Program:
+    axes = Axis("rows", rows), Axis("cols", cols), Axis("inner", inner, REDUCED)
+    a, b, c = (
+        Operand(operand, indices, home)
+        for operand, indices, home in zip(
+            "abc", (("rows", "inner"), ("inner", "cols"), ("rows", "cols")), homes, strict=True
+        )
+    )
+    return Program(name, axes, (a, b), (c,), (Result("sum", ("c",)),), "a[rows, inner] * b[inner, cols]", (), dtype)
+
+
+def weighted_sum(rows: int, cols: int, dtype: str = "float32") -> Program:
+    """c[i] += a[i, j] * b[j], the paper's example (Table 2): a (rows, cols) sharded along rows at home, b along cols."""
+    axes = Axis("rows", rows, SPATIAL), Axis("cols", cols, REDUCED)
+    a, b, c = Operand("a", ("rows", "cols"), "rows"), Operand("b", ("cols",), "cols"), Operand("c", ("rows",), "rows")
+    return Program("weighted_sum", axes, (a, b), (c,), (Result("sum", ("c",)),), "a[rows, cols] * b[cols]", (), dtype)

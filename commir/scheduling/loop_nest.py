@@ -1,0 +1,268 @@
+"""The primitives of the paper (section 4.1, Table 2) as pure functions from schedule to schedule, with legality rules.
+
+The index of each axis is a number in mixed radix, whose digits `tile` introduces. Each digit is one of these:
+
+- the coordinate x of a rank along a mesh axis (`parallelize`),
+- a loop counter t whose loop every rank runs shifted by its coordinate, (t + x) mod T (`shift`),
+- a plain loop counter inside a rank (`reorder`),
+- an index inside the tile, which a kernel computes (all other digits).
+
+A `LoopNest` is the normal form of a sequence of primitives. It is immutable, and two sequences with the same normal form
+are equal.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import SCANNED, WHOLE, Program
+
+
+@dataclass(frozen=True)
+class Digit:
+    """A digit of an axis's index."""
+
+    name: str
+    axis: str
+    size: int
+
+
+class Illegal(ValueError):
+    """A primitive was applied where its legality rule forbids it. The message names the rule."""
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """A program on a mesh, and how its loops are divided: `Schedule(program, mesh).tile(...).parallelize(...).lower()`.
+
+    digits: the digits of each axis, outermost first, axis by axis. parallel, shifts: (digit, mesh axis). order: the loops of
+    a rank, outermost first. homes: (operand, mesh axis, axis or None) where an
+    operand's home differs from the program's. kernel: the tile's implementation, "library" or "reference".
+    """
+
+    program: Program
+    mesh: Mesh
+    digits: tuple[Digit, ...] = ()
+    parallel: tuple[tuple[str, str], ...] = ()
+    shifts: tuple[tuple[str, str], ...] = ()
+    order: tuple[str, ...] = ()
+    homes: tuple[tuple[str, str, str | None], ...] = ()
+    kernel: str = "library"
+
+    def __post_init__(self) -> None:
+        if not self.digits:
+            loops = (axis for axis in self.program.axes if axis.kind != WHOLE)
+            object.__setattr__(self, "digits", tuple(Digit(axis.name, axis.name, axis.size) for axis in loops))
+
+    # Primitives
+
+    def tile(self, digit: str, factor: int, outer: str | None = None, inner: str | None = None) -> Self:
+        """Split a digit into `factor` blocks: digits `outer` (of size factor) and `inner`, by default digit.o and digit.i.
+
+        Illegal: the factor does not divide the size, a name is taken, or the digit is parallelized or shifted.
+        """
+        found, outer, inner = self.digit(digit), outer or f"{digit}.o", inner or f"{digit}.i"
+        self._refuse_bound(digit, "tile it before that")
+        if not isinstance(factor, int) or factor < 1 or found.size % factor:
+            raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
+        names = {each.name for each in self.digits} - {digit}
+        for name in (outer, inner):
+            if name in names or outer == inner:
+                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken")
+        parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
+        digits = [part for each in self.digits for part in (parts if each is found else (each,))]
+        return self._with_loops(digits=tuple(digits))
+
+    def join(self, outer: str, inner: str, name: str | None = None) -> Self:
+        """Merge two adjacent digits of one axis into one, the inverse of `tile`.
+
+        name: None is the axis's name, which it always has if no other digit of the axis is left.
+
+        Illegal: they are not adjacent digits of one axis, or one of them is parallelized or shifted. Digits of two axes are
+        parallelized one by one instead, on a split mesh axis.
+        """
+        first, second = self.digit(outer), self.digit(inner)
+        index = self.digits.index(first)
+        if first.axis != second.axis or self.digits[index + 1 : index + 2] != (second,):
+            raise Illegal(f"join({outer}, {inner}): {inner} is not the next digit of axis {first.axis} after {outer}")
+        for digit in (outer, inner):
+            self._refuse_bound(digit, "join it before that")
+        name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
+        if any(each.name == name for each in self.digits if each not in (first, second)):
+            raise Illegal(f"join({outer}, {inner}): the name {name} is taken")
+        merged = Digit(name, first.axis, first.size * second.size)
+        digits = (*self.digits[:index], merged, *self.digits[index + 2 :])
+        return self._with_loops(digits=digits)
+
+    def reorder(self, *loops: str) -> Self:
+        """Run these digits as loops of a rank, outermost first; all other digits that are not parallelized are in the tile.
+
+        An output that a loop does not index is kept whole while the loop runs; `Plan.memory` counts this. Illegal: a shifted
+        digit is missing, a parallelized one is named, one is named twice, or digits of a scanned axis change their order.
+        """
+        rule = f"reorder({', '.join(loops)})"
+        if missing := [name for name, _ in self.shifts if name not in loops]:
+            raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
+        for name in loops:
+            if self.digit(name).name in dict(self.parallel):
+                raise Illegal(f"{rule}: {name} is parallelized, so it is no loop of a rank")
+            if loops.count(name) > 1:
+                raise Illegal(f"{rule}: {name} is named twice")
+        scanned = [digit.name for digit in self.digits if digit.name in loops and self._kind(digit.name) == SCANNED]
+        if [name for name in loops if self._kind(name) == SCANNED] != scanned:
+            raise Illegal(f"{rule}: digits of a scanned axis keep their order, {', '.join(scanned)}")
+        return replace(self, order=tuple(loops))
+
+    def parallelize(self, digit: str, mesh_axis: str) -> Self:
+        """Compute the blocks of a digit on the ranks along a mesh axis.
+
+        Outputs that the digit indexes are then sharded; others become partial results, which lowering combines. Illegal: the
+        sizes differ, the mesh axis has a digit already, or the digit is parallelized or shifted.
+        """
+        found, size = self.digit(digit), self.mesh.size(mesh_axis)
+        self._refuse_bound(digit, "parallelize another digit")
+        if found.size != size:
+            advice = f"tile it by {size} first" if found.size % size == 0 else f"{size} does not divide {found.size}"
+            raise Illegal(
+                f"parallelize({digit}, {mesh_axis}): {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}"
+            )
+        for other, used in self.parallel:
+            if used == mesh_axis:
+                raise Illegal(f"parallelize({digit}, {mesh_axis}): mesh axis {mesh_axis} has the digit {other} already")
+        bound = sorted((*self.parallel, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
+        return self._with_loops(parallel=tuple(bound))
+
+    def shift(self, digit: str, mesh_axis: str) -> Self:
+        """Run the loop over a digit shifted by the rank's coordinate along a mesh axis, so that blocks travel in a ring.
+
+        Illegal: nothing is parallelized on the mesh axis, the sizes differ, the digit is parallelized or shifted, its axis
+        is scanned, the mesh axis has a shift already, or no operand is indexed by this digit and not by the parallelized
+        one, so that nothing would travel.
+        """
+        found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"shift({digit}, {mesh_axis})"
+        self._refuse_bound(digit, "shift another digit")
+        owner = self.digit_on(mesh_axis)
+        if owner is None:
+            raise Illegal(f"{rule}: no digit is parallelized on {mesh_axis}; parallelize one first")
+        if found.size != size:
+            raise Illegal(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}; they must be equal")
+        if self._kind(digit) == SCANNED:
+            raise Illegal(f"{rule}: {found.axis} is scanned, and a scan has only one order")
+        if any(used == mesh_axis for _, used in self.shifts):
+            raise Illegal(f"{rule}: mesh axis {mesh_axis} has a shifted loop already")
+        travelling = [each for each in self.program.operands if found.axis in each.axes and owner.axis not in each.axes]
+        if not travelling:
+            raise Illegal(
+                f"{rule}: no operand is indexed by {found.axis} and not by {owner.axis}; nothing would travel"
+            )
+        bound = sorted((*self.shifts, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
+        return self._with_loops(shifts=tuple(bound))
+
+    def shard(self, operand: str, axis: str, mesh_axis: str) -> Self:
+        """Keep an operand sharded along `axis` over a mesh axis at home, before the loops (inputs) or after (outputs).
+
+        Illegal: the operand is not indexed by the axis, or the mesh axis does not divide it.
+        """
+        found = self.program.operand(operand)
+        if axis not in found.axes:
+            raise Illegal(f"shard({operand}, {axis}, {mesh_axis}): {operand} is not indexed by {axis}")
+        return self._with_home(operand, mesh_axis, axis)
+
+    def replicate(self, operand: str, mesh_axis: str) -> Self:
+        """Keep an operand whole on all ranks along a mesh axis at home."""
+        return self._with_home(operand, mesh_axis, None)
+
+    def patch(self, kernel: str) -> Self:
+        """Compute the tile by another implementation: "library" (a fused kernel) or "reference" (plain operations)."""
+        if kernel not in ("library", "reference"):
+            raise Illegal(f"patch({kernel}): the implementations of a tile are library and reference")
+        return replace(self, kernel=kernel)
+
+    # What has been applied
+
+    def digit(self, name: str) -> Digit:
+        """The digit of this name. Illegal: there is none."""
+        for digit in self.digits:
+            if digit.name == name:
+                return digit
+        raise Illegal(
+            f"{self.program.name} has no digit {name!r}; it has {', '.join(each.name for each in self.digits)}"
+        )
+
+    def digits_of(self, axis: str) -> list[Digit]:
+        """The digits of an axis, outermost first."""
+        return [digit for digit in self.digits if digit.axis == axis]
+
+    def digit_on(self, mesh_axis: str) -> Digit | None:
+        """The digit that is parallelized on a mesh axis."""
+        return next((self.digit(name) for name, used in self.parallel if used == mesh_axis), None)
+
+    def home(self, operand: str) -> dict[str, str]:
+        """{mesh axis: axis} along which an operand is sharded at home; mesh axes over which it is whole are missing."""
+        own = self.program.operand(operand).home
+        found: dict[str, str | None] = dict.fromkeys(self.mesh.names, own)
+        found |= {mesh_axis: axis for name, mesh_axis, axis in self.homes if name == operand}
+        return {mesh_axis: axis for mesh_axis, axis in found.items() if axis is not None}
+
+    def primitives(self) -> list[tuple[Any, ...]]:
+        """The normal form as a sequence of primitives, which applied to a new schedule give an equal one."""
+        found: list[tuple[Any, ...]] = []
+        for axis in dict.fromkeys(digit.axis for digit in self.digits):
+            *outer, last = self.digits_of(axis)
+            rest = axis
+            for number, digit in enumerate(outer, 1):
+                inner = last.name if number == len(outer) else f"{axis}#{number}"
+                found.append(("tile", rest, digit.size, digit.name, inner))
+                rest = inner
+        found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
+        if self.order != self._default_order():
+            found.append(("reorder", *self.order))
+        for operand, mesh_axis, home in self.homes:
+            found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
+        return found + ([("patch", self.kernel)] if self.kernel != "library" else [])
+
+    def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
+        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: its name is unknown."""
+        schedule = self
+        for name, *arguments in primitives:
+            if name not in PRIMITIVES:
+                raise ValueError(f"{name!r} is none of the primitives {', '.join(PRIMITIVES)}")
+            schedule = getattr(schedule, name)(*arguments)
+        return schedule
+
+    def __str__(self) -> str:
+        steps = [f"{name}({', '.join(map(str, rest))})" for name, *rest in self.primitives()]
+        return f"{self.program.name} on {self.mesh!r}: {' '.join(steps) or 'one rank computes everything'}"
+
+    def _kind(self, digit: str) -> str:
+        return self.program.axis(self.digit(digit).axis).kind
+
+    def _refuse_bound(self, digit: str, advice: str) -> None:
+        for name, mesh_axis in (*self.parallel, *self.shifts):
+            if name == digit:
+                how = "parallelized" if (name, mesh_axis) in self.parallel else "shifted"
+                raise Illegal(f"{digit} is {how} on {mesh_axis} already; {advice}")
+
+    def _with_home(self, operand: str, mesh_axis: str, axis: str | None) -> Self:
+        self.program.operand(operand), self.mesh.size(mesh_axis)
+        others = {(name, used): old for name, used, old in self.homes if (name, used) != (operand, mesh_axis)}
+        if axis != self.program.operand(operand).home:
+            others[operand, mesh_axis] = axis
+        homes = sorted((name, used, each) for (name, used), each in others.items())
+        return replace(self, homes=tuple(homes))
+
+    def _default_order(self) -> tuple[str, ...]:
+        """The shifted digits, in the order of the program's axes."""
+        shifted = dict(self.shifts)
+        return tuple(digit.name for digit in self.digits if digit.name in shifted)
+
+    def _with_loops(self, **changes: Any) -> Self:
+        """The schedule with other digits, or another use of them, and the default order of its loops."""
+        changed = replace(self, **changes)
+        return replace(changed, order=changed._default_order())
+
+
+PRIMITIVES = ("tile", "join", "reorder", "parallelize", "shift", "shard", "replicate", "patch")

@@ -1,0 +1,91 @@
+"""Schedules by placement: each mesh axis computes the blocks of one loop, and its messages are either collective or a ring.
+
+This is the space in which the known schedules lie, and which `commir.search` explores. For attention on P ranks:
+
+| schedule | placement |
+|---|---|
+| ring attention | gpu: q, streamed |
+| double ring | node: q, streamed; gpu: q, streamed |
+| all-gather context parallelism | gpu: q |
+| Ulysses | gpu: heads |
+| USP | outer: q, streamed; inner: heads |
+| tree (decoding) | gpu: kv |
+| Attention2D | cols: kv; rows: q (with overlap: both streamed) |
+| 3-D | cols: kv; rows: q; inner: heads |
+
+and for matrix products
+
+| schedule | placement |
+|---|---|
+| all-gather, then product | gpu: cols |
+| AsyncTP of all_gather_matmul | gpu: cols, streamed |
+| product, then reduce-scatter | gpu: inner |
+| AsyncTP of matmul_reduce_scatter | gpu: inner, streamed |
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .loop_nest import Illegal, LoopNest
+
+Nest = TypeVar("Nest", bound=LoopNest)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The loop whose blocks the ranks along a mesh axis compute, and whether operands travel around it in a ring."""
+
+    axis: str
+    is_streamed: bool = False
+
+    def __str__(self) -> str:
+        return self.axis + ", streamed" * self.is_streamed
+
+
+def place(nest: Nest, **placements: str | Placement) -> Nest:
+    """`nest`, an untransformed schedule, with a placement for each mesh axis: `place(nest, cols="kv", rows="q")`.
+
+    An axis along which an operand is kept at home is tiled in the order of the mesh, so that blocks stay where they are.
+    Illegal: a mesh axis has no placement, an axis does not divide, or nothing travels where the placement is streamed.
+    """
+    chosen = {name: each if isinstance(each, Placement) else Placement(each) for name, each in placements.items()}
+    if missing := [name for name in nest.mesh.names if name not in chosen]:
+        raise Illegal(f"mesh axis {missing[0]} has no placement")
+    shifted = {name: _shifted_axis(nest, name, each) for name, each in chosen.items() if each.is_streamed}
+    for axis in dict.fromkeys(digit.axis for digit in nest.digits):
+        nest = _tiled(nest, axis, {name for name, each in chosen.items() if axis in (each.axis, shifted.get(name))})
+    for name in nest.mesh.names:
+        nest = nest.parallelize(f"{chosen[name].axis}.{name}", name)
+    for name in nest.mesh.names:
+        if name in shifted:
+            nest = nest.shift(f"{shifted[name]}.{name}", name)
+    return nest
+
+
+def streamed_axis(nest: LoopNest, mesh_axis: str, axis: str) -> str | None:
+    """The loop along which operands travel if the blocks of `axis` are on a mesh axis: that of the first one's home."""
+    for operand in nest.program.operands:
+        home = nest.home(operand.name).get(mesh_axis)
+        if axis not in operand.axes and home is not None and home != axis:
+            return home
+    return None
+
+
+def _shifted_axis(nest: LoopNest, mesh_axis: str, placement: Placement) -> str:
+    found = streamed_axis(nest, mesh_axis, placement.axis)
+    if found is None:
+        raise Illegal(f"{placement.axis} on {mesh_axis} cannot be streamed: every operand kept there is indexed by it")
+    return found
+
+
+def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
+    """`axis` tiled so that it has a digit axis.m for each mesh axis m in `bound`."""
+    homes = [nest.home(operand.name) for operand in nest.program.operands]
+    names = [m for m in nest.mesh.names if m in bound or any(home.get(m) == axis for home in homes)]
+    while names and names[-1] not in bound:
+        names.pop()
+    rest = axis
+    for m in names:
+        nest = nest.tile(rest, nest.mesh.size(m), f"{axis}.{m}", f"{axis}.{m}'")
+        rest = f"{axis}.{m}'"
+    return nest

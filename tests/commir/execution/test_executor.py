@@ -1,0 +1,112 @@
+"""Plans on real ranks. Oracle: the interpreter; attention2d, whose bits and closed-form bytes are the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attention2d
+from commir import Mesh, Schedule, execute, interpret, programs
+from commir.execution.state import Count
+from commir.scheduling.placements import Placement, place
+from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
+from sparsefusion.collectives.counted import Counter
+
+
+def run_plans(rank, chosen, inputs):
+    """[(outputs, bytes sent, bytes on the wire, peak memory)] of each plan, on this rank."""
+    found = []
+    for plan in chosen:
+        count, counter = Count(), Counter()
+        outputs = execute(plan, plan.shard(inputs, rank), dist.group.WORLD, count, counter)
+        found.append((outputs, count.sent, counter.sent, count.peak))
+    return found
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_compute_what_the_interpreter_does(ranks, world, number):
+    case = cases(world)[number]
+    chosen = plans(case.program, mesh_of(*([2, 2] if world == 4 else [2])))[:40]
+    results = ranks(run_plans, world, chosen, case.inputs)
+    for index, plan in enumerate(chosen):
+        whole = plan.unshard([result[index][0] for result in results])
+        simulated = interpret(plan, case.inputs)
+        assert all(torch.equal(whole[name], simulated[name]) for name in whole), plan.schedule
+        assert_close(whole, case.expected)
+        for _, sent, on_wire, peak in (result[index] for result in results):
+            assert (sent, on_wire, peak) == (plan.bytes_per_rank, plan.bytes_per_rank, plan.memory), plan.schedule
+
+
+GRIDS = [  # world, rows, cols, ulysses, overlap
+    (2, 2, 1, 1, True),
+    (4, 2, 2, 1, False),
+    (4, 2, 2, 1, True),
+    (4, 4, 1, 1, True),
+    (4, 4, 1, 1, False),
+    (4, 1, 4, 1, True),
+    (4, 1, 2, 2, False),
+    (4, 2, 1, 2, True),
+]
+
+
+def against_attention2d(rank, rows, cols, ulysses, overlap, dtype):
+    """The same grid as a plan and by attention2d: (equal bits, bytes of the plan, bytes of the formula)."""
+    program = programs.attention(1, 4, 2, 48, 8, dtype=str(dtype).split(".")[1])
+    mesh = Mesh(cols=cols, rows=rows, heads=ulysses)
+    chosen = dict(cols=Placement("kv", overlap and cols > 1), rows=Placement("q", overlap and rows > 1), heads="heads")
+    plan = place(Schedule(program, mesh), **chosen).shard("lse", "heads", "heads").lower()
+    inputs = {name: x.to(dtype) for name, x in random_inputs(program).items()}
+    schedule = attention2d.Attention2D(dist.group.WORLD, rows, cols, ulysses, overlap=overlap)
+    local, count = plan.shard(inputs, rank), Count()
+    outputs = execute(plan, local, dist.group.WORLD, count)
+    expected = schedule(local["q"], local["k"], local["v"], causal=True)
+    formula = schedule.volume(1, 48, 4, 2, 8, dtype.itemsize).forward
+    return torch.equal(outputs["out"], expected), count.sent, plan.bytes_per_rank, formula
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("world, rows, cols, ulysses, overlap", GRIDS)
+def test_grids_have_the_bits_and_bytes_of_attention2d(ranks, world, rows, cols, ulysses, overlap, dtype):
+    """lse stays divided by heads, as attention2d leaves it: nobody has asked for it."""
+    for is_equal, *nbytes in ranks(against_attention2d, world, rows, cols, ulysses, overlap, dtype):
+        assert is_equal
+        assert len(set(nbytes)) == 1, nbytes
+
+
+def differing(rank, make):
+    """The message of the error that `make` raises on this rank."""
+    ranks = dist.get_world_size()
+    case = cases(ranks)[0]
+    chosen = plans(case.program, mesh_of(ranks))
+    try:
+        make(rank, chosen, case.inputs)
+    except ValueError as error:
+        return str(error)
+
+
+def another_plan(rank, chosen, inputs):
+    plan = chosen[rank == dist.get_world_size() - 1]
+    execute(plan, plan.shard(inputs, rank), dist.group.WORLD)
+
+
+def a_wrong_shape(rank, chosen, inputs):
+    local = chosen[0].shard(inputs, rank)
+    execute(chosen[0], {name: x[:, : 4 - (rank == 1)] for name, x in local.items()}, dist.group.WORLD)
+
+
+def a_larger_mesh(rank, chosen, inputs):
+    execute(plans(cases(4)[0].program, mesh_of(4))[0], inputs, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (another_plan, "asked something else than rank 0"),
+        (a_wrong_shape, "this rank's block of q has shape"),
+        (a_larger_mesh, "ranks, and the mesh of the plan 4"),
+    ],
+)
+def test_errors_are_raised_on_every_rank(ranks, world, make, message):
+    for error in ranks(differing, world, make):
+        assert message in error

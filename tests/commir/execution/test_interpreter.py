@@ -1,0 +1,56 @@
+"""Every placement of every program, on simulated meshes. Oracle: float64 attention and its autograd, torch's products."""
+
+import pytest
+
+from commir import interpret
+from commir.execution.state import Count
+from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
+
+MESHES = [(4,), (2, 2), (2, 3), (2, 2, 2)]
+LARGE = [(12,), (3, 4), (4, 3), (2, 2, 3), (3, 2, 2)]
+NAMES = ["attention", "backward", "decoding", "gather", "scatter", "sum"]
+
+
+def check_all_placements(case, sizes):
+    """Outputs are exact, and every rank sends and holds exactly the bytes that the plan says."""
+    for plan in plans(case.program, mesh_of(*sizes)):
+        counts = []
+        assert_close(interpret(plan, case.inputs, counts), case.expected)
+        sent, peaks, held = ({getattr(count, name) for count in counts} for name in ("sent", "peak", "held"))
+        assert sent == {plan.bytes_per_rank}, plan.schedule
+        assert peaks == {plan.memory}, plan.schedule
+        assert len(held) == 1, plan.schedule
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+@pytest.mark.parametrize("sizes", MESHES[:3])
+def test_placements_are_exact(sizes, number):
+    ranks = mesh_of(*sizes).ranks
+    check_all_placements(cases(ranks)[number], sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+@pytest.mark.parametrize("sizes", MESHES + LARGE)
+def test_placements_are_exact_on_up_to_twelve_ranks(sizes, number, causal):
+    ranks = mesh_of(*sizes).ranks
+    check_all_placements(cases(ranks, causal)[number], sizes)
+
+
+def test_one_rank_sends_nothing():
+    case = cases(2)[0]
+    (plan, *_) = plans(case.program, mesh_of(1))
+    counts = list[Count]()
+    assert_close(interpret(plan, case.inputs, counts), case.expected)
+    assert counts[0].sent == plan.bytes_per_rank == 0
+
+
+def test_wrong_inputs_are_named():
+    case = cases(2)[0]
+    (plan, *_) = plans(case.program, mesh_of(2))
+    with pytest.raises(ValueError, match="attention takes q, k, v, not q"):
+        interpret(plan, {"q": case.inputs["q"]})
+    short = {name: x[:, :-1] for name, x in random_inputs(case.program).items()}
+    with pytest.raises(ValueError, match=r"q has shape \(2, 7, 4, 4\); the whole q has shape \(2, 8, 4, 4\)"):
+        interpret(plan, short)
