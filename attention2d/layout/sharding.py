@@ -31,6 +31,9 @@ class SequenceSharding:
         self.rank = 0 if group is None else group.rank()
         self._compared_calls: set[str] = set()
 
+    def __deepcopy__(self, memo: dict) -> "SequenceSharding":
+        return self  # process groups are handles
+
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's tokens of `x`, which has the full sequence along `dim` on every rank.
 

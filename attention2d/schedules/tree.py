@@ -84,8 +84,9 @@ class Tree(SequenceSharding):
         Sends the queries to all ranks, and each rank's partial result for the queries of another rank to that rank, besides
         16 bytes to compare the arguments: (P - 1) batch queries heads (head_dim itemsize + (head_dim + 1) a) bytes.
         """
+        q, k, v = cast_for_autocast(q, k, v)
         self._compare_ranks(lambda: self._arguments(q, k, v, False, scale, None, lengths, {}), q, k, v)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             queries = all_gather(q, self.group, self.counter)
             parts = torch.stack([_attend_local(each, k, v, scale, lengths) for each in queries])
             return _merged(all_to_all(parts, self.group, self.counter), q.dtype)

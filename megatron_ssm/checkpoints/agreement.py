@@ -23,13 +23,14 @@ def run_and_compare(
     compared: Callable[[Result], object],
     groups: Iterable[ProcessGroup | None],
     device: torch.device | str,
+    also: Callable[[ProcessGroup], object] = lambda group: None,
 ) -> Result:
     """What `action()` returns, after all ranks of each group have completed it.
 
     compared: maps the result to what must be equal on all ranks (its `repr` is compared). groups: None and groups of one
-    rank are ignored. An error that all ranks raise is raised unchanged. ValueError on every rank, with the text of the first
-    failure and its rank, if the action fails on some of them only, and if the compared values differ. Each group gathers 16
-    bytes from each rank (see `agree`), on `device`.
+    rank are ignored. also: what else must be equal on the ranks of a group. An error that all ranks raise is raised
+    unchanged. ValueError on every rank, with the text of the first failure and its rank, if the action fails on some of them
+    only, and if the compared values differ. Each group gathers 16 bytes from each rank (see `agree`), on `device`.
     """
     several = []
     for group in groups:
@@ -41,16 +42,16 @@ def run_and_compare(
     results: list[Result] = []
     error: Exception | None = None
 
-    def outcome() -> object:
+    def outcome(group: ProcessGroup) -> object:
         if error is not None:
             raise error
         if not results:
             results.append(action())
-        return compared(results[0])
+        return also(group), compared(results[0])
 
     for group in several:
         try:
-            agree(partial(all_gather_small, group=group), device, outcome)
+            agree(partial(all_gather_small, group=group), device, partial(outcome, group))
         except Exception as raised:  # of any kind: the ranks of the next group must learn of it
             error = raised
     if error is not None:

@@ -84,15 +84,14 @@ def load(
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         config = Config.read(directory)
         config.check_ranks(1 if group is None else group.size())
-        check_schedule(context, config, group)
+        check_schedule(context, config, group, data_group)
         tensors = open_tensors(Path(directory), stack)
         return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
     def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        return (
-            opened[0],
+        arguments = (
             dtype,
             torch.device(device).type,
             how,
@@ -102,6 +101,10 @@ def load(
             sequence_parallel,
             recompute,
         )
+        return *arguments, opened[0]
+
+    def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
+        return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
 
     def build_and_fill() -> Model:
         model = build(
@@ -118,7 +121,7 @@ def load(
         return model
 
     with ExitStack() as stack:
-        config, tensors = run_and_compare(open_files, compared, groups, device)
+        config, tensors = run_and_compare(open_files, compared, groups, device, part_of_model)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown and model.ranks.rank == 0:

@@ -177,9 +177,10 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 
 
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
-    """What one decoded token sends, measured with a prompt of one token, which sends the same."""
-    steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 1, arguments.temperature,
+    """What one decoded token sends, measured with the second token after a prompt of one token."""
+    steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip
+    next(steps)
     before = model.counter.nbytes
     next(steps)
     return model.counter.nbytes - before

@@ -136,11 +136,19 @@ def check_block_length(tokens: int, width: int, context: ContextRanks) -> None:
 
     tokens: of this rank. width: the inputs before a block that a convolution reads.
     """
-    length = tokens // context.blocks_per_rank
     if tokens % context.blocks_per_rank:
         raise ValueError(f"zigzag order has two equal blocks on each rank, and {tokens} local tokens are odd")
-    if length < width and context.size > 1:
+    _check_length(tokens // context.blocks_per_rank, tokens * context.size, width, context.size)
+
+
+def check_sequence_length(seq: int, ranks: int, width: int) -> None:
+    """`check_block_length` for sequences of `seq` tokens that are padded to two equal blocks on each of `ranks` ranks."""
+    _check_length(-(-seq // (2 * ranks)), seq, width, ranks)
+
+
+def _check_length(length: int, seq: int, width: int, ranks: int) -> None:
+    if length < width and ranks > 1:
         raise ValueError(
-            f"{tokens * context.size} tokens over {context.size} context ranks make blocks of {length}, "
+            f"{seq} tokens over {ranks} context ranks make blocks of {length}, "
             f"shorter than the convolution's halo of {width}"
         )

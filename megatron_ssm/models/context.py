@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small
+
+if TYPE_CHECKING:
+    from .model import Model
 
 Result = TypeVar("Result")
 
@@ -35,6 +38,10 @@ def schedule_of(
         heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
         return choose(group, **sizes, itemsize=4, training=training)
+    if name in ("usp", "3d") and ranks % 2:
+        raise ValueError(
+            f"the schedule {name} needs an even number of ranks, not {ranks}: pairs of them divide the heads"
+        )
     if name in ("2d", "3d"):
         cells = max(1, ranks // 2) if name == "3d" else ranks
         rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
@@ -45,19 +52,29 @@ def schedule_of(
     return kinds[name](group)
 
 
-def check_schedule(schedule: Attention2D | None, config: Config, group: ProcessGroup | None) -> None:
-    """ValueError if `schedule` cannot spread the sequences of this model over ranks. group: the tensor-parallel ranks."""
+def check_schedule(
+    schedule: Attention2D | None,
+    config: Config,
+    group: ProcessGroup | None,
+    data_group: ProcessGroup | None = None,
+) -> None:
+    """ValueError if `schedule` cannot spread the sequences of this model over ranks.
+
+    group: the tensor-parallel ranks. data_group: the ranks with other sequences. No rank but this one may be in two of these
+    and the context ranks.
+    """
     if schedule is None:
         return
     if not isinstance(schedule, Attention2D):
         raise ValueError(f"context={schedule!r} is not a schedule that attention2d's Attention2D, Ring, ... return")
     ContextRanks(schedule.group, Counter(), schedule.order)  # ValueError for an order in which tokens are not blocks
-    if schedule.group is not None and group is not None:
-        tensor, context = (set(dist.get_process_group_ranks(each)) for each in (group, schedule.group))
-        if tensor & context != {dist.get_rank()}:
-            raise ValueError(
-                f"context ranks {sorted(context)} and tensor-parallel ranks {sorted(tensor)} must share this rank only"
-            )
+    for other, kind in ((group, "tensor-parallel"), (data_group, "data-parallel")):
+        if schedule.group is not None and other is not None:
+            others, context = (set(dist.get_process_group_ranks(each)) for each in (other, schedule.group))
+            if others & context != {dist.get_rank()}:
+                raise ValueError(
+                    f"context ranks {sorted(context)} and {kind} ranks {sorted(others)} must share this rank only"
+                )
     if config.shared is not None:
         ranks = 1 if group is None else group.size()
         check_heads(config.shared.heads // ranks, config.shared.kv_heads // ranks, schedule.grid.ulysses)
@@ -100,20 +117,31 @@ def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device
     return int(all_gather_small(torch.tensor(numbers, device=device), context.group)[0, 0])
 
 
-def check_on_context_ranks(
-    check: Callable[[], Result], compared: tuple, context: ContextRanks | None, device: torch.device
-) -> Result:
-    """What `check()` returns. ValueError on every context rank if it fails on one of them, or if `compared` differs.
+def check_on_context_ranks(model: "Model", check: Callable[[], Result], compared: tuple) -> Result:
+    """What `check()` returns. ValueError on every rank if it fails on one of them, or if `compared` differs.
 
-    The ranks hold different tokens, so that one of them alone can be given a wrong one. Gathers 16 bytes of each rank.
+    Context ranks hold different tokens, so that one of them alone can be given a wrong one. They compare first, and then
+    the tensor-parallel ranks, so that all learn of an error. Gathers 16 bytes of each rank.
     """
-    if context is None:
+    if model.context_ranks is None:
         return check()
+    groups = [(model.context_ranks.group, "context ranks"), (model.ranks.group, "tensor-parallel ranks")]
     results: list[Result] = []
+    error: Exception | None = None
 
     def arguments() -> tuple:
+        if error is not None:
+            raise error
         results.append(check())
         return compared
 
-    agree(lambda mine: all_gather_small(mine, context.group), device, arguments, "context ranks")
+    for group, whose in groups:
+        if group is None:
+            continue
+        try:
+            agree(partial(all_gather_small, group=group), model.device, arguments, whose)
+        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
+            error = raised
+    if error is not None:
+        raise error
     return results[0]

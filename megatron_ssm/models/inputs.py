@@ -31,6 +31,8 @@ def check_call(
     is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. ValueError for inputs that
     are wrong, and for what context parallelism does not support.
     """
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
     mask = check_inputs(input_ids, attention_mask, cache, model.config.vocab_size, model.dtype)
     check_length(model.schedule, input_ids.shape[1], seq)
     if model.ranks.sequence_parallel and cache is not None:
@@ -63,9 +65,9 @@ def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
         )
 
 
-def lengths_of(cache: Cache | None) -> list[int] | None:
-    """How many tokens have been read of each row that a call continues."""
-    return None if cache is None else cache.lengths[cache.rows].tolist()
+def lengths_of(cache: Cache | None) -> tuple[int | None, list[int]] | None:
+    """The max_length of a cache, and how many tokens have been read of each row that a call continues."""
+    return None if cache is None else (cache.max_length, cache.lengths[cache.rows].tolist())
 
 
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
@@ -132,6 +134,8 @@ def check_inputs(
     if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.numel() == 0:
         given = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
         raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {given}")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids are {input_ids.dtype}; token ids must be whole numbers")
     check_ids(input_ids, vocab_size, "token id")
     if cache is not None and cache.batch != input_ids.shape[0]:
         raise ValueError(f"a cache for {cache.batch} sequences was given {input_ids.shape[0]}")

@@ -65,10 +65,9 @@ def mean_cross_entropy(
 ) -> torch.Tensor:
     """See `Model.loss`."""
     labels = check_on_context_ranks(
+        model,
         lambda: _check_labels(model, input_ids, labels, ignore_index, seq),
         (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
-        model.context_ranks,
-        model.device,
     )
     vocabulary = range(model.embeddings.start, model.embeddings.stop)
     nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
@@ -84,6 +83,8 @@ def _check_labels(model: "Model", input_ids, labels, ignore_index: int, seq: int
     """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `Model.loss` for what is refused."""
     if torch.is_grad_enabled():
         model.check_exact_weights("trained")
+    if not torch.is_tensor(labels):
+        raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
     if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
         raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
     check_length(model.schedule, labels.shape[1], seq)

@@ -1,5 +1,6 @@
 """The language model: vocabulary-parallel embedding, residual blocks and head."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Model(nn.Module):
     ):
         super().__init__()
         config.check_ranks(ranks.size)
-        check_schedule(schedule, config, ranks.group)
+        check_schedule(schedule, config, ranks.group, data_group)
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
@@ -89,6 +90,13 @@ class Model(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self._attach_fields()
+
+    def __deepcopy__(self, memo: dict) -> "Model":
+        """A copy with parameters of its own, for the same ranks: process groups are handles."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.data_group)] = self.data_group
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __setstate__(self, state: dict) -> None:
         """Attach the fields again, which the parameters of a deep copy have lost."""
@@ -242,23 +250,15 @@ class Model(nn.Module):
         return self._checked_logits(local, attention_mask, cache, 1, prompt, seq, True)[:, -1]
 
     def _checked_logits(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-        logits_to_keep: int,
-        prompt: bool,
-        seq: int | None,
-        is_sharded: bool,
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, logits_to_keep: int,
+        prompt: bool, seq: int | None, is_sharded: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """`local_logits` of tokens that context ranks share, or of tokens that every rank has."""
-        if logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
+        shape = getattr(input_ids, "shape", None)
         mask, sharding = check_on_context_ranks(
+            self,
             lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_sharded),
-            (getattr(input_ids, "shape", None), seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
-            self.context_ranks,
-            self.device,
+            (shape, seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
         )
         tokens = input_ids.shape[1]
         if self.ranks.sequence_parallel:

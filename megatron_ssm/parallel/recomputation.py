@@ -28,7 +28,7 @@ class Recomputation:
         self._next: Iterator | None = None  # over them, while the function runs again
 
     def __deepcopy__(self, memo: dict) -> "Recomputation":
-        return Recomputation(self.is_on)
+        return self  # as `Ranks` does: all parts of a copy have the same one
 
     @property
     def is_running(self) -> bool:

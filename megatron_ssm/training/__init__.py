@@ -2,5 +2,5 @@
 
 In: text files, a tokenizer and options from the command line or a YAML file.
 Out: losses, training checkpoints and a Hugging Face directory.
-May import: configs, sizing, ops, parallel, inference, models, checkpoints, diagnostics.
+May import: configs, sizing, ops, parallel, context, inference, models, checkpoints, diagnostics.
 """

@@ -30,6 +30,7 @@ from megatron_ssm.checkpoints.training import (
 )
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
@@ -101,6 +102,7 @@ class Inputs:
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size)
         check_memory_budget(options, config)
+        check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
         requirements = _resume_requirements(options, config, corpus)
         checkpoint = newest_checkpoint(out / "checkpoints", requirements) if options.resume else None

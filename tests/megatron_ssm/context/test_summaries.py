@@ -71,6 +71,18 @@ def test_ssd(heads, groups):
     assert error(adjoint, expected_adjoint) < 1e-12
 
 
+@torch.no_grad()
+def test_ssd_under_autocast():
+    """States are at least fp32."""
+    inputs = inputs_of("ssd", seq=9, dtype=torch.float32)
+    expected, _ = ssd_summary(*(inputs[name] for name in ("x", "dt", "A_log", "B")))
+    with torch.autocast("cpu", torch.bfloat16):
+        state, _ = ssd_summary(*(inputs[name] for name in ("x", "dt", "A_log", "B")))
+        adjoint = ssd_adjoint(inputs["x"], *(inputs[name] for name in ("dt", "A_log", "C")))
+    assert adjoint.dtype == torch.float32
+    assert torch.equal(state, expected)
+
+
 @needs_kernels
 def test_the_kernel_refuses_other_shapes():
     inputs = inputs_of("selective", dtype=torch.float32)

@@ -130,6 +130,24 @@ def test_generate_with_rows_of_different_lengths(ranks, tp, cp):
 
 
 @pytest.mark.parametrize("cp", (2, 3))
+def test_chunks_under_autocast(ranks, cp):
+    """They differ from fp32 as one rank's do, also where a chunk attends keys of an earlier one."""
+    directory = checkpoint("zamba2")
+
+    def logits(model, is_enabled=True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, is_enabled):
+            cache = model.new_cache(1)
+            parts = [model.next_logits(chunk, cache=cache, prompt=True) for chunk in ids(1, 48).split(24, dim=1)]
+            return torch.cat(parts)
+
+    one = megatron_ssm.load(directory)
+    exact = logits(one, is_enabled=False)
+    limit = 1.5 * (logits(one) - exact).abs().max()
+    for found in ranks(lambda rank: logits(megatron_ssm.load(directory, context=Ring(dist.group.WORLD))), cp):
+        assert (found - exact).abs().max() < limit
+
+
+@pytest.mark.parametrize("cp", (2, 3))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
     """Also those that are wrong on the last rank only."""
     directory = checkpoint("zamba2")
@@ -147,6 +165,9 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
             "there is no beam search on context ranks": lambda: model.generate(tokens, num_beams=2),
             "does not fit into a cache of max_length=30": lambda: model(model.schedule.shard(tokens), cache=cache),
             "seq=30 makes": lambda: model(model.schedule.shard(tokens), cache=cache, seq=30),
+            "asked something else than rank 0": lambda: model(
+                tokens[:, :1], cache=model.new_cache(1, max_length=20 + is_last)
+            ),
             "was not made by the new_cache": lambda: model(
                 tokens[:, :1], cache=megatron_ssm.load(directory, dtype=torch.float64).new_cache(1)
             ),

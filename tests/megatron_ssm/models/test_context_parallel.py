@@ -3,13 +3,16 @@
 Sequences of 69 tokens do not divide over the ranks, so they are padded.
 """
 
+import copy
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
-from attention2d import Ring, Tree
+from attention2d import Attention2D, Ring, Tree
 from cases import SCHEDULES, TOLERANCE, groups_of, oracle
 from serving import attempt
 
@@ -149,6 +152,9 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
             "were asked something else than rank 0": lambda: model(ids[:, : 14 if is_last else 16]),
             "seq=7 makes": lambda: model.loss(ids, ids, seq=7),
             "have no gradient": lambda: model(ids, cache=model.new_cache(2)),
+            "logits_to_keep=-1 must be": lambda: model(ids, logits_to_keep=-1 if is_last else 0),
+            "labels must be a tensor": lambda: model.loss(ids, None),
+            "token ids must be whole numbers": lambda: model(ids.double()),
         }
         return {words: attempt(call) for words, call in calls.items()}, model(ids).isfinite().all()
 
@@ -158,20 +164,71 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
             assert error is not None and error[0] == "ValueError" and words in error[1], (words, error)
 
 
+@pytest.mark.parametrize("tp, cp", ((2, 2), (2, 3)))
+def test_a_wrong_call_of_one_rank_is_an_error_on_all_tensor_and_context_ranks(ranks, tp, cp, oracle):
+    oracle = oracle("mamba2-2-groups", torch.float64)
+
+    def run(rank):
+        tensor, context = groups_of(rank, tp, cp)
+        model = megatron_ssm.load(oracle.directory, tensor, context=Ring(context), dtype=torch.float64)
+        ids = model.schedule.shard(oracle.ids[:, : 16 * cp]).clone()
+        ids[0, 0] = 10_000 if rank == tp * cp - 1 else 0
+        return attempt(model, ids), attempt(model.loss, ids, ids.clamp(max=9))
+
+    for errors in ranks(run, tp * cp):
+        assert all("token id 10000 is outside" in error[1] for error in errors)
+
+
+@pytest.mark.parametrize("world", (4, 6))
+def test_context_ranks_hold_the_same_part_of_the_model(ranks, world, oracle):
+    """Neighbours are tensor-parallel ranks; the last context group has the two parts the other way round."""
+    directory = oracle("mamba2-2-groups", torch.float64).directory
+    tensor = [[first, first + 1] for first in range(0, world, 2)]
+    context = [[*range(0, world - 2, 2), world - 1], [*range(1, world - 2, 2), world - 2]]
+
+    def run(rank):
+        mine = [
+            group for ranks in (tensor, context) for each in ranks if (group := dist.new_group(each)) and rank in each
+        ]
+        return attempt(megatron_ssm.load, directory, mine[0], context=Ring(mine[1]))
+
+    for error in ranks(run, world):
+        assert error[0] == "ValueError" and "part 0 of the model" in error[1]
+
+
+@pytest.mark.parametrize("cp", (2, 3))
+def test_a_copy_of_a_model(ranks, cp, oracle):
+    """It computes and sends the same, with activations recomputed too."""
+    oracle = oracle("zamba2-1-group", torch.float64)
+
+    def run(rank):
+        spread = Ring(dist.group.WORLD)
+        model = megatron_ssm.load(oracle.directory, context=spread, dtype=torch.float64, recompute=True)
+        ids, results = spread.shard(oracle.ids[:, : 16 * cp]), []
+        for each in (model, copy.deepcopy(model)):
+            before = each.counter.sent
+            loss = each.loss(ids, ids)
+            loss.backward()
+            results.append((loss.item(), each.counter.sent - before))
+        return results
+
+    for of_model, of_copy in ranks(run, cp):
+        assert of_model == of_copy
+
+
 @pytest.mark.parametrize("world", (2, 4))
 def test_schedules_that_do_not_fit_are_refused_by_load(ranks, world, oracle):
     directory = oracle("zamba2-1-group", torch.float64).directory
 
     def run(rank):
         group = dist.group.WORLD
-        schedules = {
-            "is not a schedule": Tree(group),
-            "must share this rank only": Ring(group),
-            "not in cyclic order": Ring(group, "cyclic"),
-        }
+        load, others = functools.partial(attempt, megatron_ssm.load, directory), Attention2D(group, 1, world)
         return {
-            words: attempt(megatron_ssm.load, directory, group if "share" in words else None, schedule)
-            for words, schedule in schedules.items()
+            "is not a schedule": load(context=Tree(group)),
+            "and tensor-parallel ranks": load(group, context=Ring(group)),
+            "and data-parallel ranks": load(context=Ring(group), data_group=group),
+            "not in cyclic order": load(context=Ring(group, "cyclic")),
+            "(torch.float32, 'cpu', 'fp32', None, 1, \"Attention2D(": load(context=others if rank else Ring(group)),
         }
 
     for errors in ranks(run, world):

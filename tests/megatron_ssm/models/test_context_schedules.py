@@ -28,3 +28,15 @@ def test_names(ranks, world):
             of("tree")
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("world", (3, 5))
+def test_pairs_of_ranks_need_an_even_number(ranks, world):
+    config = Config.read(checkpoint("zamba2"))
+
+    def run(rank):
+        for name in ("usp", "3d"):
+            with pytest.raises(ValueError, match=f"the schedule {name} needs an even number of ranks, not {world}"):
+                schedule_of(name, dist.group.WORLD, config, **SIZES)
+
+    ranks(run, world)

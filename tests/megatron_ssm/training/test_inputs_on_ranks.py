@@ -112,6 +112,16 @@ def test_errors_of_all_ranks_are_raised_as_they_are(ranks, text, tensor, world_s
     assert errors(ranks, world_size, lambda rank: flags) == [message] * world_size
 
 
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_sequences_too_short_for_the_context_ranks_keep_old_checkpoints(ranks, text, world_size):
+    assert errors(ranks, world_size, lambda rank: ["--global-batch-size", "4"]) == [None] * world_size
+    flags = ["--context-parallel-size", str(world_size), "--seq-length", str(4 * world_size)]
+    message = f"{4 * world_size} tokens over {world_size} context ranks make blocks of 2, shorter than"
+    for error in errors(ranks, world_size, lambda rank: flags):
+        assert message in error
+    assert os.listdir("out/checkpoints") == ["step-000002"]
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_log_that_rank_0_cannot_write(ranks, text, world_size):
