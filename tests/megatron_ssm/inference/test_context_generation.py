@@ -35,7 +35,8 @@ def logits_of_chunks(model, ids):
     "name, tp, cp, schedule",
     (
         ("mamba-biases-untied", 1, 3, "ring"), ("falcon", 2, 2, "contiguous"), ("mamba2-1-group", 2, 2, "ring"),
-        ("mamba2-dt-limit", 1, 4, "usp"), ("zamba-2-heads-biases", 2, 2, "all-gather"),
+        ("mamba2-dt-limit", 1, 4, "usp"), ("zamba-2-heads-biases", 2, 2, "all-gather"), ("mamba", 1, 4, "ring"),
+        ("falcon", 1, 4, "ring"), ("mamba2-2-groups", 1, 4, "ring"), ("zamba-4-heads-grouped-untied", 1, 4, "2d"),
         ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"), ("zamba2-2-groups-adapters-rope", 1, 4, "2d"),
     ),
 )  # fmt: skip
