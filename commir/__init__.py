@@ -14,6 +14,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "interpret": "execution.interpreter",
     "execute": "execution.executor",
     "verify": "execution.verifier",
+    "search": "searching.search",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -21,7 +21,7 @@ ROOMS = {
         "foundation native collectives fabric reduction selection planning gradients adapters fusion cli"
     ).split(),
     "attention2d": "layout compute cost schedules".split(),
-    "commir": "ir programs scheduling lowering execution".split(),
+    "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
         "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
         "integrations cli"

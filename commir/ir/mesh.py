@@ -87,6 +87,12 @@ class Mesh:
             )
         )
 
+    def with_speeds(self, speeds: Mapping[str, Any]) -> "Mesh":
+        """The same ranks, with these speeds of levels besides those that are known."""
+        mesh = self._with(self.axes)
+        mesh.speeds = {**speeds, **self.speeds}
+        return mesh
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """{axis: index along it} of a rank. ValueError: there is no such rank."""
         if not 0 <= rank < self.ranks:

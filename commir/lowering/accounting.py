@@ -18,19 +18,41 @@ from .steps import Key, Step
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes that each rank sends in all, along each mesh axis, and the most that it holds at a time."""
+    """Bytes that a rank sends, in how many messages, and along each mesh axis; and the most that it holds at a time."""
 
     sent: int
+    messages: int
     sent_along: tuple[tuple[str, int], ...]
     peak: int
 
 
+@dataclass(frozen=True)
+class Message:
+    """`count` messages of `nbytes` each, one after the other, along a mesh axis."""
+
+    axis: str
+    nbytes: int
+    count: int
+
+
 def account(digits: Digits, steps: Sequence[Step]) -> Account:
     """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send."""
+    ledger = _counted(digits, steps)
+    messages = sum(message.count for each in ledger.messages for message in each)
+    return Account(sum(ledger.sent.values()), messages, tuple(ledger.sent.items()), ledger.peak)
+
+
+def messages_of(digits: Digits, steps: Sequence[Step]) -> list[list[Message]]:
+    """What each step sends."""
+    return _counted(digits, steps).messages
+
+
+def _counted(digits: Digits, steps: Sequence[Step]) -> "_Ledger":
     ledger = _Ledger(digits)
     for step in steps:
+        ledger.messages.append([])
         getattr(ledger, f"_{type(step).__name__}")(step)
-    return Account(sum(ledger.sent.values()), tuple(ledger.sent.items()), ledger.peak)
+    return ledger
 
 
 @dataclass
@@ -39,6 +61,7 @@ class _Ledger:
 
     digits: Digits
     sent: dict[str, int] = field(default_factory=dict)
+    messages: list[list[Message]] = field(default_factory=list)
     held: int = 0
     peak: int = 0
     blocks: dict[tuple[str, Key], tuple[int, int, bool]] = field(default_factory=dict)
@@ -73,8 +96,10 @@ class _Ledger:
         count, itemsize, _ = self.blocks[name, key if any(key) else ()]
         return count * itemsize
 
-    def _send(self, axis: str, nbytes: int) -> None:
-        self.sent[axis] = self.sent.get(axis, 0) + nbytes
+    def _send(self, axis: str, nbytes: int, count: int = 1) -> None:
+        """Count messages of `nbytes` each."""
+        self.sent[axis] = self.sent.get(axis, 0) + nbytes * count
+        self.messages[-1].append(Message(axis, nbytes, count))
 
     def _size(self, axis: str) -> int:
         return self.digits.nest.mesh.size(axis)
@@ -101,13 +126,13 @@ class _Ledger:
     def _AllToAll(self, step: kinds.AllToAll) -> None:
         names, size = [name for name, _, _ in step.moves], self._size(step.axis)
         piece = sum(self._nbytes(name) // size for name in names)
-        self._send(step.axis, (size - 1) * piece)
+        self._send(step.axis, piece, size - 1)
         self._replace(names, lambda count: count, piece)
 
     def _Gather(self, step: kinds.Gather) -> None:
         names, size = [name for name, _ in step.moves], self._size(step.axis)
         block = sum(map(self._nbytes, names))
-        self._send(step.axis, (size - 1) * block)
+        self._send(step.axis, block, size - 1)
         self._replace(names, lambda count: count * size, min(2, size - 1) * block)
 
     def _Slice(self, step: kinds.Slice) -> None:
@@ -147,11 +172,13 @@ class _Ledger:
                 self._put(output.name, key, count, self._wide(output))
 
     def _SendPartial(self, step: kinds.SendPartial) -> None:
-        for output in self._outputs(step.result):
-            count, _ = self._take(output.name, step.source)
-            nbytes = count * self.program.itemsize(output, is_partial=True)
-            self._send(step.axis, nbytes)
-            self._hold(nbytes)
+        outputs = self._outputs(step.result)
+        counts = [self._take(output.name, step.source)[0] for output in outputs]
+        nbytes = sum(
+            n * self.program.itemsize(output, is_partial=True) for n, output in zip(counts, outputs, strict=True)
+        )
+        self._send(step.axis, nbytes)
+        self._hold(nbytes)
 
     def _Combine(self, step: kinds.Combine) -> None:
         for output in self._outputs(step.result):
@@ -164,7 +191,7 @@ class _Ledger:
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
         )
-        self._send(step.axis, (size - 1) * wire)
+        self._send(step.axis, wire, size - 1)
         self._replace([output.name for output in outputs], lambda count: count // size, wire)
 
     def _AllReduce(self, step: kinds.AllReduce) -> None:
@@ -178,7 +205,7 @@ class _Ledger:
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
         )
-        self._send(step.axis, 2 * (size - 1) * wire)
+        self._send(step.axis, wire, 2 * (size - 1))
         self._hold(size * wide + wide + wire)  # rows, this rank's piece, and a piece that arrives
         self.held -= size * wide + wire
         self._hold(size * wide + min(2, size - 1) * wire)  # the combined rows, and pieces on their way

@@ -44,7 +44,7 @@ def travelling(digits: Digits, loops: Sequence[Loop], operand: Operand) -> tuple
 def unrolled(digits: Digits, loops: Sequence[Loop]) -> Iterator[Step]:
     """The steps from the first block to the last partial result."""
     program = digits.nest.program
-    keys = {operand.name: travelling(digits, loops, operand) for operand in program.inputs}
+    keys = {operand.name: travelling(digits, loops, operand) for operand in program.inputs if operand.in_tile}
     travels = {
         number: travelling(digits, loops, program.operand(each.outputs[0]))
         for number, each in enumerate(program.results)

@@ -1,7 +1,7 @@
 """A plan: the steps of a schedule, as data that is equal on all ranks, can be saved, and runs in any process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from .blocks import block, numbered, original, positions, put_block
 from .layouts import Digits
 from .steps import Step
 from .text import canonical, content, digest, parse
+from .timeline import seconds
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -24,10 +25,13 @@ class Plan:
     """What every rank of a mesh does, step by step: the result of `Schedule.lower`.
 
     schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative.
+    tile_seconds: the measured time of a tile (0: only messages are counted). reason: why `search` has chosen this plan.
     """
 
     schedule: LoopNest
     steps: tuple[Step, ...]
+    tile_seconds: float = field(default=0.0, compare=False)
+    reason: str = field(default="the caller made this schedule", compare=False)
 
     @property
     def program(self) -> Program:
@@ -62,6 +66,11 @@ class Plan:
         """Bytes that a rank holds at most: its inputs, blocks on their way, and results; not the temporaries of a kernel."""
         return self.account.peak
 
+    @cached_property
+    def seconds(self) -> float:
+        """The predicted time, from the speeds of the mesh and `tile_seconds`."""
+        return seconds(self.digits, self.steps, self.tile_seconds)
+
     def positions(self, axis: str) -> torch.Tensor:
         """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
         if axis not in self._positions:
@@ -71,6 +80,11 @@ class Plan:
     @cached_property
     def _positions(self) -> dict[str, torch.Tensor]:
         return {}
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that a rank sends."""
+        return self.account.messages
 
     def inputs(self) -> tuple[Operand, ...]:
         """The inputs that a caller gives; the others are derived from them."""

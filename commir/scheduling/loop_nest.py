@@ -234,8 +234,16 @@ class LoopNest:
         return schedule
 
     def __str__(self) -> str:
-        steps = [f"{name}({', '.join(map(str, rest))})" for name, *rest in self.primitives()]
-        return f"{self.program.name} on {self.mesh!r}: {' '.join(steps) or 'one rank computes everything'}"
+        """Which loop each mesh axis computes, and which is shifted; `primitives` has everything."""
+        shifted = {mesh_axis: self.digit(name).axis for name, mesh_axis in self.shifts}
+        parts = [
+            f"{self.digit(name).axis} on {mesh_axis}"
+            + (f" with {shifted[mesh_axis]} shifted" if mesh_axis in shifted else "")
+            for name, mesh_axis in self.parallel
+        ]
+        parts += [f"{operand} kept along {axis or 'nothing'} on {mesh_axis}" for operand, mesh_axis, axis in self.homes]
+        parts += [f"loops {', '.join(self.order)}"] if self.order != self._default_order() else []
+        return f"{self.program.name} on {self.mesh!r}: {'; '.join(parts) or 'one rank computes everything'}"
 
     def _kind(self, digit: str) -> str:
         return self.program.axis(self.digit(digit).axis).kind

@@ -89,3 +89,45 @@ def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
         nest = nest.tile(rest, nest.mesh.size(m), f"{axis}.{m}", f"{axis}.{m}'")
         rest = f"{axis}.{m}'"
     return nest
+
+
+def placements_of(nest: LoopNest) -> dict[str, Placement]:
+    """The placement of each mesh axis with more than one rank."""
+    shifted = {mesh_axis for _, mesh_axis in nest.shifts}
+    return {
+        mesh_axis: Placement(nest.digit(name).axis, mesh_axis in shifted)
+        for name, mesh_axis in nest.parallel
+        if nest.mesh.size(mesh_axis) > 1
+    }
+
+
+def known_as(nest: LoopNest) -> str:
+    """The name of a known schedule, from the tables above; empty if it has none."""
+    chosen = list(placements_of(nest).values())
+    axes, streams = "".join(dict.fromkeys(each.axis[0] for each in chosen)), {each.is_streamed for each in chosen}
+    by_axis = {axis: {each.is_streamed for each in chosen if each.axis == axis} for axis in ("q", "kv", "heads")}
+    if nest.program.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return _matmul_name(nest.program.name, [each.axis for each in chosen], streams)
+    if not nest.program.tile.startswith("attention"):
+        return ""
+    if axes == "h":
+        return "Ulysses"
+    if axes == "k" and streams == {False}:
+        return "tree"
+    if axes == "q":
+        rings = "ring" if len(chosen) == 1 else "double ring"
+        return "" if len(streams) > 1 else rings if True in streams else "all-gather"
+    if axes == "qh" and by_axis["q"] == {True}:
+        return "USP"
+    if axes in ("kq", "qk", "kqh", "qkh") and len(by_axis["q"] | by_axis["kv"]) == 1:
+        overlap = ", overlapped" if by_axis["q"] == {True} else ""
+        return ("Attention2D" if len(axes) == 2 else "3-D") + overlap
+    return ""
+
+
+def _matmul_name(program: str, axes: list[str], streams: set[bool]) -> str:
+    expected = "cols" if program == "all_gather_matmul" else "inner"
+    if set(axes) != {expected} or len(streams) > 1:
+        return ""
+    plain = "all-gather, then product" if program == "all_gather_matmul" else "product, then reduce-scatter"
+    return "AsyncTP" if streams == {True} and len(axes) == 1 else plain if streams == {False} else ""

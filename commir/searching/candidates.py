@@ -1,0 +1,111 @@
+"""The candidates of a search: every way to split the levels of a mesh, with a placement for each part.
+
+The space is finite and small: two neighbouring parts of one level with the same placement would be one part, so only the
+latter is listed. Candidates are listed in a fixed order, and nothing depends on hashes or times.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import REDUCED, SPATIAL, Program
+from commir.lowering.lower import Schedule
+from commir.scheduling.placements import Placement, place, streamed_axis
+
+MOST_PARTS = 3  # of a mesh with one level; one more with several levels
+
+
+@dataclass(frozen=True)
+class Part:
+    """A mesh axis of a candidate. level: the axis of the given mesh of which it is a part. shifted: the loop that is shifted
+    against it, if its placement is streamed."""
+
+    name: str
+    size: int
+    level: str
+    placement: Placement
+    shifted: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Parts of the mesh from the outermost to the innermost."""
+
+    parts: tuple[Part, ...]
+
+    def schedule(self, program: Program, mesh: Mesh) -> Schedule:
+        """The schedule. Illegal: it does not fit the program after all."""
+        for level in mesh.names:
+            mine = {part.name: part.size for part in self.parts if part.level == level}
+            if list(mine) != [level]:
+                mesh = mesh.split(level, **mine)
+        return place(Schedule(program, mesh), **{part.name: part.placement for part in self.parts})
+
+    def __str__(self) -> str:
+        return "; ".join(f"{part.name} ({part.size}): {part.placement}" for part in self.parts)
+
+
+def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
+    """All candidates whose sizes divide, in a fixed order."""
+    most = max(MOST_PARTS + (len(mesh.axes) > 1), len(mesh.axes))
+    options = _options(program, mesh)
+    for split in product(*(_factorizations(axis.size) for axis in mesh.axes)):
+        if sum(map(len, split)) <= most:
+            yield from _placed(program, mesh, split, options)
+
+
+def _placed(
+    program: Program, mesh: Mesh, split: Sequence[Sequence[int]], options: Sequence[tuple[Placement, str | None]]
+) -> Iterator[Candidate]:
+    """The candidates with these sizes of the parts of each level."""
+    shapes = [
+        (axis.name if len(sizes) == 1 else f"{axis.name}{number}", size, axis.name)
+        for axis, sizes in zip(mesh.axes, split, strict=True)
+        for number, size in enumerate(sizes)
+    ]
+    limits = _limits(program)
+
+    def extended(parts: tuple[Part, ...], used: dict[str, int]) -> Iterator[Candidate]:
+        if len(parts) == len(shapes):
+            yield Candidate(parts)
+            return
+        name, size, level = shapes[len(parts)]
+        for placement, shifted in options:
+            ranks = used.get(placement.axis, 1) * size
+            is_repeated = parts and parts[-1].level == level and parts[-1].placement == placement
+            if not is_repeated and limits[placement.axis] % ranks == 0:
+                part = Part(name, size, level, placement, shifted if placement.is_streamed else None)
+                yield from extended((*parts, part), {**used, placement.axis: ranks})
+
+    yield from extended((), {})
+
+
+def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]:
+    """(placement, the loop that is shifted if it is streamed), without and with streaming."""
+    nest, found = Schedule(program, mesh), []
+    for axis in program.axes:
+        if axis.kind in (SPATIAL, REDUCED) and axis.size > 1:
+            shifted = streamed_axis(nest, mesh.names[0], axis.name)
+            found += [
+                (Placement(axis.name, is_streamed), shifted) for is_streamed in (False, True)[: 1 + bool(shifted)]
+            ]
+    return found
+
+
+def _limits(program: Program) -> dict[str, int]:
+    """For each axis, the number of which a divisor of ranks can share it: its size, or that of its smallest operand."""
+    return {
+        axis.name: axis.size // max(operand.divisor(axis.name) for operand in program.operands) for axis in program.axes
+    }
+
+
+def _factorizations(size: int) -> list[tuple[int, ...]]:
+    """All ways to write a size as an ordered product of factors above 1; 1 itself as (1,)."""
+    if size == 1:
+        return [(1,)]
+    found: list[tuple[int, ...]] = [(size,)]
+    for first in range(2, size):
+        if size % first == 0:
+            found += [(first, *rest) for rest in _factorizations(size // first)]
+    return found

@@ -1,0 +1,176 @@
+"""The cost of a candidate in closed form, by the rules of lowering, without lowering it.
+
+Bytes are exactly those of the plan. Time is a lower bound: messages of collectives one after the other, and in the loops the
+longer of computing and sending. Memory is a lower bound too: blocks that the tile needs, and accumulators.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import Operand, Program
+from commir.lowering.timeline import EQUAL_SPEED
+
+from .candidates import Candidate, Part
+
+
+@dataclass
+class Cost:
+    """Bytes that a rank sends, seconds (at least), bytes that it holds (at least), and the number of messages."""
+
+    sent: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+    messages: int = 0
+
+
+class CostModel:
+    """Costs of the candidates of one program. point_seconds, call_seconds: of a point of the loops, of calling a tile."""
+
+    def __init__(self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> None:
+        self.program, self.mesh = program, mesh
+        self._point_seconds, self._call_seconds = point_seconds, call_seconds
+        self._order = {axis.name: number for number, axis in enumerate(program.axes)}
+        self._elements = {operand.name: math.prod(program.shape(operand)) for operand in program.operands}
+        self._points = math.prod(axis.size for axis in program.axes) * (
+            0.5 if dict(program.options).get("causal") else 1
+        )
+
+    def tile_seconds(self, candidate: Candidate) -> float:
+        """The predicted time of one tile."""
+        turns = math.prod(part.size for part in candidate.parts if part.shifted)
+        return self._call_seconds + self._points * self._point_seconds / turns / self.mesh.ranks
+
+    def cost(self, candidate: Candidate) -> Cost:
+        """The cost of a candidate."""
+        tally = _Tally(candidate.parts, self.mesh)
+        scattered: dict[str, int] = {}
+        for operand in self.program.inputs:
+            self._add_input(tally, operand, scattered)
+        for result in self.program.results:
+            for number, name in enumerate(result.outputs):
+                self._add_output(tally, self.program.operand(name), is_first=not number)
+        turns = math.prod(part.size for part in candidate.parts if part.shifted)
+        return tally.total(turns * self.tile_seconds(candidate))
+
+    def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
+        itemsize = self.program.itemsize(operand)
+        parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]
+        home = operand.home
+        block = self._elements[operand.name] * itemsize // (tally.ranks if home else 1)
+        if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
+            block = self._elements[operand.name] * itemsize // scattered[operand.source[0]]
+        else:
+            tally.cost.memory += block
+            for part, need in zip(parts, needs, strict=True):
+                if home and need not in (None, home):
+                    tally.collective(part, "all_to_all", block // part.size, part.size - 1)
+                elif not home and need:
+                    block //= part.size
+        scattered[operand.name] = self._elements[operand.name] * itemsize // block
+        if not operand.in_tile:
+            return
+        gathered = block
+        for part, need in zip(parts, needs, strict=True):
+            if home and need is None:
+                tally.collective(part, "gather", gathered, part.size - 1)
+                gathered *= part.size
+        is_at_home = not operand.source and all(need == home or not home and not need for need in needs)
+        tally.cost.memory += 0 if is_at_home else gathered
+        self._travel(tally, operand, gathered)
+
+    def _add_output(self, tally: "_Tally", operand: Operand, is_first: bool) -> None:
+        """is_first: of its result, whose outputs travel in the same messages."""
+        itemsize = self.program.itemsize(operand, is_partial=True)
+        parts, home = tally.parts, operand.home
+        have = [_needed(part, operand) for part in parts]
+        elements = self._elements[operand.name] // math.prod(
+            part.size for part, digit in zip(parts, have, strict=True) if digit
+        )
+        tally.cost.memory += elements * max(4, itemsize)
+        self._travel(tally, operand, elements * itemsize, is_first)
+        for index in reversed(range(len(parts))):
+            part = parts[index]
+            if have[index] is None:
+                if home:
+                    elements //= part.size
+                    tally.collective(part, "reduce", elements * itemsize, part.size - 1)
+                    have[index] = home
+                else:
+                    self._all_reduce(tally, part, operand, elements, itemsize)
+        for part, digit in zip(parts, have, strict=True):
+            if home and digit not in (None, home):
+                tally.collective(part, "home", elements // part.size * itemsize, part.size - 1)
+            elif not home and digit:
+                tally.collective(part, "home", elements * itemsize, part.size - 1)
+                elements *= part.size
+
+    def _all_reduce(self, tally: "_Tally", part: Part, operand: Operand, elements: int, itemsize: int) -> None:
+        """By rows: elements of the axes that all outputs of the result share."""
+        shared = self.program.row_axes(self.program.result_of(operand.name))
+        row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
+        tally.collective(part, "reduce", -(-elements // row // part.size) * row * itemsize, 2 * (part.size - 1))
+
+    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> None:
+        """Messages of blocks that travel around rings, one ring inside the other."""
+        rings = [
+            part for part in tally.parts if part.shifted in operand.axes and part.placement.axis not in operand.axes
+        ]
+        before = 1
+        for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
+            tally.ring(part, block, (part.size - 1) * before, is_message)
+            before *= part.size
+
+
+@dataclass
+class _Tally:
+    """Messages of a candidate, summed as its plan sends them: those of one kind along one axis are sent together."""
+
+    parts: tuple[Part, ...]
+    mesh: Mesh
+    cost: Cost = field(default_factory=Cost)
+    collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # [bytes of a message, messages]
+    rings: dict[str, float] = field(default_factory=dict)  # by level: seconds that its link is busy
+    latency: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(part.size for part in self.parts)
+
+    def collective(self, part: Part, kind: str, nbytes: int, count: int) -> None:
+        """Add `count` messages, one after the other."""
+        self.cost.sent += nbytes * count
+        known = self.collectives.setdefault((part.name, kind), [0, count])
+        known[0] += nbytes
+
+    def ring(self, part: Part, nbytes: int, count: int, is_message: bool) -> None:
+        """Add messages that travel while tiles are computed. is_message: otherwise they are part of another operand's."""
+        self.cost.sent += nbytes * count
+        self.cost.messages += count * is_message
+        self.rings[part.level] = self.rings.get(part.level, 0.0) + count * self._busy(part, nbytes)[1]
+
+    def total(self, computing: float) -> Cost:
+        """The cost, with the time of all messages and of computing."""
+        by_name = {part.name: part for part in self.parts}
+        for (name, _), (nbytes, count) in self.collectives.items():
+            self.cost.seconds += count * sum(self._busy(by_name[name], nbytes))
+            self.cost.messages += count
+        self.cost.seconds += max(computing, *self.rings.values(), 0.0)
+        return self.cost
+
+    def _busy(self, part: Part, nbytes: int) -> tuple[float, float]:
+        """(latency, seconds on the link) of a message."""
+        speed = self.mesh.speeds.get(part.level, EQUAL_SPEED)
+        if isinstance(speed, tuple):
+            return speed[0], nbytes / speed[1]
+        operations = {curve.operation for curve in speed.curves}
+        operation, ranks = ("p2p", part.size) if "p2p" in operations else ("all_gather", 2)
+        latency = speed.time(operation, 0, ranks, extrapolate=True)
+        return latency, max(0.0, speed.time(operation, nbytes, ranks, extrapolate=True) - latency)
+
+
+def _needed(part: Part, operand: Operand) -> str | None:
+    """The axis of whose digit each rank along a part needs one block of an operand, or None if it needs all."""
+    if part.placement.axis in operand.axes:
+        return part.placement.axis
+    return part.shifted if part.shifted in operand.axes else None

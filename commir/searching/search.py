@@ -1,0 +1,98 @@
+"""`search`: the best plans of a program on a mesh (paper, section 6): exhaustive and deterministic; nothing is run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import Program
+from commir.lowering.plan import Plan
+from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.placements import known_as
+
+from .candidates import Candidate, candidates
+from .cost import Cost, CostModel
+
+TOP = 8  # how many plans are returned
+NEGLIGIBLE = 1e-9  # relative difference of times that are taken to be equal
+
+
+def search(
+    program: Program, mesh: Mesh, fabric: Any = None, memory: int | None = None, top: int = TOP,
+    point_seconds: float = 0.0, call_seconds: float = 0.0,
+) -> list[Plan]:  # fmt: skip
+    """The `top` fastest plans, the best first: by predicted time.
+
+    Of equally fast ones, by bytes sent, number of mesh axes, known schedules before others, messages, memory, and text.
+
+    Every candidate is considered (`candidates`), and every plan begins and ends with the operands at home, so that a
+    layout that suits it is never free. The same arguments give the same plans on every rank and in every process.
+
+    fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
+    memory: the most bytes that a rank may hold (`Plan.memory`). point_seconds, call_seconds: the time of a tile is
+    call_seconds + point_seconds for each point of its loops (see `measure_tile`); 0: only messages are counted.
+
+    ValueError: no placement divides the program's sizes, or none holds so little memory.
+    """
+    if fabric is not None:
+        mesh = mesh.with_speeds({name: fabric for name in mesh.names if name not in mesh.speeds})
+    model = CostModel(program, mesh, point_seconds, call_seconds)
+    ranked = sorted(
+        ((model.cost(each), each) for each in candidates(program, mesh)),
+        key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
+    )
+    found = _exact(program, mesh, model, ranked, memory, top)
+    if not found:
+        raise ValueError(_refusal(program, mesh, model, [each for _, each in ranked], memory))
+    return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
+
+
+def _exact(
+    program: Program, mesh: Mesh, model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int
+) -> list[Plan]:
+    """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
+    found: list[Plan] = []
+    for cost, candidate in ranked:
+        if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
+            break
+        if memory is not None and cost.memory > memory:
+            continue
+        for plan in _lowered(program, mesh, model, candidate):
+            if memory is None or plan.memory <= memory:
+                found = sorted([*found, plan], key=_order)[: top + 1]
+    return found[:top]
+
+
+def _lowered(program: Program, mesh: Mesh, model: CostModel, candidate: Candidate) -> Iterator[Plan]:
+    """The plan of a candidate; none if it does not divide after all."""
+    try:
+        yield replace(candidate.schedule(program, mesh).lower(), tile_seconds=model.tile_seconds(candidate))
+    except Illegal:
+        return
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    parts, is_unknown = len(plan.mesh.axes), not known_as(plan.schedule)
+    time = float(f"{plan.seconds:.9g}")  # without differences of rounding
+    return time, plan.bytes_per_rank, parts, is_unknown, plan.messages, plan.memory, str(plan.schedule)
+
+
+def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
+    plans = [plan for each in ranked for plan in _lowered(program, mesh, model, each)]
+    if not plans:
+        sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
+        return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
+    least = min(plans, key=lambda plan: plan.memory)
+    return f"memory={memory}: no plan of {program.name} on {mesh!r} holds less than {least.memory} bytes ({least.schedule})"
+
+
+def _reason(found: list[Plan], number: int) -> str:
+    if number:
+        times = found[number].seconds / max(found[0].seconds, 1e-30)
+        return f"number {number + 1} of the search, {times:.3g}x the best predicted time"
+    if len(found) == 1:
+        return "the only plan that fits"
+    best, other = found[:2]
+    if other.seconds > best.seconds * (1 + 1e-6):
+        return f"fastest by prediction; the next takes {other.seconds / best.seconds:.3g}x as long: {other.schedule}"
+    return f"as fast by prediction as the next, with fewer bytes, messages or less memory: {other.schedule}"

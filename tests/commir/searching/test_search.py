@@ -1,0 +1,164 @@
+"""The search and its closed-form costs. Oracle: the lowered plans of all candidates; known schedules by name."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from commir import Mesh, Schedule, programs, search, verify
+from commir.scheduling.placements import known_as, place
+from commir.searching.candidates import candidates
+from commir.searching.cost import CostModel
+from loop_programs import cases, mesh_of
+
+MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=2, g=4)]
+DTYPES = ["float32", "bfloat16"]
+
+
+def all_programs(ranks, dtype):
+    return [each.program for each in cases(ranks)] + [
+        programs.attention(1, ranks, ranks, 4 * ranks, 8, dtype=dtype),
+        programs.attention(2, ranks, ranks, 4 * ranks, 8, causal=False, backward=True, dtype=dtype),
+        programs.all_gather_matmul(ranks, ranks, ranks, dtype),
+        programs.decode_attention(2, ranks, ranks, 2 * ranks, 8, dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_closed_forms_are_those_of_the_plans(mesh, dtype):
+    """Bytes and messages exactly; time and memory are lower bounds."""
+    for program in all_programs(mesh.ranks, dtype):
+        model = CostModel(program, mesh)
+        for candidate in candidates(program, mesh):
+            cost, plan = model.cost(candidate), candidate.schedule(program, mesh).lower()
+            assert (cost.sent, cost.messages) == (plan.bytes_per_rank, plan.messages), (program.name, str(candidate))
+            assert cost.memory <= plan.memory, (program.name, str(candidate))
+            assert cost.seconds <= plan.seconds * (1 + 1e-9), (program.name, str(candidate))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_best_plan_is_the_best_of_all(mesh):
+    """With a latency and a time of tiles, so that overlapping and few messages pay."""
+    mesh = mesh.with_speeds({name: (1e-4, 1e8 / (1 + number)) for number, name in enumerate(mesh.names)})
+    program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
+    best = search(program, mesh, top=3, point_seconds=1e-10, call_seconds=1e-5)
+    model = CostModel(program, mesh, 1e-10, 1e-5)
+    times = []
+    for candidate in candidates(program, mesh):
+        plan = candidate.schedule(program, mesh).lower()
+        times.append(type(plan)(plan.schedule, plan.steps, model.tile_seconds(candidate)).seconds)
+    assert [plan.seconds for plan in best] == pytest.approx(sorted(times)[:3], rel=1e-9)
+    for plan in best:
+        verify(plan)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, gpus, name, chunks",
+    [
+        (4, 4, 4, "Ulysses", 3.0),
+        (4, 2, 4, "USP", 2.5),
+        (4, 4, 8, "USP", 5.0),
+        (8, 1, 8, "all-gather", 1.75),
+        (4, 4, 16, "3-D", 7.0),
+        (1, 1, 16, "Attention2D", 12.0),
+    ],
+)
+def test_fewest_bytes(heads, kv_heads, gpus, name, chunks):
+    """In chunks, which are a rank's queries. `chunks` leaves out lse, which is an 8th of a chunk for 8 numbers per head."""
+    program = programs.attention(1, heads, kv_heads, 8 * gpus, 8)
+    best = search(program, Mesh(gpu=gpus))[0]
+    chunk = 8 * heads * 8 * 4
+    statistics = best.bytes_per_rank / chunk - chunks
+    assert -1e-9 <= statistics <= 1 / 2
+    assert name == known_as(best.schedule)
+
+
+KNOWN = [
+    ("ring", Mesh(gpu=4), dict(gpu="q"), dict(gpu=True)),
+    ("all-gather", Mesh(gpu=4), dict(gpu="q"), {}),
+    ("Ulysses", Mesh(gpu=4), dict(gpu="heads"), {}),
+    ("USP", Mesh(node=2, gpu=2), dict(node="q", gpu="heads"), dict(node=True)),
+    ("double ring", Mesh(node=2, gpu=2), dict(node="q", gpu="q"), dict(node=True, gpu=True)),
+    ("Attention2D", Mesh(cols=2, rows=2), dict(cols="kv", rows="q"), {}),
+    ("Attention2D, overlapped", Mesh(cols=2, rows=2), dict(cols="kv", rows="q"), dict(cols=True, rows=True)),
+    ("3-D", Mesh(cols=2, rows=2, heads=2), dict(cols="kv", rows="q", heads="heads"), {}),
+]
+
+
+@pytest.mark.parametrize("name, mesh, axes, streamed", KNOWN, ids=[known[0] for known in KNOWN])
+def test_known_schedules_are_candidates(name, mesh, axes, streamed):
+    program = programs.attention(1, 8, 8, 64, 8)
+    names = {known_as(candidate.schedule(program, mesh)) for candidate in candidates(program, mesh)}
+    assert name in names
+
+
+@pytest.mark.parametrize("make, names", [
+    (programs.all_gather_matmul, {"all-gather, then product", "AsyncTP"}),
+    (programs.matmul_reduce_scatter, {"product, then reduce-scatter", "AsyncTP"}),
+])  # fmt: skip
+def test_known_products_are_candidates(make, names):
+    program, mesh = make(64, 64, 64), Mesh(gpu=4)
+    assert names <= {known_as(candidate.schedule(program, mesh)) for candidate in candidates(program, mesh)}
+
+
+def test_decoding_finds_the_tree():
+    best = search(programs.decode_attention(1, 1, 1, 64, 8), Mesh(gpu=4))[0]
+    assert known_as(best.schedule) == "tree"
+
+
+def test_slow_levels_get_fewer_bytes():
+    """Between slow nodes, the heads are not exchanged if the fast links inside can do it."""
+    program = programs.attention(1, 8, 8, 4096, 64)
+    mesh = Mesh(node=2, gpu=4, speeds={"node": (1e-4, 1e8), "gpu": (1e-5, 1e10)})
+    best, flat = search(program, mesh)[0], search(program, Mesh(node=2, gpu=4))[0]
+    sent = [dict(plan.account.sent_along) for plan in (best, flat)]
+    along_nodes = [sum(n for name, n in each.items() if name.startswith("node")) for each in sent]
+    assert along_nodes[0] <= along_nodes[1]
+    assert best.seconds <= place(Schedule(program, mesh), node="heads", gpu="heads").lower().seconds
+
+
+def test_a_memory_budget():
+    program, mesh = programs.attention(1, 2, 2, 512, 8), Mesh(gpu=8)
+    fastest = search(program, mesh)[0]
+    every = [candidate.schedule(program, mesh).lower() for candidate in candidates(program, mesh)]
+    least = min(plan.memory for plan in every)
+    assert least < fastest.memory
+    found = search(program, mesh, memory=fastest.memory - 1)
+    assert found and all(plan.memory < fastest.memory for plan in found)
+    with pytest.raises(ValueError, match=f"memory=1000: no plan of attention .* holds less than {least} bytes"):
+        search(program, mesh, memory=1000)
+
+
+def test_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"no placement of attention divides its sizes .*q 30.* over Mesh\(gpu=4\)"):
+        search(programs.attention(1, 2, 2, 30, 8), Mesh(gpu=4))
+
+
+SCRIPT = """
+from commir import Mesh, programs, search
+plans = search(programs.attention(1, 8, 2, 128, 16), Mesh(node=2, gpu=4, speeds={"node": (1e-4, 1e8)}))
+print(*(plan.hash for plan in plans))
+"""
+
+
+def test_hashes_do_not_depend_on_the_process():
+    def hashes(seed):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert len({hashes(seed) for seed in range(3)}) == 1
+
+
+@pytest.mark.parametrize("sizes", [(64,), (512,), (16, 32)])
+def test_many_ranks(sizes):
+    program = programs.attention(1, 32, 8, 8192, 128)
+    best, *others = search(program, mesh_of(*sizes))
+    assert (
+        others
+        and best.bytes_per_rank
+        < place(Schedule(program, mesh_of(*sizes)), **dict.fromkeys(mesh_of(*sizes).names, "q")).lower().bytes_per_rank
+    )
