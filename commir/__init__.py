@@ -14,6 +14,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "interpret": "execution.interpreter",
     "execute": "execution.executor",
     "verify": "execution.verifier",
+    "differentiable": "execution.gradient",
     "search": "searching.search",
 }
 

@@ -9,6 +9,7 @@ from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 
+from .attention_grids import attend, grid_of
 from .machine import take_steps
 from .state import Count, Messages, RankState
 
@@ -22,14 +23,27 @@ def execute(
     """The outputs of a plan on the ranks of `group`: {output: this rank's block at home}. Every rank calls it.
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
-    of ranks while others are computed. Before that, 16 bytes of each rank are gathered to compare plans, shapes and dtypes.
-    count: counts what this rank sends and holds. counter: counts its messages as `sparsefusion.collectives` does.
+    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, shapes and dtypes.
+    A plan of attention2d's family is computed by attention2d, and differentiable; other plans have no gradient
+    (`differentiable` gives attention one). count: counts what this rank sends and holds, of a plan whose steps are taken one
+    by one, which it therefore asks for. counter: counts messages as `sparsefusion.collectives` does.
+
     ValueError on every rank: an input is missing or has the wrong shape on one rank, the ranks' plans differ, or the group
-    has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes at most; has no gradient.
+    has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes.
     """
-    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    compare(plan, local_inputs, group)
+    grid = grid_of(plan) if count is None else None
+    if grid is not None:
+        return attend(plan, grid, local_inputs, group, counter)
+    with torch.no_grad():
+        return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
+
+
+def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes."""
 
     def arguments() -> object:
+        ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
@@ -37,14 +51,17 @@ def execute(
 
     device = next((x.device for x in local_inputs.values()), torch.device("cpu"))
     agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
-    run, answer = take_steps(RankState(plan, rank, local_inputs, count)), None
-    with torch.no_grad():
-        while True:
-            try:
-                request = run.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(request, Messages):
-                answer = exchange(request.sends, request.receives, group, counter)
-            else:
-                answer = request.wait()
+
+
+def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = None) -> dict[str, Tensor]:
+    """Take all steps of a rank, with messages over `group`."""
+    steps, answer = take_steps(state), None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(request, Messages):
+            answer = exchange(request.sends, request.receives, group, counter)
+        else:
+            answer = request.wait()

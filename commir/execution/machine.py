@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commir.lowering import steps as kinds
+from commir.lowering.steps import Step
 
 from . import collectives, loop_steps
 from .state import RankState, Run
@@ -29,5 +30,15 @@ _TAKE: dict[type, Callable[[RankState, Any], Run]] = {
 def take_steps(state: RankState) -> Run:
     """Take all steps; the generator returns {output: this rank's block at home}. See `state` for what it yields."""
     for step in state.plan.steps:
+        if state.saved is not None:
+            _save(state, state.saved, step)
         yield from _TAKE[type(step)](state, step)
     return {output.name: state.stored(output, state.registers[output.name, ()]) for output in state.program.outputs}
+
+
+def _save(state: RankState, saved: dict[str, Any], step: Step) -> None:
+    """Before the first step that gathers or computes, save the inputs; before outputs are rounded, save them as rounded."""
+    if not saved and isinstance(step, kinds.Gather | kinds.Derive | kinds.Send | kinds.Compute):
+        saved |= {name: x for (name, key), x in state.registers.items() if not key}
+    elif isinstance(step, kinds.Round):
+        saved |= {each.name: state.on_wire(each, state.registers[each.name, ()]) for each in state.outputs(step.result)}

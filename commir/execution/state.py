@@ -59,8 +59,9 @@ class Kernels:
 class RankState:
     """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
 
-    registers: {(operand, key): block}, with the key () for the block that the rank owns. in_flight: {message: (handle,
-    tensors that arrive, tensors that leave)}.
+    registers: {(operand, key): block}, with the key () for the block that the rank owns. saved: if it is a dictionary, the
+    blocks of inputs before they are gathered, and those of outputs before they are brought home. in_flight: {message:
+    (handle, tensors that arrive, tensors that leave)}.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RankState:
         self.loops = loops_of(self.digits)
         self.kernels = kernels or Kernels(tile_of(self.program, plan.schedule.kernel))
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
+        self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = set(map(id, inputs.values()))
         self._dtype = inputs[self.program.inputs[0].name].dtype

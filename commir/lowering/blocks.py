@@ -22,8 +22,8 @@ def positions(digits: Digits, axis: str) -> Tensor:
     """(size,) int64: the element of the whole tensor that has each number along an axis."""
     nest = digits.nest
     found = nest.program.axis(axis)
-    homes = [nest.home(operand.name) for operand in nest.program.operands]
-    ranks = max(math.prod(nest.mesh.size(m) for m, used in home.items() if used == axis) for home in homes)
+    cutting = [nest.home_mesh_axes(operand.name, axis) for operand in nest.program.operands]
+    ranks = max(math.prod(map(nest.mesh.size, names)) for names in cutting)
     segments = [
         segment
         for rank in range(ranks)

@@ -6,6 +6,8 @@ holds are local. The schedule and the homes cut an axis at different places; `Di
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
+from operator import mul
 
 from commir.ir.program import Operand
 from commir.scheduling.loop_nest import Illegal, LoopNest
@@ -46,15 +48,11 @@ class Digits:
     def home(self, operand: Operand) -> Layout:
         """The layout of an operand at home."""
         found: Layout = {}
-        outer: dict[str, int] = {}
-        home = self.nest.home(operand.name)
-        for mesh_axis in self.nest.mesh.axes:
-            if axis := home.get(mesh_axis.name):
-                before = outer.get(axis, 1)
-                owner = f"the home of {operand.name} on mesh axis {mesh_axis.name}"
-                if mesh_axis.size > 1:
-                    found[mesh_axis.name] = self._piece_at(axis, before, mesh_axis.size, owner)
-                outer[axis] = before * mesh_axis.size
+        for name, axis in self.nest.home(operand.name).items():
+            cutting = self.nest.home_mesh_axes(operand.name, axis)
+            before = math.prod(self.nest.mesh.size(each) for each in cutting[: cutting.index(name)])
+            if (size := self.nest.mesh.size(name)) > 1:
+                found[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
         return found
 
     def needed(self, operand: Operand) -> Layout:
@@ -154,11 +152,8 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
     if (last := nest.digits_of(axis)[-1]).name in dict((*nest.parallel, *nest.shifts)):
         cuts.add(outer * last.size)
     for operand in nest.program.operands:
-        outer = 1
-        for mesh_axis in nest.mesh.axes:
-            if nest.home(operand.name).get(mesh_axis.name) == axis:
-                outer *= mesh_axis.size
-                cuts.add(outer)
+        cutting = [nest.mesh.size(name) for name in nest.home_mesh_axes(operand.name, axis)]
+        cuts |= set(accumulate(cutting, mul))
     ordered = sorted(cuts)
     for smaller, larger in zip(ordered, ordered[1:], strict=False):
         if larger % smaller:
@@ -183,7 +178,7 @@ def _check_homes(nest: LoopNest) -> None:
     for operand in nest.program.operands:
         home = nest.home(operand.name)
         for name in dict.fromkeys(home.values()):
-            ranks = math.prod(nest.mesh.size(mesh_axis) for mesh_axis, axis in home.items() if axis == name)
+            ranks = math.prod(map(nest.mesh.size, nest.home_mesh_axes(operand.name, name)))
             axis, divisor = nest.program.axis(name), operand.divisor(name)
             blocks = ranks * (2 if axis.order == "zigzag" and ranks > 1 else 1) * divisor
             if axis.size % blocks:

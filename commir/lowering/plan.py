@@ -9,9 +9,11 @@ import torch
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 from commir.scheduling.loop_nest import LoopNest
+from commir.scheduling.placements import known_as
 
 from .accounting import Account, account
 from .blocks import block, numbered, original, positions, put_block
+from .explain import lines_of_messages
 from .layouts import Digits
 from .steps import Step
 from .text import canonical, content, digest, parse
@@ -89,6 +91,16 @@ class Plan:
     def inputs(self) -> tuple[Operand, ...]:
         """The inputs that a caller gives; the others are derived from them."""
         return tuple(operand for operand in self.program.inputs if not operand.source)
+
+    def explain(self) -> str:
+        """What is computed where, what each operand sends along each mesh axis and by which rule, and why it was chosen."""
+        name = known_as(self.schedule)
+        time = f"{self.seconds:.3g} s by prediction; " if self.mesh.speeds else ""
+        totals = (
+            f"{time}a rank sends {self.bytes_per_rank:,} bytes in {self.messages} messages and holds {self.memory:,}"
+        )
+        lines = [str(self.schedule) + f" ({name})" * bool(name), totals]
+        return "\n".join([*lines, *lines_of_messages(self.digits, self.steps), f"chosen: {self.reason}"])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

@@ -207,6 +207,15 @@ class LoopNest:
         found |= {mesh_axis: axis for name, mesh_axis, axis in self.homes if name == operand}
         return {mesh_axis: axis for mesh_axis, axis in found.items() if axis is not None}
 
+    def home_mesh_axes(self, operand: str, axis: str) -> list[str]:
+        """The mesh axes that cut `axis` at an operand's home, outermost first.
+
+        They include those along which `shard` or `replicate` has moved the home elsewhere: the blocks of the others stay
+        as they were, so that a rank may hold blocks that are not neighbours.
+        """
+        home, own = self.home(operand), self.program.operand(operand).home
+        return [name for name in self.mesh.names if axis in (home.get(name), own)]
+
     def primitives(self) -> list[tuple[Any, ...]]:
         """The normal form as a sequence of primitives, which applied to a new schedule give an equal one."""
         found: list[tuple[Any, ...]] = []
@@ -218,7 +227,7 @@ class LoopNest:
                 found.append(("tile", rest, digit.size, digit.name, inner))
                 rest = inner
         found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
-        if self.order != self._default_order():
+        if self.order != self.default_order():
             found.append(("reorder", *self.order))
         for operand, mesh_axis, home in self.homes:
             found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
@@ -242,7 +251,7 @@ class LoopNest:
             for name, mesh_axis in self.parallel
         ]
         parts += [f"{operand} kept along {axis or 'nothing'} on {mesh_axis}" for operand, mesh_axis, axis in self.homes]
-        parts += [f"loops {', '.join(self.order)}"] if self.order != self._default_order() else []
+        parts += [f"loops {', '.join(self.order)}"] if self.order != self.default_order() else []
         return f"{self.program.name} on {self.mesh!r}: {'; '.join(parts) or 'one rank computes everything'}"
 
     def _kind(self, digit: str) -> str:
@@ -262,7 +271,7 @@ class LoopNest:
         homes = sorted((name, used, each) for (name, used), each in others.items())
         return replace(self, homes=tuple(homes))
 
-    def _default_order(self) -> tuple[str, ...]:
+    def default_order(self) -> tuple[str, ...]:
         """The shifted digits, in the order of the program's axes."""
         shifted = dict(self.shifts)
         return tuple(digit.name for digit in self.digits if digit.name in shifted)
@@ -270,7 +279,7 @@ class LoopNest:
     def _with_loops(self, **changes: Any) -> Self:
         """The schedule with other digits, or another use of them, and the default order of its loops."""
         changed = replace(self, **changes)
-        return replace(changed, order=changed._default_order())
+        return replace(changed, order=changed.default_order())
 
 
 PRIMITIVES = ("tile", "join", "reorder", "parallelize", "shift", "shard", "replicate", "patch")

@@ -1,0 +1,50 @@
+"""Attention plans that attention2d computes: a grid of rows and columns whose cells divide the heads.
+
+Both send the same messages with the same bits; attention2d is the hand-written implementation.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed import ProcessGroup
+
+from attention2d import Attention2D
+from commir.lowering.plan import Plan
+from commir.scheduling.placements import placements_of
+from sparsefusion.collectives.counted import Counter
+
+Tensor = torch.Tensor
+
+
+def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
+    """(rows, cols, ulysses, overlap) of the grid that computes a plan, or None if it is not in attention2d's family.
+
+    Mesh axes must come in the order of the grid's ranks: kv (columns), q (rows), heads; all rings are streamed or none.
+    """
+    schedule, program = plan.schedule, plan.program
+    chosen = placements_of(schedule)
+    order = [
+        ("kv", "q", "heads").index(each.axis) if each.axis in ("kv", "q", "heads") else 9 for each in chosen.values()
+    ]
+    streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
+    is_plain = not schedule.homes and schedule.kernel == "library" and schedule.order == schedule.default_order()
+    if program.name != "attention" or not is_plain or 9 in order or order != sorted(order) or len(streams) > 1:
+        return None
+    sizes = {"kv": 1, "q": 1, "heads": 1}
+    for name, each in chosen.items():
+        sizes[each.axis] *= plan.mesh.size(name)
+    return sizes["q"], sizes["kv"], sizes["heads"], True in streams
+
+
+def attend(
+    plan: Plan, grid: tuple[int, int, int, bool], local_inputs: Mapping[str, Tensor], group: ProcessGroup | None,
+    counter: Counter | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The outputs of a plan, by attention2d. Differentiable with respect to q, k and v."""
+    rows, cols, ulysses, overlap = grid
+    order = plan.program.axis("q").order
+    schedule = Attention2D(group, rows, cols, ulysses, order, overlap)
+    schedule.counter = counter or schedule.counter
+    causal, scale = (plan.program.option(name) for name in ("causal", "scale"))
+    out, lse = schedule(*(local_inputs[name] for name in "qkv"), causal=causal, scale=scale, return_lse=True)
+    return {"out": out, "lse": lse}

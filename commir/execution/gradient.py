@@ -1,0 +1,97 @@
+"""`differentiable`: attention by a plan, with a gradient by the plan of the backward program with the same placement."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from commir.lowering.lower import Schedule
+from commir.lowering.plan import Plan
+from commir.programs.attention_programs import attention
+from commir.scheduling.placements import place, placements_of
+from sparsefusion.collectives.counted import Counter
+
+from .executor import compare, run
+from .state import Count, RankState
+
+Tensor = torch.Tensor
+SAVED = ("q", "k", "v", "out", "lse")
+
+
+def backward_plan(plan: Plan) -> Plan:
+    """The plan of the gradients of an attention plan that `place` made, on the same mesh.
+
+    q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again. ValueError:
+    the plan is not one of attention, or was not made by placing the axes of its mesh.
+    """
+    program, chosen = plan.program, placements_of(plan.schedule)
+    if program.name != "attention":
+        raise ValueError(f"{program.name} has no backward program; attention has")
+    sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}
+    kv_heads = sizes["heads"] // program.operand("k").divisor("heads")
+    causal, scale = (program.option(name) for name in ("causal", "scale"))
+    backward = attention(
+        **sizes, kv_heads=kv_heads, head_dim=program.axis("dim").size, causal=causal, backward=True, dtype=program.dtype,
+        order=program.axis("q").order, scale=scale,
+    )  # fmt: skip
+    schedule = place(Schedule(backward, plan.mesh), **{name: chosen.get(name, "q") for name in plan.mesh.names})
+    for name, each in chosen.items():
+        if each.axis in ("batch", "heads"):
+            for operand in SAVED:
+                schedule = schedule.shard(operand, each.axis, name)
+    return schedule.lower()
+
+
+def differentiable(
+    plan: Plan, group: ProcessGroup | None = None, count: Count | None = None, counter: Counter | None = None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """(q, k, v) -> out for this rank's blocks at home, by a plan of attention, with gradients.
+
+    All ranks of the group call the function together, and its backward together, which sends
+    `backward_plan(plan).bytes_per_rank` bytes. ValueError as in `execute` and `backward_plan`.
+    """
+    pair = _Pair(plan, backward_plan(plan), group, count, counter)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        compare(plan, {"q": q, "k": k, "v": v}, group)
+        return _Attention.apply(q, k, v, pair)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The plans of a forward and a backward pass, and what runs them."""
+
+    forward: Plan
+    backward: Plan
+    group: ProcessGroup | None
+    count: Count | None
+    counter: Counter | None
+
+    def state(self, plan: Plan, inputs: dict[str, Tensor]) -> RankState:
+        """This rank at the beginning of a plan."""
+        return RankState(plan, 0 if self.group is None else self.group.rank(), inputs, self.count)
+
+
+class _Attention(torch.autograd.Function):
+    """(q, k, v, pair) -> out."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pair: _Pair) -> Tensor:
+        state = pair.state(pair.forward, {"q": q, "k": k, "v": v})
+        state.saved = {}
+        out = run(state, pair.group, pair.counter)["out"]
+        ctx.save_for_backward(*(state.saved[name] for name in SAVED))
+        ctx.pair = pair
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        inputs = dict(zip(SAVED, ctx.saved_tensors, strict=True)) | {"dout": dout.contiguous()}
+        outputs = run(ctx.pair.state(ctx.pair.backward, inputs), ctx.pair.group, ctx.pair.counter)
+        return outputs["dq"], outputs["dk"], outputs["dv"], None
