@@ -14,6 +14,10 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "interpret": "execution.interpreter",
     "execute": "execution.executor",
     "verify": "execution.verifier",
+    "operator": "programs.operators",
+    "In": "programs.operators",
+    "Out": "programs.operators",
+    "grid": "programs.operators",
     "differentiable": "execution.gradient",
     "search": "searching.search",
 }

@@ -11,10 +11,10 @@ import torch
 from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
+from .operators import FUNCTIONS as NAMES
+
 Tensor = torch.Tensor
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    name: getattr(torch, name) for name in ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
-}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {name: getattr(torch, name) for name in NAMES}
 OPERATORS: dict[type, Callable[..., Tensor]] = {
     ast.Add: torch.add,
     ast.Sub: torch.sub,
@@ -24,20 +24,30 @@ OPERATORS: dict[type, Callable[..., Tensor]] = {
 
 
 def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes."""
+    """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes.
+
+    Only names of operands and of `FUNCTIONS` have a meaning, so that an expression from a file cannot run anything else.
+    ValueError: it has something else.
+    """
     (output,), (result,) = program.outputs, program.results
     expression = ast.parse(program.tile, mode="eval").body
     loops = [axis.name for axis in program.axes]
     factors = _factors(expression)
-    if result.monoid == "sum" and all(isinstance(factor, ast.Subscript) for factor in factors):
+    if result.monoid == "sum" and _is_product(program, factors, loops):
         return {output.name: _einsum(program, factors, inputs, loops, output.axes)}
-    value = _value(program, expression, inputs, loops)
-    value = value.expand([len(indices[name]) if name in indices else value.shape[d] for d, name in enumerate(loops)])
+    value = _value(program, expression, inputs, loops).expand([len(indices[name]) for name in loops])
     reduced = [d for d, name in enumerate(loops) if name not in output.axes]
     if reduced:
         value = value.sum(reduced) if result.monoid == "sum" else value.amax(reduced)
     kept = [name for name in loops if name in output.axes]
     return {output.name: value.permute([kept.index(name) for name in output.axes])}
+
+
+def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> bool:
+    """Whether the factors are operands, which are together indexed by every axis."""
+    names = [each.value.id for each in factors if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name)]
+    axes = {axis for name in names for axis in program.operand(name).axes}
+    return len(names) == len(factors) and axes == set(loops)
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:
@@ -68,11 +78,11 @@ def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops
         return torch.tensor(node.value, dtype=at_least_fp32(next(iter(inputs.values())).dtype)).reshape(
             [1] * len(loops)
         )
-    if isinstance(node, ast.Call):
-        function = FUNCTIONS[node.func.id]  # type: ignore[attr-defined]
-        return function(*(_value(program, each, inputs, loops) for each in node.args))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
+        return FUNCTIONS[node.func.id](_value(program, node.args[0], inputs, loops))
     if isinstance(node, ast.UnaryOp):
         return -_value(program, node.operand, inputs, loops)
-    assert isinstance(node, ast.BinOp)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ValueError(f"{program.name}: {ast.unparse(node)} is no expression of operands")
     left, right = (_value(program, each, inputs, loops) for each in (node.left, node.right))
     return OPERATORS[type(node.op)](left, right)

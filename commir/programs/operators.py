@@ -1,0 +1,278 @@
+"""Operators written as loop nests in Python (paper, section 7.1): `@commir.operator` reads a function, and never calls it.
+
+    @commir.operator
+    def weighted_sum(rows=1024, cols=4096):
+        a = In[rows, cols]
+        b = In[cols].home(None)
+        c = Out[rows]
+        for rows, cols in grid("sr"):
+            c[rows] += a[rows, cols] * b[cols]
+
+Parameters are axes and their sizes. Assignments declare operands over axes. `home` names the axis along which an operand is
+kept sharded over all ranks: the first one, unless it says otherwise; `home(None)`: every rank has it whole. The loop over
+`grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is `out[...] += expression`,
+`out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`. Expressions are made of operands,
+numbers, + - * /, and functions such as `torch.exp` (all of `FUNCTIONS`).
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
+
+FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
+
+
+class LoopNestError(ValueError):
+    """A function is no loop nest. The message names the file, the line and the rule."""
+
+
+class In:
+    """An input over axes: `a = In[rows, cols]`, or `a = In[rows, cols].home(cols)`."""
+
+    def __class_getitem__(cls, axes: Any) -> "type[In]":
+        return cls
+
+    @staticmethod
+    def home(axis: Any) -> NoReturn:
+        """The axis along which the operand is kept; see the module's docstring."""
+        raise RuntimeError("a function decorated with commir.operator is read, not called")
+
+
+class Out(In):
+    """An output over axes: `c = Out[rows]`."""
+
+
+def grid(kinds: str) -> NoReturn:
+    """The loops over all axes; see the module's docstring."""
+    raise RuntimeError("a function decorated with commir.operator is read, not called")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A loop nest without sizes: calling it gives a `Program`. sizes: of its axes, unless the call says otherwise."""
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    kinds: tuple[tuple[str, str], ...]
+    inputs: tuple[Operand, ...]
+    output: Operand
+    monoid: str
+    tile: str
+
+    def __call__(self, dtype: str = "float32", **sizes: int) -> Program:
+        """The program with these sizes of its axes. ValueError: an axis does not exist, or a size is below 1."""
+        known = dict(self.sizes)
+        if unknown := [name for name in sizes if name not in known]:
+            raise ValueError(f"{self.name} has no axis {unknown[0]!r}; it has {', '.join(known)}")
+        axes = tuple(Axis(name, (known | sizes)[name], kind) for name, kind in self.kinds)
+        result = Result(self.monoid, (self.output.name,))
+        return Program(self.name, axes, self.inputs, (self.output,), (result,), self.tile, (), dtype)
+
+
+def operator(function: Callable[..., Any]) -> Operator:
+    """Read a function as a loop nest. LoopNestError: it is none; the message points at the line."""
+    lines, first = inspect.getsourcelines(function)
+    node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return _Reader(function.__code__.co_filename, first, node).read()
+
+
+class _Reader:
+    """Reads the syntax tree of one function."""
+
+    def __init__(self, file: str, first: int, node: ast.FunctionDef) -> None:
+        self._file, self._first, self._node = file, first, node
+        self._sizes = self._axis_sizes()
+        self._inputs: dict[str, Operand] = {}
+        self._outputs: dict[str, Operand] = {}
+        self._read: set[str] = set()
+
+    def read(self) -> Operator:
+        """The operator."""
+        body = [each for each in self._node.body if not _is_docstring(each)]
+        declared = [each for each in body if isinstance(each, ast.Assign)]
+        loops = [each for each in body if not isinstance(each, ast.Assign)]
+        for each in declared:
+            self._declare(each)
+        if len(loops) != 1 or not isinstance(loops[0], ast.For):
+            self._fail(loops[1] if len(loops) > 1 else self._node, "one loop over grid(...) must follow the operands")
+        kinds = self._grid(loops[0])
+        output, monoid, value = self._statement(loops[0], kinds)
+        tile = ast.unparse(self._expression(value))
+        if unread := [name for name in self._inputs if name not in self._read]:
+            self._fail(loops[0], f"the input {unread[0]} is never read")
+        inputs = tuple(self._inputs.values())
+        return Operator(self._node.name, tuple(self._sizes.items()), tuple(kinds.items()), inputs, output, monoid, tile)
+
+    def _fail(self, node: ast.AST, rule: str) -> NoReturn:
+        line = self._first + getattr(node, "lineno", 1) - 1
+        raise LoopNestError(f"{self._file}:{line}: {rule}")
+
+    def _axis_sizes(self) -> dict[str, int]:
+        arguments = self._node.args
+        if len(arguments.defaults) != len(arguments.args) or not arguments.args:
+            self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
+        sizes = {}
+        for argument, default in zip(arguments.args, arguments.defaults, strict=True):
+            if not (isinstance(default, ast.Constant) and isinstance(default.value, int) and default.value >= 1):
+                self._fail(default, f"the size of axis {argument.arg} must be a whole number of at least 1")
+            sizes[argument.arg] = default.value
+        return sizes
+
+    def _declare(self, node: ast.Assign) -> None:
+        kind: ast.expr = node.value
+        home: ast.Call | None = None
+        if isinstance(kind, ast.Call) and isinstance(kind.func, ast.Attribute) and kind.func.attr == "home":
+            home, kind = kind, kind.func.value
+        (target, *others), where = node.targets, {"In": self._inputs, "Out": self._outputs}
+        is_declared = isinstance(target, ast.Name) and isinstance(kind, ast.Subscript) and not others
+        if not is_declared or ast.unparse(kind.value) not in where:  # type: ignore[attr-defined]
+            self._fail(node, "an operand is declared as name = In[axes] or name = Out[axes]")
+        assert isinstance(target, ast.Name) and isinstance(kind, ast.Subscript)
+        name, axes = target.id, self._axes_of(kind)
+        if name in self._inputs | self._outputs:
+            self._fail(node, f"two operands are called {name}")
+        kept = axes[0] if home is None else self._home(home, name, axes)
+        where[ast.unparse(kind.value)][name] = Operand(name, axes, kept)
+
+    def _home(self, node: ast.Call, name: str, axes: tuple[str, ...]) -> str | None:
+        if len(node.args) != 1:
+            self._fail(node, f"the home of {name} is given as .home(axis) or .home(None)")
+        (argument,) = node.args
+        if isinstance(argument, ast.Constant) and argument.value is None:
+            return None
+        if not isinstance(argument, ast.Name) or argument.id not in axes:
+            self._fail(
+                node, f"{name} is kept along {ast.unparse(argument)}, which is none of its axes {', '.join(axes)}"
+            )
+        return argument.id
+
+    def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:
+        """The axes in the brackets of an operand."""
+        indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        for index in indices:
+            if not isinstance(index, ast.Name):
+                self._fail(index, f"{ast.unparse(index)} is no axis: an index must be the name of one")
+            if index.id not in self._sizes:
+                self._fail(index, f"there is no axis {index.id}; the axes are {', '.join(self._sizes)}")
+        names = tuple(index.id for index in indices if isinstance(index, ast.Name))
+        if len(set(names)) < len(names):
+            self._fail(node, f"{ast.unparse(node)} names an axis twice")
+        return names
+
+    def _grid(self, node: ast.For) -> dict[str, str]:
+        """{axis: kind} of the loops, in their order."""
+        call = node.iter
+        is_grid = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "grid"
+        if not is_grid or len(call.args) != 1 or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
+            self._fail(node, 'the loop must be over grid("...") with one letter for the kind of each axis')
+        kinds = str(call.args[0].value)  # type: ignore[attr-defined]
+        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+        names = [ast.unparse(target) for target in targets]
+        if sorted(names) != sorted(self._sizes):
+            self._fail(
+                node, f"the loop is over {', '.join(names)}; it must name each axis once: {', '.join(self._sizes)}"
+            )
+        if len(kinds) != len(names):
+            self._fail(node, f'grid("{kinds}") has {len(kinds)} kinds for {len(names)} axes')
+        for name, kind in zip(names, kinds, strict=True):
+            if kind not in (SPATIAL, REDUCED):
+                self._fail(node, f'axis {name} has kind "{kind}", which is neither "s" (spatial) nor "r" (reduced)')
+        return dict(zip(names, kinds, strict=True))
+
+    def _statement(self, loop: ast.For, kinds: dict[str, str]) -> tuple[Operand, str, ast.expr]:
+        """(output, monoid, expression) of the one statement in the loop."""
+        if len(loop.body) != 1:
+            self._fail(loop.body[1], "the loop must have one statement")
+        (node,) = loop.body
+        if isinstance(node, ast.AugAssign):
+            if not isinstance(node.op, ast.Add):
+                self._fail(
+                    node, f"{type(node.op).__name__} is no associative and commutative reduction; += and max are"
+                )
+            output = self._output(node.target)
+            self._check_axes(node, output, kinds)
+            return output, "sum", node.value
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            self._fail(node, "the statement must assign to an output: +=, or =")
+        output = self._output(node.targets[0])
+        value, is_max = node.value, _is_call(node.value, "max")
+        self._check_axes(node, output, kinds, is_combined=is_max)
+        if not is_max:
+            return output, "sum", value
+        first, *rest = value.args  # type: ignore[attr-defined]
+        if len(rest) != 1 or ast.unparse(first) != ast.unparse(node.targets[0]):
+            self._fail(
+                node, f"a reduction by max is written {ast.unparse(node.targets[0])} = max(the same, expression)"
+            )
+        return output, "max", rest[0]
+
+    def _output(self, target: ast.expr) -> Operand:
+        if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+            self._fail(target, "the statement must assign to an output, indexed by axes")
+        name = target.value.id
+        if name not in self._outputs:
+            self._fail(target, f"{name} is assigned to, but is not declared as Out")
+        if len(self._outputs) > 1:
+            self._fail(target, f"an operator has one output, not {', '.join(self._outputs)}")
+        if self._axes_of(target) != self._outputs[name].axes:
+            self._fail(
+                target, f"{ast.unparse(target)} must be indexed as declared: {', '.join(self._outputs[name].axes)}"
+            )
+        return self._outputs[name]
+
+    def _check_axes(self, node: ast.AST, output: Operand, kinds: dict[str, str], is_combined: bool = True) -> None:
+        """The output is indexed by exactly the spatial axes."""
+        for axis, kind in kinds.items():
+            if kind == SPATIAL and axis not in output.axes:
+                self._fail(
+                    node,
+                    f"data race: {axis} is spatial, but {output.name} is not indexed by it, so that all its indices write "
+                    f'the same elements; make {axis} reduced ("r")',
+                )
+            if kind == REDUCED and axis in output.axes:
+                self._fail(node, f'{axis} is reduced, but indexes {output.name}; make it spatial ("s")')
+            if kind == REDUCED and not is_combined:
+                self._fail(
+                    node,
+                    f"data race: = overwrites {output.name} for every index of the reduced axis {axis}; use += or max",
+                )
+
+    def _expression(self, node: ast.expr) -> ast.expr:
+        """Check an expression, and return it with the bare names of functions."""
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            self._check_operand(node, node.value.id)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
+            return ast.BinOp(self._expression(node.left), node.op, self._expression(node.right))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return ast.UnaryOp(node.op, self._expression(node.operand))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).removeprefix("torch.")
+            if name not in FUNCTIONS or len(node.args) != 1:
+                self._fail(node, f"{ast.unparse(node)}: the functions of one argument are {', '.join(FUNCTIONS)}")
+            return ast.Call(ast.Name(name), [self._expression(node.args[0])], [])
+        elif not (isinstance(node, ast.Constant) and isinstance(node.value, int | float)):
+            self._fail(node, f"{ast.unparse(node)} is neither an operand, a number, + - * /, nor a function of these")
+        return node
+
+    def _check_operand(self, node: ast.Subscript, name: str) -> None:
+        if name in self._outputs:
+            self._fail(node, f"{name} is an output, and cannot be read")
+        if name not in self._inputs:
+            self._fail(node, f"{name} is not declared as In")
+        if self._axes_of(node) != self._inputs[name].axes:
+            self._fail(node, f"{ast.unparse(node)} must be indexed as declared: {', '.join(self._inputs[name].axes)}")
+        self._read.add(name)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_call(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
