@@ -9,11 +9,25 @@ from collections.abc import Mapping
 import torch
 
 from commir.ir.monoids import MONOIDS
-from commir.ir.program import Operand, Result
+from commir.ir.program import WHOLE, Operand, Program, Result
 from commir.lowering.blocks import Sizes, expand, flat, local_sizes, select
 from commir.lowering.layouts import Piece
 from commir.lowering.loops import travelling
-from commir.lowering.steps import Arrive, Combine, Compute, Derive, Free, Key, Round, Send, SendPartial
+from commir.lowering.steps import (
+    Arrive,
+    Combine,
+    Compute,
+    Derive,
+    Free,
+    Key,
+    PassStates,
+    Round,
+    Send,
+    SendPartial,
+    Summarize,
+)
+from commir.programs.scan_programs import pass_states as pass_block_states
+from commir.programs.scan_programs import summarize
 
 from .state import RankState, Run, normal
 
@@ -61,10 +75,36 @@ def compute(state: RankState, step: Compute) -> Run:
         fixed[loop.piece] = (counter + shift) % loop.size
     operands = [operand for operand in state.program.inputs if operand.in_tile]
     inputs = {operand.name: _input(state, operand, step.counters, fixed) for operand in operands}
-    indices = {axis: _index(state, axis, fixed) for axis in state.digits.sizes}
+    if (scan := state.program.scan) and (scan.carry, ()) in state.registers:
+        inputs[scan.carry] = state.registers.pop((scan.carry, ()))
+        state.count.drop(inputs[scan.carry])
+    indices = _indices(state, fixed)
+    _check_shapes(state.program, inputs, indices)
     computed = state.kernels.tile(state.program, inputs, indices)
     for result in state.program.results:
         _accumulate(state, result, [computed[name] for name in result.outputs], step.counters, fixed)
+    yield from ()
+
+
+def summarize_blocks(state: RankState, step: Summarize) -> Run:
+    """Compute the summaries of this rank's blocks, and copy the rates of their decay."""
+    scan = state.program.scan
+    assert scan is not None
+    inputs = {operand.name: state.registers[operand.name, ()] for operand in state.program.inputs}
+    summaries = summarize(state.program, inputs, _indices(state, {}))
+    for name, x in zip((scan.state, scan.decay, scan.rates), (*summaries, inputs["A"].clone()), strict=True):
+        state.count.hold(x)
+        state.registers[name, ()] = x
+    yield from ()
+
+
+def pass_states(state: RankState, step: PassStates) -> Run:
+    """Compute the state that enters each block."""
+    scan = state.program.scan
+    assert scan is not None
+    carry = pass_block_states(state.program, *state.read((scan.state, scan.decay, scan.rates)))
+    state.count.hold(carry)
+    state.registers[scan.carry, ()] = carry
     yield from ()
 
 
@@ -108,6 +148,24 @@ def _input(state: RankState, operand: Operand, counters: Key, fixed: Fixed) -> T
     sizes = local_sizes(state.digits, operand, state.digits.needed(operand))
     local = _local(fixed, sizes)
     return flat(select(register, sizes, local), sizes, local) if local else register
+
+
+def _check_shapes(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> None:
+    """RuntimeError: a block has another number of elements than the tile's indices; kernels would crash."""
+    for name, x in inputs.items():
+        operand = program.operand(name)
+        for axis, size in zip(operand.axes, x.shape, strict=False):
+            expected = len(indices[axis]) // operand.divisor(axis) if axis in indices else size
+            if size != expected or x.dim() != len(operand.axes):
+                raise RuntimeError(
+                    f"a tile reads {name} of shape {tuple(x.shape)}, with {expected} elements along {axis}"
+                )
+
+
+def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
+    """For each loop axis, the elements of the whole tensor that the tile sees."""
+    axes = [axis for axis in state.digits.sizes if state.program.axis(axis).kind != WHOLE]
+    return {axis: _index(state, axis, fixed) for axis in axes}
 
 
 def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:

@@ -24,6 +24,8 @@ _TAKE: dict[type, Callable[[RankState, Any], Run]] = {
     kinds.SendPartial: loop_steps.send_partial,
     kinds.Combine: loop_steps.combine,
     kinds.Round: loop_steps.round_outputs,
+    kinds.Summarize: loop_steps.summarize_blocks,
+    kinds.PassStates: loop_steps.pass_states,
 }
 
 

@@ -76,13 +76,32 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Scan:
+    """How a state passes along an axis: over blocks, by summaries. Names of an axis and of `Program.internal` operands.
+
+    axis: the scanned axis. blocks: an axis that numbers the blocks of it among which states pass; its size is set when a
+    schedule is lowered. state, decay: what a block contributes from a state of zero, and the sum of its step sizes. rates:
+    by which a sum of step sizes becomes the block's decay. carry: the state that enters each block.
+    """
+
+    axis: str
+    blocks: str
+    state: str
+    decay: str
+    rates: str
+    carry: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A loop program.
 
     inputs, outputs: its operands. results: how partial outputs combine; every output belongs to exactly one. tile: the name
     of the function in `commir.programs.tiles` that computes a block, or the text of the expression of a parsed program.
     options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
-    runs with tensors of any floating dtype. ValueError: an operand names an axis that does not exist, a size does not divide
+    runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
+
+    ValueError: an operand names an axis that does not exist, a size does not divide
     by a group, or an output belongs to no result or to several.
     """
 
@@ -94,6 +113,8 @@ class Program:
     tile: str
     options: tuple[tuple[str, Any], ...] = ()
     dtype: str = "float32"
+    scan: Scan | None = None
+    internal: tuple[Operand, ...] = ()
     _axes: dict[str, Axis] = field(init=False, repr=False, compare=False, hash=False)
     _operands: dict[str, Operand] = field(init=False, repr=False, compare=False, hash=False)
 
@@ -102,7 +123,7 @@ class Program:
         _refuse_duplicates("operand", (operand.name for operand in self.operands))
         object.__setattr__(self, "options", tuple(sorted(self.options)))
         object.__setattr__(self, "_axes", {axis.name: axis for axis in self.axes})
-        object.__setattr__(self, "_operands", {operand.name: operand for operand in self.operands})
+        object.__setattr__(self, "_operands", {each.name: each for each in (*self.operands, *self.internal)})
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZES)}")
         for operand in self.operands:

@@ -162,6 +162,8 @@ class _Ledger:
         self.held -= self._take(step.operand, step.key)[1]
 
     def _Compute(self, step: kinds.Compute) -> None:
+        if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:
+            self.held -= self._take(scan.carry)[1]
         for result in self.program.results:
             outputs = [self.program.operand(name) for name in result.outputs]
             key = tuple(step.counters[j] for j in self.travel[outputs[0].name])
@@ -170,6 +172,21 @@ class _Ledger:
             for output in outputs:
                 count = math.prod(self.digits.local_shape(output, self.digits.needed(output)))
                 self._put(output.name, key, count, self._wide(output))
+
+    def _Summarize(self, step: kinds.Summarize) -> None:
+        scan = self.program.scan
+        assert scan is not None
+        for name in (scan.state, scan.decay, scan.rates):
+            operand = self.program.operand(name)
+            count = math.prod(self.digits.local_shape(operand, self.digits.needed(operand)))
+            self._put(name, (), count, self.program.itemsize(operand))
+
+    def _PassStates(self, step: kinds.PassStates) -> None:
+        scan = self.program.scan
+        assert scan is not None
+        self._put(
+            scan.carry, (), self.blocks[scan.state, ()][0], self._nbytes(scan.state) // self.blocks[scan.state, ()][0]
+        )
 
     def _SendPartial(self, step: kinds.SendPartial) -> None:
         outputs = self._outputs(step.result)

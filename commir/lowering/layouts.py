@@ -29,6 +29,8 @@ class Digits:
         _check_parallel(nest)
         _check_homes(nest)
         self.sizes = {axis: _pieces(nest, axis) for axis in dict.fromkeys(digit.axis for digit in nest.digits)}
+        if nest.program.scan is not None:
+            self.sizes[nest.program.scan.blocks] = block_sizes(nest)
         for operand in nest.program.operands:
             self._check_groups(operand)
 
@@ -59,11 +61,14 @@ class Digits:
         """The layout of an input when the loops begin, and that of an output that they do not reduce."""
         found: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
+        scan = self.nest.program.scan
         for digit, mesh_axis in self.nest.parallel:
             if self.nest.mesh.size(mesh_axis) == 1:
                 continue
             shifted = shifts.get(mesh_axis)
-            if self.nest.digit(digit).axis in operand.axes:
+            if scan and self.nest.digit(digit).axis == scan.axis and scan.blocks in operand.axes:
+                found[mesh_axis] = scan.blocks, self.nest.mesh.names.index(mesh_axis)
+            elif self.nest.digit(digit).axis in operand.axes:
                 found[mesh_axis] = self.piece(digit)
             elif shifted and self.nest.digit(shifted).axis in operand.axes:
                 found[mesh_axis] = self.piece(shifted)
@@ -141,6 +146,25 @@ def _next_conversion(digits: Digits, operand: Operand, have: Layout, want: Layou
     m = next(m for m in names if m in have and have[m] != want.get(m))
     after = {name: piece for name, piece in have.items() if name != m}
     return Gather(m, ((operand.name, digits.place(operand, have[m], after)),)), after
+
+
+def scanning_mesh_axes(nest: LoopNest) -> list[str]:
+    """The mesh axes along which ranks share the scanned axis, outermost first."""
+    scan = nest.program.scan
+    axes = {mesh_axis: nest.digit(name).axis for name, mesh_axis in nest.parallel if nest.mesh.size(mesh_axis) > 1}
+    return [mesh_axis for mesh_axis, axis in axes.items() if scan and axis == scan.axis]
+
+
+def block_sizes(nest: LoopNest) -> tuple[int, ...]:
+    """The digits of the axis that numbers the blocks of the scanned axis: one for each mesh axis, and a rank's own blocks.
+
+    Mesh axes inside of the last one that shares the scanned axis do not count: their ranks' blocks are neighbours.
+    """
+    scan, shared = nest.program.scan, scanning_mesh_axes(nest)
+    if scan is None or not shared:
+        return (1,)
+    cutting = nest.mesh.names[: nest.mesh.names.index(shared[-1]) + 1]
+    return (*map(nest.mesh.size, cutting), 2 if nest.program.axis(scan.axis).order == "zigzag" else 1)
 
 
 def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:

@@ -7,9 +7,11 @@
 | a digit on the axis | another digit | all-to-all |
 | whole | a digit on the axis | none: a slice |
 | partial results | whole | all-reduce |
+| summaries of blocks | entering states | all-gather of summaries, or an all-to-all to heads and one back (`scans`) |
 | partial results | a digit on the axis | reduce-scatter; if the loop over it is shifted, they travel during the loop |
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import takewhile
@@ -17,9 +19,10 @@ from itertools import takewhile
 from commir.ir.program import Result
 from commir.scheduling.loop_nest import LoopNest
 
-from .layouts import Digits, Layout, conversions
+from .layouts import Digits, Layout, block_sizes, conversions
 from .loops import loops_of, travelling, unrolled
 from .plan import Plan
+from .scans import scan_steps
 from .steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
 
 Chain = list[tuple[Step, Layout]]  # steps of one operand, each with the layout after it
@@ -34,6 +37,8 @@ class Schedule(LoopNest):
     def lower(self) -> Plan:
         """The plan of this schedule. ValueError: a mesh axis has no digit, or the cuts of an axis do not fit."""
         nest = LoopNest(**{each.name: getattr(self, each.name) for each in fields(self)})
+        if (scan := self.program.scan) is not None:
+            nest = replace(nest, program=self.program.resized(**{scan.blocks: math.prod(block_sizes(nest))}))
         return Plan(nest, tuple(steps_of(Digits(nest))))
 
 
@@ -41,6 +46,7 @@ def steps_of(digits: Digits) -> Iterator[Step]:
     """All steps of a plan: bring inputs to where they are needed, run the loops, bring outputs home."""
     program, loops = digits.nest.program, loops_of(digits)
     yield from _fetch_inputs(digits)
+    yield from scan_steps(digits)
     yield from unrolled(digits, loops)
     for operand in program.inputs:
         yield Free(operand.name, (0,) * len(travelling(digits, loops, operand)))

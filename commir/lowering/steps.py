@@ -139,6 +139,16 @@ class Free:
 
 
 @dataclass(frozen=True)
+class Summarize:
+    """Compute what each of this rank's blocks of a scanned axis contributes to later ones, into the scan's registers."""
+
+
+@dataclass(frozen=True)
+class PassStates:
+    """From the summaries of all blocks, compute the state that enters each of them, in order of position."""
+
+
+@dataclass(frozen=True)
 class Round:
     """Convert outputs to the dtype in which they travel, after all partial results are combined."""
 
@@ -160,11 +170,13 @@ Step = (
     | AllReduce
     | Free
     | Round
+    | Summarize
+    | PassStates
 )
 KINDS = {
     kind.__name__: kind
     for kind in (
         AllToAll, Slice, Gather, Swap, Derive, Send, Arrive, Compute, SendPartial, Combine, ReduceScatter, AllReduce, Free,
-        Round,
+        Round, Summarize, PassStates,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from commir.ir.mesh import Mesh
-from commir.ir.program import Axis, Operand, Program, Result
+from commir.ir.program import Axis, Operand, Program, Result, Scan
 from commir.scheduling.loop_nest import LoopNest
 
 from .steps import KINDS, Place, Step
@@ -29,6 +29,8 @@ def content(schedule: LoopNest, steps: Sequence[Step]) -> dict[str, Any]:
             "outputs": [asdict(operand) for operand in program.outputs],
             "results": [asdict(result) for result in program.results],
             "tile": program.tile,
+            "scan": None if program.scan is None else asdict(program.scan),
+            "internal": [asdict(operand) for operand in program.internal],
             "options": dict(sorted(program.options)),
             "dtype": program.dtype,
         },
@@ -78,6 +80,8 @@ def _program_from(fields: dict[str, Any]) -> Program:
         "outputs": tuple(map(operand, fields["outputs"])),
         "results": tuple(Result(each["monoid"], tuple(each["outputs"])) for each in fields["results"]),
         "options": tuple(fields["options"].items()),
+        "scan": None if fields["scan"] is None else Scan(**fields["scan"]),
+        "internal": tuple(map(operand, fields["internal"])),
     }
     return Program(**fields | parts)
 

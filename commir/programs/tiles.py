@@ -15,6 +15,7 @@ from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .expressions import evaluate
+from .scan_programs import scan_tile
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -180,4 +181,6 @@ _TILES: dict[tuple[str, str], Tile] = {
     ("attention", "reference"): _attention_ref,
     ("attention_backward", "library"): _attention_backward,
     ("attention_backward", "reference"): _attention_backward_ref,
+    ("selective_scan", "library"): scan_tile,
+    ("selective_scan", "reference"): scan_tile,
 }

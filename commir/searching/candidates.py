@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from commir.ir.mesh import Mesh
-from commir.ir.program import REDUCED, SPATIAL, Program
+from commir.ir.program import SCANNED, WHOLE, Program
 from commir.lowering.lower import Schedule
 from commir.scheduling.placements import Placement, place, streamed_axis
 
@@ -85,8 +85,10 @@ def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]
     """(placement, the loop that is shifted if it is streamed), without and with streaming."""
     nest, found = Schedule(program, mesh), []
     for axis in program.axes:
-        if axis.kind in (SPATIAL, REDUCED) and axis.size > 1:
+        if axis.kind != WHOLE and axis.size > 1:
             shifted = streamed_axis(nest, mesh.names[0], axis.name)
+            if shifted and program.axis(shifted).kind == SCANNED:
+                shifted = None
             found += [
                 (Placement(axis.name, is_streamed), shifted) for is_streamed in (False, True)[: 1 + bool(shifted)]
             ]

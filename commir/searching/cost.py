@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field
 
 from commir.ir.mesh import Mesh
-from commir.ir.program import Operand, Program
+from commir.ir.program import Operand, Program, Scan
+from commir.lowering.scans import is_sliced
 from commir.lowering.timeline import EQUAL_SPEED
 
 from .candidates import Candidate, Part
@@ -31,7 +32,9 @@ class CostModel:
         self.program, self.mesh = program, mesh
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}
-        self._elements = {operand.name: math.prod(program.shape(operand)) for operand in program.operands}
+        self._elements = {
+            operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
+        }
         self._points = math.prod(axis.size for axis in program.axes) * (
             0.5 if dict(program.options).get("causal") else 1
         )
@@ -47,6 +50,8 @@ class CostModel:
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
+        if self.program.scan is not None:
+            self._add_scan(tally, self.program.scan)
         for result in self.program.results:
             for number, name in enumerate(result.outputs):
                 self._add_output(tally, self.program.operand(name), is_first=not number)
@@ -104,6 +109,31 @@ class CostModel:
             elif not home and digit:
                 tally.collective(part, "home", elements * itemsize, part.size - 1)
                 elements *= part.size
+
+    def _add_scan(self, tally: "_Tally", scan: Scan) -> None:
+        """Summaries of blocks, and the states that enter them, by the rules of `lowering.scans`."""
+        shared = [part for part in tally.parts if part.placement.axis == scan.axis and part.size > 1]
+        if not shared:
+            return
+        placed = [part for part in tally.parts if part.placement.axis not in (scan.axis, "heads")]
+        others = math.prod(part.size for part in tally.parts) // math.prod(part.size for part in shared)
+        outer = tally.parts[: tally.parts.index(shared[-1])]
+        blocks = 2 if self.program.axis(scan.axis).order == "zigzag" else 1
+        blocks *= math.prod(part.size for part in outer if part not in shared)
+        state, decay = (
+            blocks * self._elements[name] * self.program.itemsize(self.program.operand(name)) // others
+            for name in (scan.state, scan.decay)
+        )
+        heads = self.program.axis("heads").size * math.prod(part.size for part in placed) // others
+        ranks = math.prod(part.size for part in shared)
+        gathered = state + decay
+        for part in shared:
+            if is_sliced(ranks, heads):
+                tally.collective(part, "summaries", (state + decay) // part.size, part.size - 1)
+                tally.collective(part, "states", state // part.size, part.size - 1)
+            else:
+                tally.collective(part, "summaries", gathered, part.size - 1)
+                gathered *= part.size
 
     def _all_reduce(self, tally: "_Tally", part: Part, operand: Operand, elements: int, itemsize: int) -> None:
         """By rows: elements of the axes that all outputs of the result share."""

@@ -1,0 +1,120 @@
+"""Scans over a sequence that ranks share. Oracle: one rank's recurrence, token by token; the formulas of the messages."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commir import Mesh, Plan, Schedule, execute, interpret, programs, search, verify
+from commir.execution.state import Count
+from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.placements import place
+from commir.searching.candidates import candidates
+from commir.searching.cost import CostModel
+from loop_programs import assert_close, mesh_of, placements, random_inputs
+
+
+def inputs_of(program):
+    """Random inputs with positive step sizes and decaying states."""
+    inputs = random_inputs(program)
+    return inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
+
+
+def one_rank(x, dt, B, C, A):
+    state, outputs = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[2], dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, :, None] * A)
+        state = decay[:, :, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, None, None]
+        outputs.append((state * C[:, t, None, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def plans_of(program, mesh):
+    found = []
+    for chosen in placements(program, mesh):
+        try:
+            found.append(place(Schedule(program, mesh), **chosen).lower())
+        except Illegal:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("heads", [12, 5])
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2), (2, 3)])
+def test_every_plan_equals_one_rank(sizes, heads, order):
+    """Also where the heads do not divide, so that summaries are gathered."""
+    mesh = mesh_of(*sizes)
+    program = programs.selective_scan(2, 6 * mesh.ranks, heads, 2, 3, "float64", order)
+    inputs = inputs_of(program)
+    expected = {"y": one_rank(**inputs)}
+    found = plans_of(program, mesh)
+    assert any("seq on x" in str(plan.schedule) for plan in found)
+    for plan in found:
+        counts = []
+        assert_close(interpret(plan, inputs, counts), expected)
+        assert {(count.sent, count.peak) for count in counts} == {(plan.bytes_per_rank, plan.memory)}
+        verify(plan)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("dim, heads", [(1, 24), (4, 12)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_bytes_do_not_depend_on_the_length(ranks, dim, heads):
+    """With s numbers of a state and d step sizes: 2 (P-1) (s + d) gathered, (P-1)/P (4 s + 2 d) sliced."""
+    sent = set()
+    for seq in (4 * ranks, 40 * ranks):
+        program = programs.selective_scan(2, seq, heads, dim, 8)
+        sent.add(place(Schedule(program, Mesh(x=ranks)), x="seq").lower().bytes_per_rank)
+    s, d = 2 * heads * dim * 8, 2 * heads
+    expected = 2 * (ranks - 1) * (s + d) if ranks == 2 else (ranks - 1) * (4 * s + 2 * d) // ranks
+    assert sent == {4 * expected}
+    few = programs.selective_scan(2, 4 * ranks, ranks + 1, dim, 8)
+    s, d = 2 * (ranks + 1) * dim * 8, 2 * (ranks + 1)
+    gathered = place(Schedule(few, Mesh(x=ranks)), x="seq").lower()
+    assert gathered.bytes_per_rank == 4 * 2 * (ranks - 1) * (s + d)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_compute_what_the_interpreter_does(ranks, world):
+    program = programs.selective_scan(1, 6 * world, 8, 2, 3, "float64")
+    inputs = inputs_of(program)
+    found = plans_of(program, mesh_of(*([2, 2] if world == 4 else [2])))
+
+    def run(rank):
+        results = []
+        for plan in found:
+            count = Count()
+            outputs = execute(plan, plan.shard(inputs, rank), dist.group.WORLD, count)
+            results.append((outputs, count.sent == plan.bytes_per_rank))
+        return results
+
+    results = ranks(run, world)
+    for number, plan in enumerate(found):
+        assert all(each[number][1] for each in results)
+        assert_close(plan.unshard([each[number][0] for each in results]), interpret(plan, inputs), 0)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=4)], ids=str)
+def test_closed_forms_are_those_of_the_plans(mesh):
+    for heads in (48, 5):
+        program = programs.selective_scan(4, 2 * mesh.ranks, heads, 2, 4, "bfloat16")
+        model = CostModel(program, mesh)
+        for candidate in candidates(program, mesh):
+            cost, plan = model.cost(candidate), candidate.schedule(program, mesh).lower()
+            assert (cost.sent, cost.messages) == (plan.bytes_per_rank, plan.messages), str(candidate)
+            assert cost.memory <= plan.memory and cost.seconds <= plan.seconds * (1 + 1e-9)
+
+
+def test_long_sequences_pass_states_and_short_ones_exchange_heads():
+    def best(seq):
+        return search(programs.selective_scan(1, seq, 64, 4, 16), Mesh(gpu=4))[0]
+
+    assert "seq on gpu" in str(best(1 << 16).schedule)
+    assert "heads on gpu" in str(best(64).schedule)
+
+
+def test_a_scan_is_not_shifted():
+    program = programs.selective_scan(1, 16, 4)
+    schedule = Schedule(program, Mesh(x=2)).tile("seq", 2).tile("heads", 2).parallelize("heads.o", "x")
+    with pytest.raises(Illegal, match="seq is scanned, and a scan has only one order"):
+        schedule.shift("seq.o", "x")
