@@ -8,7 +8,8 @@ PACKAGES = (
     ("megatron_ssm", "violet", "state-space language models split over ranks",
      "configs · native · ops · parallel · context · layers · decoding · inference",
      "models · checkpoints · diagnostics · training · sizing · integrations · cli"),
-    ("commir (to come)", "white", "loop programs turned into multi-rank schedules", "", ""),
+    ("commir", "blue", "loop programs turned into verified schedules on many ranks",
+     "ir · programs · scheduling · lowering · execution · searching", ""),
     ("attention2d", "blue", "exact attention over sequences that are spread over ranks",
      "layout · compute · cost · schedules", ""),
     ("sparsefusion", "green", "moving fewer bytes, and knowing what bytes cost",
@@ -20,12 +21,12 @@ LEFT, WIDTH = 190, 470
 
 def overview() -> Path:
     """Draw the packages from bottom to top in import order, and beside them their users and what they use."""
-    drawing = Drawing(880, 560, "The packages and what talks to what")
+    drawing = Drawing(880, 582, "The packages and what talks to what")
     tops = {}
     top = 62
     for name, colour, about, first, second in PACKAGES:
         height = 56 + 22 * bool(first) + 20 * bool(second)
-        drawing.box(LEFT, top, WIDTH, height, colour=colour, dashed=name.startswith("commir"))
+        drawing.box(LEFT, top, WIDTH, height, colour=colour)
         drawing.text(LEFT + 16, top + 25, name, 16, True)
         drawing.text(LEFT + 16, top + 45, about, 13.5, colour=INK)
         drawing.text(LEFT + 16, top + 68, first, 12.5, colour=MUTED)

@@ -58,20 +58,20 @@ def test_every_plan_equals_one_rank(sizes, heads, order):
 
 
 @pytest.mark.parametrize("dim, heads", [(1, 24), (4, 12)])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
-def test_bytes_do_not_depend_on_the_length(ranks, dim, heads):
+@pytest.mark.parametrize("gpus", [2, 3, 4, 6])
+def test_bytes_do_not_depend_on_the_length(gpus, dim, heads):
     """With s numbers of a state and d step sizes: 2 (P-1) (s + d) gathered, (P-1)/P (4 s + 2 d) sliced."""
     sent = set()
-    for seq in (4 * ranks, 40 * ranks):
+    for seq in (4 * gpus, 40 * gpus):
         program = programs.selective_scan(2, seq, heads, dim, 8)
-        sent.add(place(Schedule(program, Mesh(x=ranks)), x="seq").lower().bytes_per_rank)
+        sent.add(place(Schedule(program, Mesh(x=gpus)), x="seq").lower().bytes_per_rank)
     s, d = 2 * heads * dim * 8, 2 * heads
-    expected = 2 * (ranks - 1) * (s + d) if ranks == 2 else (ranks - 1) * (4 * s + 2 * d) // ranks
+    expected = 2 * (gpus - 1) * (s + d) if gpus == 2 else (gpus - 1) * (4 * s + 2 * d) // gpus
     assert sent == {4 * expected}
-    few = programs.selective_scan(2, 4 * ranks, ranks + 1, dim, 8)
-    s, d = 2 * (ranks + 1) * dim * 8, 2 * (ranks + 1)
-    gathered = place(Schedule(few, Mesh(x=ranks)), x="seq").lower()
-    assert gathered.bytes_per_rank == 4 * 2 * (ranks - 1) * (s + d)
+    few = programs.selective_scan(2, 4 * gpus, gpus + 1, dim, 8)
+    s, d = 2 * (gpus + 1) * dim * 8, 2 * (gpus + 1)
+    gathered = place(Schedule(few, Mesh(x=gpus)), x="seq").lower()
+    assert gathered.bytes_per_rank == 4 * 2 * (gpus - 1) * (s + d)
 
 
 @pytest.mark.parametrize("world", [2, 4])
