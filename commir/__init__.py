@@ -20,6 +20,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "grid": "programs.operators",
     "differentiable": "execution.gradient",
     "search": "searching.search",
+    "best_grid": "searching.grids",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -11,6 +11,9 @@ from torch.distributed import ProcessGroup
 
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from attention2d.layout.checks import check_heads
+from attention2d.layout.token_order import local_length
+from commir import Mesh, best_grid
+from commir.programs import attention
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
@@ -30,14 +33,15 @@ def schedule_of(
 
     name: ring, all-gather, ulysses, usp (two ranks of each cell divide the heads), 2d (the most square grid), 3d (usp on
     such a grid), or auto: the one that sends the fewest bytes for this model's attention, split over `tensor_ranks`, and for
-    `batch` sequences of `seq` tokens; training: forward and backward. A model without attention sends nothing by it, and
-    auto is then the ring. ValueError if the schedule does not fit the number of ranks.
+    `batch` sequences of `seq` tokens; training: forward and backward. search: the same by commir, which derives the messages
+    of every grid from the loops of attention, and verifies the one that it takes. A model without attention sends nothing by
+    it, and auto and search are then the ring. ValueError if the schedule does not fit the number of ranks.
     """
     ranks, shared = group.size(), config.shared
-    if name == "auto" and shared is not None:
+    if name in ("auto", "search") and shared is not None:
         heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
-        sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
-        return choose(group, **sizes, itemsize=4, training=training)
+        sizes: dict[str, int] = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
+        return (choose if name == "auto" else _searched)(group, **sizes, itemsize=4, training=training)
     if name in ("usp", "3d") and ranks % 2:
         raise ValueError(
             f"the schedule {name} needs an even number of ranks, not {ranks}: pairs of them divide the heads"
@@ -46,10 +50,24 @@ def schedule_of(
         cells = max(1, ranks // 2) if name == "3d" else ranks
         rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
         return Attention2D(group, rows, cells // rows, 2 if name == "3d" else 1)
-    kinds = {"auto": Ring, "ring": Ring, "all-gather": AllGather, "ulysses": Ulysses, "usp": partial(USP, ulysses=2)}
+    kinds = {"ring": Ring, "all-gather": AllGather, "ulysses": Ulysses, "usp": partial(USP, ulysses=2)}
+    kinds |= {"auto": Ring, "search": Ring}
     if name not in kinds:
-        raise ValueError(f"the schedule {name!r} is none of {', '.join([*kinds, '2d', '3d'])}")
+        raise ValueError(f"the schedule {name!r} is none of auto, search, ring, all-gather, ulysses, usp, 2d, 3d")
     return kinds[name](group)
+
+
+def _searched(
+    group: ProcessGroup, heads: int, kv_heads: int, head_dim: int, seq: int, batch: int, itemsize: int, training: bool
+) -> Attention2D:
+    """The schedule of the best grid that commir finds; its `reason` explains the plan. Arguments: as for `choose`."""
+    ranks = group.size()
+    padded = local_length("zigzag", seq, ranks) * ranks
+    program = attention(batch, heads, kv_heads, padded, head_dim, dtype={2: "bfloat16", 4: "float32"}[itemsize])
+    plan, (rows, cols, ulysses, overlap) = best_grid(program, Mesh(rank=ranks), training)
+    schedule = Attention2D(group, rows, cols, ulysses, overlap=overlap)
+    schedule.reason = plan.explain()
+    return schedule
 
 
 def check_schedule(

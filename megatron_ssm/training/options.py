@@ -13,7 +13,7 @@ from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import Parser, did_you_mean
 
 # Schedules of attention2d. auto: the one that sends the fewest bytes.
-CONTEXT_SCHEDULES = ("auto", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
+CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:

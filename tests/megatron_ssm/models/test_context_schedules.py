@@ -24,10 +24,32 @@ def test_names(ranks, world):
         assert of("2d").grid == Attention2D(dist.group.WORLD, world // 2, 2).grid
         assert of("3d").grid.ulysses == 2
         assert of("auto").ranks == world
-        with pytest.raises(ValueError, match="'tree' is none of auto, ring, all-gather, ulysses, usp, 2d, 3d"):
+        with pytest.raises(ValueError, match="'tree' is none of auto, search, ring, all-gather, ulysses, usp, 2d, 3d"):
             of("tree")
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("world", (4, 6))
+@pytest.mark.parametrize("family", ("zamba", "zamba2", "mamba"))
+def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family):
+    """`choose` takes a schedule with fewer steps if it sends at most 2 % more."""
+    config = Config.read(checkpoint(family))
+
+    def run(rank):
+        found, chosen = (
+            schedule_of(name, dist.group.WORLD, config, 1, 24 * world + 1, 2) for name in ("search", "auto")
+        )
+        if config.shared is None:
+            return repr(found) == repr(chosen), ""
+        sizes = dict(batch=2, seq=24 * world + 1, heads=config.shared.heads, kv_heads=config.shared.kv_heads)
+        volumes = [each.volume(**sizes, head_dim=config.shared.head_dim, itemsize=4) for each in (found, chosen)]
+        sent = [volume.forward + volume.backward for volume in volumes]
+        return sent[0] <= sent[1] <= 1.02 * sent[0], found.reason
+
+    results = ranks(run, world)
+    assert all(is_best for is_best, _ in results)
+    assert len({reason for _, reason in results}) == 1
 
 
 @pytest.mark.parametrize("world", (3, 5))

@@ -1,0 +1,41 @@
+"""`best_grid`: the grid of attention2d that a search over plans finds best for a forward and a backward pass."""
+
+from typing import Any
+
+from commir.execution.attention_grids import grid_of
+from commir.execution.gradient import backward_plan
+from commir.execution.verifier import verify
+from commir.ir.mesh import Mesh
+from commir.ir.program import Program
+from commir.lowering.plan import Plan
+from commir.scheduling.loop_nest import Illegal
+
+from .candidates import candidates
+
+
+def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan, tuple[int, int, int, bool]]:
+    """(plan, (rows, cols, ulysses, overlap)) of the best plan that attention2d can run, verified.
+
+    training: by the time of a forward and a backward pass, otherwise of a forward pass. Among equals the fewest messages
+    come first. All ranks that call it with the same arguments get the same plan. ValueError: no grid divides the sizes.
+    """
+    found: list[tuple[Any, Plan, tuple[int, int, int, bool]]] = []
+    for candidate in candidates(program, mesh):
+        try:
+            plan = candidate.schedule(program, mesh).lower()
+        except Illegal:
+            continue
+        grid = grid_of(plan)
+        if grid is None:
+            continue
+        passes = [plan, backward_plan(plan)] if training else [plan]
+        time = float(f"{sum(each.seconds for each in passes):.9g}")
+        messages, held = sum(each.messages for each in passes), max(each.memory for each in passes)
+        found.append(((time, len(candidate.parts), messages, held, str(candidate)), plan, grid))
+    if not found:
+        raise ValueError(f"no grid of attention2d divides {program.name} over {mesh!r}")
+    _, plan, grid = min(found, key=lambda each: each[0])
+    verify(plan)
+    if training:
+        verify(backward_plan(plan))
+    return plan, grid
