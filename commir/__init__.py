@@ -21,6 +21,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "differentiable": "execution.gradient",
     "search": "searching.search",
     "best_grid": "searching.grids",
+    "search_graph": "searching.graph",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

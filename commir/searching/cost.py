@@ -58,6 +58,13 @@ class CostModel:
         turns = math.prod(part.size for part in candidate.parts if part.shifted)
         return tally.total(turns * self.tile_seconds(candidate))
 
+    def passing_seconds(self, parts: tuple[Part, ...]) -> float:
+        """The time of passing states between the ranks that share a scanned axis."""
+        tally = _Tally(parts, self.mesh)
+        if self.program.scan is not None:
+            self._add_scan(tally, self.program.scan)
+        return tally.total(0.0).seconds
+
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
         itemsize = self.program.itemsize(operand)
         parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]
