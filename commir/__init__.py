@@ -21,6 +21,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "differentiable": "execution.gradient",
     "search": "searching.search",
     "best_grid": "searching.grids",
+    "measure_tile": "searching.tile_times",
     "search_graph": "searching.graph",
 }
 

@@ -45,25 +45,26 @@ def derive_input(state: RankState, step: Derive) -> Run:
 
 
 def send(state: RankState, step: Send) -> Run:
-    """Begin to pass a block to the rank before, and to receive the next."""
-    (block,) = state.read([step.operand], step.source)
-    target = torch.empty_like(block, memory_format=torch.contiguous_format)
-    state.count.hold(target)
-    sends, receives = [(block, state.peer(step.axis, -1))], [(target, state.peer(step.axis, 1))]
-    handle = yield state.begin(sends, receives)
-    state.in_flight[step.operand, step.target] = handle, [target], []
+    """Begin to pass blocks to the rank before, and to receive the next."""
+    blocks = state.read(step.operands, step.source)
+    targets = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in blocks]
+    state.count.hold(*targets)
+    before, after = state.peer(step.axis, -1), state.peer(step.axis, 1)
+    handle = yield state.begin([(x, before) for x in blocks], [(x, after) for x in targets])
+    state.in_flight[step.operands, step.target] = handle, targets, []
 
 
 def arrive(state: RankState, step: Arrive) -> Run:
-    """Wait for a block."""
-    handle, (block,), _ = state.in_flight.pop((step.operand, step.key))
+    """Wait for blocks."""
+    handle, blocks, _ = state.in_flight.pop((step.operands, step.key))
     yield handle
-    state.registers[step.operand, step.key] = block
+    state.registers |= {(name, step.key): x for name, x in zip(step.operands, blocks, strict=True)}
 
 
 def free(state: RankState, step: Free) -> Run:
-    """Release a block."""
-    state.drop(state.registers.pop((step.operand, normal(step.key))))
+    """Release blocks."""
+    for name in step.operands:
+        state.drop(state.registers.pop((name, normal(step.key))))
     yield from ()
 
 

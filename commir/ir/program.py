@@ -150,6 +150,11 @@ class Program:
     def operands(self) -> tuple[Operand, ...]:
         return (*self.inputs, *self.outputs)
 
+    @property
+    def work(self) -> float:
+        """The share of the points of the loops that are computed: half of them under a causal mask."""
+        return 0.5 if dict(self.options).get("causal") else 1.0
+
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
         if name not in self._axes:

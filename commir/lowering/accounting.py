@@ -151,15 +151,16 @@ class _Ledger:
         self._put(step.operand, (), count, self.program.itemsize(operand))
 
     def _Send(self, step: kinds.Send) -> None:
-        count, itemsize, _ = self.blocks[step.operand, step.source if any(step.source) else ()]
-        self._send(step.axis, count * itemsize)
-        self._put(step.operand, step.target, count, itemsize)
+        blocks = [self.blocks[name, step.source if any(step.source) else ()] for name in step.operands]
+        self._send(step.axis, sum(count * itemsize for count, itemsize, _ in blocks))
+        for name, (count, itemsize, _) in zip(step.operands, blocks, strict=True):
+            self._put(name, step.target, count, itemsize)
 
     def _Arrive(self, step: kinds.Arrive) -> None:
         pass
 
     def _Free(self, step: kinds.Free) -> None:
-        self.held -= self._take(step.operand, step.key)[1]
+        self.held -= sum(self._take(name, step.key)[1] for name in step.operands)
 
     def _Compute(self, step: kinds.Compute) -> None:
         if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:

@@ -45,9 +45,7 @@ def lines_of_messages(digits: Digits, steps: Sequence[Step]) -> list[str]:
 
 
 def _operands(program: Program, step: Step) -> str:
-    if isinstance(step, Send):
-        return step.operand
-    if isinstance(step, Swap):
+    if isinstance(step, Send | Swap):
         return ", ".join(step.operands)
     if isinstance(step, SendPartial | ReduceScatter | AllReduce):
         return ", ".join(program.results[step.result].outputs)

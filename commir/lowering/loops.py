@@ -50,7 +50,11 @@ def unrolled(digits: Digits, loops: Sequence[Loop]) -> Iterator[Step]:
         for number, each in enumerate(program.results)
     }
     turns = _turns(loops, set().union(*keys.values()), set().union(*travels.values()))
-    streams = [_Stream(name, along, loops, turns) for name, along in keys.items() if along]
+    streams = [
+        _Stream(tuple(name for name in keys if keys[name] == along), along, loops, turns)
+        for along in dict.fromkeys(keys.values())
+        if along
+    ]
     partials = [
         _Partials(number, along, loops, turns, MONOIDS[program.results[number].monoid].travels_directly)
         for number, along in travels.items()
@@ -94,22 +98,24 @@ class _Blocks:
 
 
 class _Stream(_Blocks):
-    """The blocks of an input. A block is passed on when it is used for the first time."""
+    """The blocks of inputs that travel together. A block is passed on when it is used for the first time."""
 
-    def __init__(self, operand: str, along: tuple[int, ...], loops: Sequence[Loop], turns: Sequence[Key]) -> None:
+    def __init__(
+        self, operands: tuple[str, ...], along: tuple[int, ...], loops: Sequence[Loop], turns: Sequence[Key]
+    ) -> None:
         super().__init__(along, loops, turns)
-        self.operand, self._arrived = operand, {(0,) * len(along)}
+        self.operands, self._arrived = operands, {(0,) * len(along)}
 
     def fetch(self, number: int) -> Iterator[Step]:
         """Wait for the block of this turn, and begin to pass it on if this is its first use."""
         key = self.keys[number]
         if key not in self._arrived:
             self._arrived.add(key)
-            yield Arrive(self.operand, key)
+            yield Arrive(self.operands, key)
             yield from self._free(_predecessor(key), number - 1)
         if self.first[key] == number:
             for level, after in self._successors(key):
-                yield Send(self.operand, self.axes[level], key, after)
+                yield Send(self.operands, self.axes[level], key, after)
 
     def release(self, number: int) -> Iterator[Step]:
         """Free the block of this turn, if it is neither used nor sent any more."""
@@ -118,7 +124,7 @@ class _Stream(_Blocks):
     def _free(self, key: Key, number: int) -> Iterator[Step]:
         is_used = self.last[key] > number or any(after not in self._arrived for _, after in self._successors(key))
         if any(key) and not is_used:
-            yield Free(self.operand, key)
+            yield Free(self.operands, key)
 
     def _successors(self, key: Key) -> list[tuple[int, Key]]:
         """(level, key) of the blocks that are received from the rank that holds this one: an inner ring starts from each."""

@@ -49,7 +49,7 @@ def steps_of(digits: Digits) -> Iterator[Step]:
     yield from scan_steps(digits)
     yield from unrolled(digits, loops)
     for operand in program.inputs:
-        yield Free(operand.name, (0,) * len(travelling(digits, loops, operand)))
+        yield Free((operand.name,), (0,) * len(travelling(digits, loops, operand)))
     homeward = []
     for number, result in enumerate(program.results):
         steps, layout = _reductions(digits, number, result)

@@ -1,5 +1,6 @@
 """A plan: the steps of a schedule, as data that is equal on all ranks, can be saved, and runs in any process."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from .accounting import Account, account
 from .blocks import block, numbered, original, positions, put_block
 from .explain import lines_of_messages
 from .layouts import Digits
-from .steps import Step
+from .steps import Compute, Step
 from .text import canonical, content, digest, parse
 from .timeline import seconds
 
@@ -135,6 +136,19 @@ class Plan:
     def with_options(self, **options: object) -> "Plan":
         """The same steps with other options of the tile, such as causal=False."""
         return self.with_program(self.program.with_options(**options))
+
+    def on_mesh(self, mesh: Mesh) -> "Plan":
+        """The same steps on a mesh of the same shape with other speeds. ValueError: its axes differ."""
+        if mesh.axes != self.mesh.axes:
+            raise ValueError(f"the plan is for {self.mesh!r}, not for {mesh!r}")
+        return replace(self, schedule=replace(self.schedule, mesh=mesh))
+
+    def with_tile(self, point_seconds: float, call_seconds: float) -> "Plan":
+        """The same steps, predicted with these times of a tile; see `search`."""
+        points = math.prod(axis.size for axis in self.program.axes) * self.program.work
+        turns = sum(isinstance(step, Compute) for step in self.steps)
+        tile = call_seconds + points * point_seconds / turns / self.mesh.ranks
+        return replace(self, tile_seconds=tile)
 
     def with_program(self, program: Program) -> "Plan":
         """The same steps for another program with the same loops."""

@@ -48,7 +48,7 @@ def scan_steps(digits: Digits) -> Iterator[Step]:
             yield Gather(mesh_axis, tuple(joined))
         layout = after
     yield PassStates()
-    yield from (Free(name, ()) for name in (*summaries, scan.rates))
+    yield Free((*summaries, scan.rates), ())
     carry, returned = nest.program.operand(scan.carry), digits.needed(nest.program.operand(scan.carry))
     for mesh_axis in reversed(shared) if sliced else shared:
         cut = digits.place(carry, returned[mesh_axis], layout)

@@ -64,9 +64,9 @@ class Derive:
 
 @dataclass(frozen=True)
 class Send:
-    """Begin to pass block `source` of an operand to the rank before along `axis`, and to receive `target` from the next."""
+    """Begin to pass block `source` of operands to the rank before along `axis`, and to receive `target` from the next."""
 
-    operand: str
+    operands: tuple[str, ...]
     axis: str
     source: Key
     target: Key
@@ -74,9 +74,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Arrive:
-    """Wait until the block `key` of an operand has arrived."""
+    """Wait until the block `key` of operands has arrived."""
 
-    operand: str
+    operands: tuple[str, ...]
     key: Key
 
 
@@ -132,9 +132,9 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Free:
-    """Release the block `key` of an operand."""
+    """Release the block `key` of operands."""
 
-    operand: str
+    operands: tuple[str, ...]
     key: Key
 
 

@@ -1,7 +1,8 @@
 """The time of a plan, predicted from its steps, the speeds of its mesh, and the time of a tile.
 
 All ranks take the same steps, so one of them stands for all. A rank has one link for each level of the mesh: messages on it
-follow one another, while tiles are computed. Steps that wait do so until their message has arrived.
+follow one another, while tiles are computed; beginning a message takes the rank its latency. Steps that wait do so until
+their message has arrived.
 """
 
 from collections.abc import Sequence
@@ -56,15 +57,17 @@ def seconds(digits: Digits, steps: Sequence[Step], tile_seconds: float = 0.0) ->
         if isinstance(step, Compute):
             clock.now += tile_seconds
         elif isinstance(step, Arrive):
-            clock.now = max(clock.now, clock.arrivals.pop((step.operand, step.key)))
+            clock.now = max(clock.now, clock.arrivals.pop((step.operands, step.key)))
         elif isinstance(step, Combine):
             clock.now = max(clock.now, clock.arrivals.pop((step.result, step.source, step.target)))
         for message in messages:
             arrival = clock.send(message)
             if isinstance(step, Send):
-                clock.arrivals[step.operand, step.target] = arrival
+                clock.arrivals[step.operands, step.target] = arrival
+                clock.now += message_seconds(clock.mesh, message.axis, 0)[0]
             elif isinstance(step, SendPartial):
                 clock.arrivals[step.result, step.source, step.target] = arrival
+                clock.now += message_seconds(clock.mesh, message.axis, 0)[0]
             else:
                 clock.now = arrival
     return clock.now

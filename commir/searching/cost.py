@@ -35,9 +35,7 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
-        self._points = math.prod(axis.size for axis in program.axes) * (
-            0.5 if dict(program.options).get("causal") else 1
-        )
+        self._points = math.prod(axis.size for axis in program.axes) * program.work
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
@@ -46,7 +44,7 @@ class CostModel:
 
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
-        tally = _Tally(candidate.parts, self.mesh)
+        tally = _Tally(candidate.parts, self.mesh, outputs=frozenset(each.name for each in self.program.outputs))
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
@@ -155,7 +153,7 @@ class CostModel:
         ]
         before = 1
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
-            tally.ring(part, block, (part.size - 1) * before, is_message)
+            tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_new(operand, rings))
             before *= part.size
 
 
@@ -168,7 +166,9 @@ class _Tally:
     cost: Cost = field(default_factory=Cost)
     collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # [bytes of a message, messages]
     rings: dict[str, float] = field(default_factory=dict)  # by level: seconds that its link is busy
-    latency: float = 0.0
+    latency: float = 0.0  # of the messages that travel around rings
+    outputs: frozenset[str] = frozenset()
+    travelling: dict[object, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -180,11 +180,19 @@ class _Tally:
         known = self.collectives.setdefault((part.name, kind), [0, count])
         known[0] += nbytes
 
+    def is_new(self, operand: Operand, rings: list[Part]) -> bool:
+        """Whether an operand is the first that travels along these rings; others travel with it."""
+        key = tuple(part.name for part in rings), operand.name in self.outputs
+        first = self.travelling.setdefault(key, operand.name)
+        return first == operand.name or operand.name in self.outputs
+
     def ring(self, part: Part, nbytes: int, count: int, is_message: bool) -> None:
         """Add messages that travel while tiles are computed. is_message: otherwise they are part of another operand's."""
         self.cost.sent += nbytes * count
         self.cost.messages += count * is_message
-        self.rings[part.level] = self.rings.get(part.level, 0.0) + count * self._busy(part, nbytes)[1]
+        latency, busy = self._busy(part, nbytes)
+        self.rings[part.level] = self.rings.get(part.level, 0.0) + count * busy
+        self.latency += count * latency * is_message
 
     def total(self, computing: float) -> Cost:
         """The cost, with the time of all messages and of computing."""
@@ -192,7 +200,7 @@ class _Tally:
         for (name, _), (nbytes, count) in self.collectives.items():
             self.cost.seconds += count * sum(self._busy(by_name[name], nbytes))
             self.cost.messages += count
-        self.cost.seconds += max(computing, *self.rings.values(), 0.0)
+        self.cost.seconds += max(computing + self.latency, *self.rings.values(), 0.0)
         return self.cost
 
     def _busy(self, part: Part, nbytes: int) -> tuple[float, float]:
