@@ -16,7 +16,8 @@ def test_the_program_of_the_guide_runs(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"^(\d) (\w+)$", done.stdout, re.MULTILINE)) == [(str(rank), "True") for rank in range(4)]
+    # Ranks write at the same time, so that their lines may be joined.
+    assert sorted(re.findall(r"(\d) (True|False)", done.stdout)) == [(str(rank), "True") for rank in range(4)]
     assert "nearest on Mesh(" in done.stdout and "chosen: " in done.stdout
 
 
