@@ -10,9 +10,8 @@ import torch
 
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import WHOLE, Operand, Program, Result
-from commir.lowering.blocks import Sizes, expand, flat, local_sizes, select
+from commir.lowering.blocks import Sizes, expand, flat, select
 from commir.lowering.layouts import Piece
-from commir.lowering.loops import travelling
 from commir.lowering.steps import (
     Arrive,
     Combine,
@@ -144,9 +143,8 @@ def round_outputs(state: RankState, step: Round) -> Run:
 
 def _input(state: RankState, operand: Operand, counters: Key, fixed: Fixed) -> Tensor:
     """The block of an input that the tile reads."""
-    key = tuple(counters[j] for j in travelling(state.digits, state.loops, operand))
+    key, sizes = tuple(counters[j] for j in state.travels[operand.name]), state.sizes[operand.name]
     (register,) = state.read([operand.name], key)
-    sizes = local_sizes(state.digits, operand, state.digits.needed(operand))
     local = _local(fixed, sizes)
     return flat(select(register, sizes, local), sizes, local) if local else register
 
@@ -178,15 +176,14 @@ def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
     """Combine a tile's results into the accumulators, which are created when the first one is computed."""
-    outputs = [state.program.operand(name) for name in result.outputs]
-    key = normal(tuple(counters[j] for j in travelling(state.digits, state.loops, outputs[0])))
-    layout, monoid = state.digits.needed(outputs[0]), MONOIDS[result.monoid]
-    sizes = [local_sizes(state.digits, output, layout) for output in outputs]
+    names, monoid = result.outputs, MONOIDS[result.monoid]
+    key = normal(tuple(counters[j] for j in state.travels[names[0]]))
+    sizes = [state.sizes[name] for name in names]
     local = _local(fixed, sizes[0])
-    if (outputs[0].name, key) not in state.registers:
-        new = computed if not local else _neutral(computed, sizes, monoid.values(len(outputs)))
+    if (names[0], key) not in state.registers:
+        new = computed if not local else _neutral(computed, sizes, monoid.values(len(names)))
         state.count.hold(*new)
-        state.registers |= {(output.name, key): x for output, x in zip(outputs, new, strict=True)}
+        state.registers |= {(name, key): x for name, x in zip(names, new, strict=True)}
         if not local:
             return
     blocks = state.read(result.outputs, key)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from commir.ir.program import Operand, Program
-from commir.lowering.loops import loops_of
+from commir.lowering.blocks import local_sizes
+from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
 from commir.lowering.steps import Key
 from commir.programs.tiles import Tile, derive, tile_of
@@ -59,9 +60,10 @@ class Kernels:
 class RankState:
     """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
 
-    registers: {(operand, key): block}, with the key () for the block that the rank owns. saved: if it is a dictionary, the
-    blocks of inputs before they are gathered, and those of outputs before they are brought home. in_flight: {message:
-    (handle, tensors that arrive, tensors that leave)}.
+    travels: {operand: the loops along which its blocks travel}. sizes: {operand: its local digits}. registers: {(operand,
+    key): block}, with the key () for the block that the rank owns. in_flight: {message: (handle, tensors that arrive,
+    tensors that leave)}. saved: if it is a dictionary, the blocks of inputs before they are gathered, and those of outputs
+    before they are brought home.
     """
 
     def __init__(
@@ -72,6 +74,10 @@ class RankState:
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
         self.loops = loops_of(self.digits)
+        self.travels = {each.name: travelling(self.digits, self.loops, each) for each in self.program.operands}
+        self.sizes = {
+            each.name: local_sizes(self.digits, each, self.digits.needed(each)) for each in self.program.operands
+        }
         self.kernels = kernels or Kernels(tile_of(self.program, plan.schedule.kernel))
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None

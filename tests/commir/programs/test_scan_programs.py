@@ -10,7 +10,7 @@ from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from loop_programs import assert_close, mesh_of, placements, random_inputs
+from loop_programs import assert_close, mesh_of, plans, random_inputs
 
 
 def inputs_of(program):
@@ -28,16 +28,6 @@ def one_rank(x, dt, B, C, A):
     return torch.stack(outputs, 1)
 
 
-def plans_of(program, mesh):
-    found = []
-    for chosen in placements(program, mesh):
-        try:
-            found.append(place(Schedule(program, mesh), **chosen).lower())
-        except Illegal:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("heads", [12, 5])
 @pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2), (2, 3)])
@@ -47,7 +37,7 @@ def test_every_plan_equals_one_rank(sizes, heads, order):
     program = programs.selective_scan(2, 6 * mesh.ranks, heads, 2, 3, "float64", order)
     inputs = inputs_of(program)
     expected = {"y": one_rank(**inputs)}
-    found = plans_of(program, mesh)
+    found = plans(program, mesh)
     assert any("seq on x" in str(plan.schedule) for plan in found)
     for plan in found:
         counts = []
@@ -78,7 +68,7 @@ def test_bytes_do_not_depend_on_the_length(gpus, dim, heads):
 def test_ranks_compute_what_the_interpreter_does(ranks, world):
     program = programs.selective_scan(1, 6 * world, 8, 2, 3, "float64")
     inputs = inputs_of(program)
-    found = plans_of(program, mesh_of(*([2, 2] if world == 4 else [2])))
+    found = plans(program, mesh_of(*([2, 2] if world == 4 else [2])))
 
     def run(rank):
         results = []

@@ -1,0 +1,98 @@
+"""A 2-D plan whose steps commir takes one by one, against attention2d's hand-written schedule (about 3 min).
+
+The claim: the plan takes at most 1.10x as long, and sends the same bytes. Forward passes of causal attention; all ranks are
+on this machine. Both take turns; the table shows medians. attention2d runs twice, and the difference is the spread.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from attention2d import Attention2D
+from benchmarks.support.cells import cell_arguments, measured_cells, write_result
+from benchmarks.support.tables import markdown, print_or_publish
+from commir import Mesh, Schedule, execute, programs
+from commir.execution.state import Count
+from commir.scheduling.placements import Placement, place
+from sparsefusion.fabric.measurement import repetitions, timed
+
+REPETITIONS = 10
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One grid on ranks of this machine. rate: None, as their links are not limited."""
+
+    rows: int
+    cols: int
+    overlap: bool
+    dtype: str
+    seq: int = 4096
+    rate: None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.rows * self.cols
+
+
+CELLS = [
+    Cell(rows, cols, overlap, dtype)
+    for rows, cols in ((2, 1), (2, 2), (2, 4))
+    for overlap in (False, True)
+    for dtype in ("float32", "bfloat16")
+]
+
+
+def measure(out: str, number: str) -> None:
+    """Run one rank of cell number `number`. Rank 0 writes the result to `out`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cell, group, rank = CELLS[int(number)], dist.group.WORLD, dist.get_rank()
+    program = programs.attention(1, 8, 8, cell.seq, 64, dtype=cell.dtype)
+    placement = dict(cols=Placement("kv", cell.overlap and cell.cols > 1), rows=Placement("q", cell.overlap))
+    plan = place(Schedule(program, Mesh(cols=cell.cols, rows=cell.rows)), **placement).lower()
+    schedule = Attention2D(group, cell.rows, cell.cols, overlap=cell.overlap)
+    generator = torch.Generator().manual_seed(rank)
+    shape = 1, cell.seq // cell.ranks, 8, 64
+    local = {name: torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype)) for name in "qkv"}
+
+    def by_hand() -> None:
+        schedule(local["q"], local["k"], local["v"], causal=True)
+
+    calls = [by_hand, lambda: execute(plan, local, group, Count()), by_hand]
+    hand, steps, again = (
+        repetitions([timed(each) for each in calls], group, "cpu", REPETITIONS).median(0).values.tolist()
+    )
+    if rank == 0:
+        volume = schedule.volume(1, cell.seq, 8, 8, 64, getattr(torch, cell.dtype).itemsize).forward
+        same = plan.bytes_per_rank == volume
+        write_result(out, {"hand": hand, "steps": steps, "again": again, "sent": volume, "same": same})
+    dist.destroy_process_group()
+
+
+def row(cell: Cell, measured: dict) -> list[str]:
+    """A row of the table."""
+    overlap = ", overlapped" * cell.overlap
+    spread = f"{abs(measured['again'] / measured['hand'] - 1):.0%}"
+    sent = f"{measured['sent'] / 1e6:.2f} MB" + (", the same" if measured["same"] else ", not the same")
+    ratio = f"{measured['steps'] / measured['hand']:.2f}"
+    return [
+        f"{cell.rows} x {cell.cols}{overlap}, {cell.dtype}",
+        sent,
+        f"{measured['hand'] * 1e3:.0f} ms",
+        ratio,
+        spread,
+    ]
+
+
+def main() -> None:
+    """Measure all cells and publish the table; or measure and print those whose numbers are arguments."""
+    results = measured_cells(__file__, CELLS)
+    header = ["grid", "sent by a rank", "attention2d", "time of the plan's steps / attention2d's", "spread"]
+    print_or_publish("generic-executor", markdown(header, [row(cell, each) for cell, each in results.items()]))
+
+
+if __name__ == "__main__":
+    arguments = cell_arguments()
+    main() if arguments is None else measure(*arguments)
