@@ -10,6 +10,7 @@ import torch
 
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand, Result
+from commir.lowering.blocks import is_received_in_place
 from commir.lowering.steps import AllReduce, AllToAll, Gather, Place, ReduceScatter, Slice, Swap
 
 from .state import RankState, Run
@@ -24,13 +25,14 @@ def all_to_all(state: RankState, step: AllToAll) -> Run:
     pieces = [_pieces(x, cut, size) for x, (_, cut, _) in zip(state.read(names), step.moves, strict=True)]
     new = [_joined_buffer(piece[own], size, joined) for piece, (_, _, joined) in zip(pieces, step.moves, strict=True)]
     state.count.hold(*new)
-    slots = [_slots(x, joined, size) for x, (_, _, joined) in zip(new, step.moves, strict=True)]
-    _write_all(slots, own, [piece[own] for piece in pieces])
+    joined = [_Joined(state, name, x, place, size) for x, (name, _, place) in zip(new, step.moves, strict=True)]
+    _write_all(joined, own, [piece[own] for piece in pieces])
     for distance in range(1, size):
         to, source = (own + distance) % size, (own - distance) % size
-        arrived = yield from state.exchange(step.axis, [piece[to] for piece in pieces], distance)
-        _write_all(slots, source, arrived)
-        state.count.drop(*arrived)
+        into = [each.receiver(source) for each in joined]
+        arrived = yield from state.exchange(step.axis, [piece[to] for piece in pieces], distance, into)
+        _write_all(joined, source, arrived)
+        _drop_copies(state, joined, arrived)
     state.replace(names, new)
 
 
@@ -40,7 +42,9 @@ def gather(state: RankState, step: Gather) -> Run:
     passed = state.read(names)
     new = [_joined_buffer(x, state.size(step.axis), joined) for x, (_, joined) in zip(passed, step.moves, strict=True)]
     state.count.hold(*new)
-    yield from _pass_around(state, step.axis, passed, new, [joined for _, joined in step.moves])
+    size = state.size(step.axis)
+    joined = [_Joined(state, name, x, place, size) for x, (name, place) in zip(new, step.moves, strict=True)]
+    yield from _pass_around(state, step.axis, passed, joined)
     state.replace(names, new)
 
 
@@ -96,26 +100,61 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     whole = [torch.empty_like(x) for x in rows]
     state.count.hold(*whole)
     passed = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
-    yield from _pass_around(state, step.axis, passed, whole, [ROWS] * len(whole))
+    joined = [_Joined(None, name, x, ROWS, size) for name, x in zip(names, whole, strict=True)]
+    yield from _pass_around(state, step.axis, passed, joined)
     state.count.drop(*total, *whole)
     new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
 
 
-def _pass_around(state: RankState, axis: str, passed: list[Tensor], joined: list[Tensor], places: list[Place]) -> Run:
+def _pass_around(state: RankState, axis: str, passed: list[Tensor], joined: "list[_Joined]") -> Run:
     """Write this rank's blocks `passed`, and those of all others along the axis, into `joined` at their places."""
     size, own, is_own = state.size(axis), state.coordinates[axis], True
-    slots = [_slots(x, place, size) for x, place in zip(joined, places, strict=True)]
-    _write_all(slots, own, passed)
+    _write_all(joined, own, passed)
     for distance in range(1, size):
-        arrived = yield from state.exchange(axis, passed, -1)
+        source = (own + distance) % size
+        arrived = yield from state.exchange(axis, passed, -1, [each.receiver(source) for each in joined])
         if not is_own:
-            state.count.drop(*passed)
-        _write_all(slots, (own + distance) % size, arrived)
+            _drop_copies(state, joined, passed)
+        _write_all(joined, source, arrived)
         passed, is_own = arrived, False
     if not is_own:
-        state.count.drop(*passed)
+        _drop_copies(state, joined, passed)
+
+
+class _Joined:
+    """A tensor of `count` blocks at a place, which are written into it. state: None: blocks are never received in place."""
+
+    def __init__(self, state: RankState | None, name: str, x: Tensor, place: Place, count: int) -> None:
+        self.slots = _slots(x, place, count)
+        self._is_in_place = state is not None and is_received_in_place(state.digits, name, place)
+        self._shape = list(x.shape)
+        self._shape[place.dim] //= count
+
+    def receiver(self, index: int) -> Tensor | None:
+        """Where block number `index` can be received; None: in a tensor of its own."""
+        return self.slots[index].view(self._shape) if self._is_in_place else None
+
+    def write(self, index: int, block: Tensor) -> None:
+        """Write block number `index`, unless it has been received in its place."""
+        slot = self.slots[index]
+        if block.data_ptr() != slot.data_ptr():
+            slot.copy_(block.reshape(slot.shape))
+
+    @property
+    def has_copies(self) -> bool:
+        return not self._is_in_place
+
+
+def _write_all(joined: Sequence[_Joined], index: int, blocks: Sequence[Tensor]) -> None:
+    for each, block in zip(joined, blocks, strict=True):
+        each.write(index, block)
+
+
+def _drop_copies(state: RankState, joined: Sequence[_Joined], blocks: Sequence[Tensor]) -> None:
+    """Count blocks that were received in tensors of their own as no longer needed."""
+    state.count.drop(*(block for each, block in zip(joined, blocks, strict=True) if each.has_copies))
 
 
 def _combine_pieces(
@@ -156,12 +195,6 @@ def _slots(x: Tensor, place: Place, count: int) -> list[Tensor]:
     """Views of the same blocks, to write into, with the digits outside of them in a dimension of their own."""
     size = x.shape[place.dim] // (place.outer * count)
     return list(x.unflatten(place.dim, (place.outer, count, size)).unbind(place.dim + 1))
-
-
-def _write_all(slots: Sequence[Sequence[Tensor]], index: int, blocks: Sequence[Tensor]) -> None:
-    """Write a block of each operand into its slot number `index`."""
-    for slot, block in zip(slots, blocks, strict=True):
-        slot[index].copy_(block.reshape(slot[index].shape))
 
 
 def _joined_buffer(block: Tensor, count: int, place: Place) -> Tensor:

@@ -137,10 +137,20 @@ class RankState:
         self.count.sent += sum(x.nbytes for x, _ in sends)
         return Messages([(x.contiguous(), to) for x, to in sends], receives)
 
-    def exchange(self, axis: str, leaving: Sequence[Tensor], distance: int) -> Run:
-        """Send tensors `distance` further along an axis; returns those of the rank as far before. The caller drops them."""
-        arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
-        self.count.hold(*arriving)
+    def exchange(
+        self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None
+    ) -> Run:
+        """Send tensors `distance` further along an axis; returns those of the rank as far before.
+
+        into: contiguous tensors to receive into; None: a new one, which is counted, and which the caller drops.
+        """
+        arriving, new = [], []
+        for x, place in zip(leaving, into or [None] * len(leaving), strict=True):
+            if place is None:
+                place = torch.empty_like(x, memory_format=torch.contiguous_format)
+                new.append(place)
+            arriving.append(place)
+        self.count.hold(*new)
         to, source = self.peer(axis, distance), self.peer(axis, -distance)
         handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
         yield handle

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from commir.ir.program import Operand
 
 from . import steps as kinds
+from .blocks import is_received_in_place
 from .layouts import Digits
 from .loops import loops_of, travelling
 from .steps import Key, Step
@@ -127,13 +128,16 @@ class _Ledger:
         names, size = [name for name, _, _ in step.moves], self._size(step.axis)
         piece = sum(self._nbytes(name) // size for name in names)
         self._send(step.axis, piece, size - 1)
-        self._replace(names, lambda count: count, piece)
+        copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
+        self._replace(names, lambda count: count, sum(self._nbytes(name) // size for name in copied))
 
     def _Gather(self, step: kinds.Gather) -> None:
         names, size = [name for name, _ in step.moves], self._size(step.axis)
         block = sum(map(self._nbytes, names))
         self._send(step.axis, block, size - 1)
-        self._replace(names, lambda count: count * size, min(2, size - 1) * block)
+        copied = [name for name, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
+        transit = min(2, size - 1) * sum(map(self._nbytes, copied))
+        self._replace(names, lambda count: count * size, transit)
 
     def _Slice(self, step: kinds.Slice) -> None:
         size = self._size(step.axis)

@@ -13,6 +13,7 @@ from attention2d.layout import token_order
 from commir.ir.program import Operand
 
 from .layouts import Digits, Layout, Piece
+from .steps import Place
 
 Tensor = torch.Tensor
 Sizes = Sequence[Sequence[tuple[Piece, int]]]  # for each dimension, its local digits and their sizes, outermost first
@@ -59,6 +60,13 @@ def flat(view: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
 def expand(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
     """x, one dimension per axis, with the shape of `select`'s result."""
     return x.reshape([size for dim in sizes for piece, size in dim if piece not in fixed])
+
+
+def is_received_in_place(digits: Digits, name: str, place: Place) -> bool:
+    """Whether the blocks of the digit at `place` are contiguous in a tensor of an operand: nothing of it surrounds them."""
+    operand = digits.nest.program.operand(name)
+    surrounding = digits.nest.program.shape(operand)[: place.dim]
+    return place.outer == 1 and math.prod(surrounding) == 1
 
 
 def block(digits: Digits, operand: Operand, whole: Tensor, layout: Layout, coordinates: Mapping[str, int]) -> Tensor:

@@ -41,21 +41,21 @@ def _attention(program: Program, inputs: Tensors, indices: Tensors) -> dict[str,
     """(out, lse) of some queries over some keys, by the kernels of attention2d."""
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
     scale, calls = program.option("scale"), _Calls(program, indices)
-    q, k, v = calls.queries(q), calls.keys(k), calls.keys(v)
+    q, k, v = calls.q.sort(q), calls.kv.sort(k), calls.kv.sort(v)
     if calls.is_one_tile(q, k):
         out, lse = attend(q, k, v, calls.all[0].causal, scale)
     else:
         out, lse = empty_result(q)
         for call in split_calls(calls.all, tile_length(q)):
             merge(out[call.q], lse[call.q], *attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale))
-    return {"out": calls.original_queries(out).transpose(0, 1), "lse": calls.original_queries(lse).transpose(0, 1)}
+    return {"out": calls.q.unsort(out).transpose(0, 1), "lse": calls.q.unsort(lse).transpose(0, 1)}
 
 
 def _attention_backward(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
     """(dq, dk, dv) of some queries and some keys, by the kernels of attention2d."""
     scale, calls = program.option("scale"), _Calls(program, indices)
-    dout, q, lse, delta = (calls.queries(inputs[name].transpose(0, 1)) for name in ("dout", "q", "lse", "delta"))
-    k, v = (calls.keys(inputs[name].transpose(0, 1)) for name in "kv")
+    dout, q, lse, delta = (calls.q.sort(inputs[name].transpose(0, 1)) for name in ("dout", "q", "lse", "delta"))
+    k, v = (calls.kv.sort(inputs[name].transpose(0, 1)) for name in "kv")
     if calls.is_one_tile(q, k):
         dq, dk, dv = attend_backward(dout, delta, q, k, v, lse, calls.all[0].causal, scale)
     else:
@@ -67,23 +67,20 @@ def _attention_backward(program: Program, inputs: Tensors, indices: Tensors) -> 
                 (dq[rows], dk[cols], dv[cols]), attend_backward(*tile, call.causal, scale), strict=True
             ):
                 total += part
-    found = {"dq": calls.original_queries(dq), "dk": calls.original_keys(dk), "dv": calls.original_keys(dv)}
+    found = {"dq": calls.q.unsort(dq), "dk": calls.kv.unsort(dk), "dv": calls.kv.unsort(dv)}
     return {name: x.transpose(0, 1) for name, x in found.items()}
 
 
 class _Calls:
-    """The kernel calls for a tile whose queries and keys are at any positions, after sorting both by position."""
+    """The kernel calls for a tile whose queries and keys are at any positions; under a causal mask both are sorted first."""
 
     def __init__(self, program: Program, indices: Tensors) -> None:
-        self._orders = [_order(indices[axis]) for axis in ("q", "kv")]
-        sorted_indices = [
-            x if order is None else x[order]
-            for x, order in zip((indices["q"], indices["kv"]), self._orders, strict=True)
-        ]
         if program.option("causal"):
-            q, kv = _segments(*sorted_indices)
-            self.all = kernel_calls(q, kv, True)
-        else:
+            self.q, self.kv = _Runs(indices["q"]), _Runs(indices["kv"])
+            length = math.gcd(*(number for runs in (self.q, self.kv) for run in runs.all for number in run[:2]))
+            self.all = kernel_calls(self.q.segments(length), self.kv.segments(length), True)
+        else:  # any order is as good
+            self.q = self.kv = _Runs(torch.arange(1))
             self.all = [KernelCall(slice(0, len(indices["q"])), slice(0, len(indices["kv"])), False)]
 
     def is_one_tile(self, q: Tensor, k: Tensor) -> bool:
@@ -91,51 +88,34 @@ class _Calls:
         whole = KernelCall(slice(0, len(q)), slice(0, len(k)), self.all[0].causal) if self.all else None
         return self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Queries sorted by position."""
-        return x if self._orders[0] is None else x[self._orders[0]]
 
-    def keys(self, x: Tensor) -> Tensor:
-        """Keys sorted by position."""
-        return x if self._orders[1] is None else x[self._orders[1]]
+class _Runs:
+    """Runs of consecutive positions in a tile. all: (first position, length, slots in the tile), sorted by position."""
 
-    def original_queries(self, x: Tensor) -> Tensor:
-        """The inverse of `queries`."""
-        return _unsorted(x, self._orders[0])
+    def __init__(self, positions: Tensor) -> None:
+        breaks = (positions.diff() != 1).nonzero().flatten() + 1
+        starts = [0, *breaks.tolist(), len(positions)]
+        runs = [(int(positions[a]), b - a, slice(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+        self.all = sorted(runs, key=lambda run: run[0])
+        self._is_sorted = self.all == runs
 
-    def original_keys(self, x: Tensor) -> Tensor:
-        """The inverse of `keys`."""
-        return _unsorted(x, self._orders[1])
+    def segments(self, length: int) -> list[Segment]:
+        """The sorted positions as segments of equal length, which divides every run."""
+        return [Segment(n, length, length) for first, count, _ in self.all for n in range(first, first + count, length)]
 
+    def sort(self, x: Tensor) -> Tensor:
+        """The slots of x, its first dimension, sorted by position."""
+        return x if self._is_sorted else torch.cat([x[slots] for _, _, slots in self.all])
 
-def _order(positions: Tensor) -> Tensor | None:
-    """The permutation that sorts positions; None if they are sorted."""
-    return None if bool((positions[1:] > positions[:-1]).all()) else positions.argsort()
-
-
-def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
-    if order is None:
-        return x
-    found = torch.empty_like(x)
-    found[order] = x
-    return found
-
-
-def _segments(q: Tensor, kv: Tensor) -> tuple[list[Segment], list[Segment]]:
-    """Both as segments of consecutive positions, all of the same length: the largest that divides every start and length."""
-    runs = [_runs(x) for x in (q, kv)]
-    length = math.gcd(*(number for found in runs for run in found for number in run))
-    return tuple(
-        [Segment(start, length, length) for first, count in found for start in range(first, first + count, length)]
-        for found in runs
-    )  # type: ignore[return-value]
-
-
-def _runs(positions: Tensor) -> list[tuple[int, int]]:
-    """(first, count) of each run of consecutive positions."""
-    breaks = (positions.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist(), len(positions)]
-    return [(int(positions[a]), b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    def unsort(self, x: Tensor) -> Tensor:
+        """The inverse of `sort`."""
+        if self._is_sorted:
+            return x
+        found = torch.empty_like(x)
+        parts = x.split([count for _, count, _ in self.all])
+        for (_, _, slots), part in zip(self.all, parts, strict=True):
+            found[slots] = part
+        return found
 
 
 def _attention_ref(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
