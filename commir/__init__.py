@@ -5,6 +5,7 @@ cite its sections. The sub-packages are listed in docs/architecture.md, and each
 Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
 """
 
+from commir import programs as programs
 from sparsefusion.foundation.lazy import lazy_exports
 
 _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")} | {
@@ -25,4 +26,4 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "search_graph": "searching.graph",
 }
 
-__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME, "programs")
