@@ -21,6 +21,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "grid": "programs.operators",
     "differentiable": "execution.gradient",
     "search": "searching.search",
+    "pareto": "searching.search",
     "best_grid": "searching.grids",
     "measure_tile": "searching.tile_times",
     "search_graph": "searching.graph",

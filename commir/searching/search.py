@@ -47,6 +47,28 @@ def search(
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
+def all_plans(
+    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0
+) -> list[Plan]:  # fmt: skip
+    """The plans of all candidates, in their fixed order. Arguments as in `search`."""
+    model = CostModel(program, mesh, point_seconds, call_seconds)
+    return [plan for each in candidates(program, mesh) for plan in _lowered(program, mesh, model, each)]
+
+
+def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
+    """The plans to which no other is at least as good in both predicted time and memory, the fastest first.
+
+    Arguments as in `search`; each plan of a longer time holds less memory than all before it.
+    """
+    found: list[Plan] = []
+    for plan in sorted(
+        all_plans(program, mesh, point_seconds, call_seconds), key=lambda p: (*_order(p)[:1], p.memory, *_order(p))
+    ):
+        if not found or plan.memory < found[-1].memory:
+            found.append(plan)
+    return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
+
+
 def _exact(
     program: Program, mesh: Mesh, model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int
 ) -> list[Plan]:

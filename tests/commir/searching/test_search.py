@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from commir import Mesh, Schedule, programs, search, verify
+from commir import Mesh, Schedule, pareto, programs, search, verify
 from commir.scheduling.placements import known_as, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
+from commir.searching.search import all_plans
 from loop_programs import cases, mesh_of
 
 MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=2, g=4)]
@@ -127,6 +128,22 @@ def test_a_memory_budget():
     assert found and all(plan.memory < fastest.memory for plan in found)
     with pytest.raises(ValueError, match=f"memory=1000: no plan of attention .* holds less than {least} bytes"):
         search(program, mesh, memory=1000)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_pareto_front(mesh):
+    """No plan is as fast and holds as little as one of the front, except itself or an equal one."""
+    program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
+    times = dict(point_seconds=1e-10, call_seconds=1e-6)
+    front = pareto(program, mesh, **times)
+    every = [(plan.seconds, plan.memory) for plan in all_plans(program, mesh, **times)]
+    assert front[0].seconds == pytest.approx(min(seconds for seconds, _ in every))
+    assert front[-1].memory == min(memory for _, memory in every)
+    for plan in front:
+        assert not any(s < plan.seconds * (1 - 1e-8) and m <= plan.memory for s, m in every)
+        assert not any(s <= plan.seconds * (1 - 1e-8) and m < plan.memory for s, m in every)
+    for seconds, memory in every:
+        assert any(plan.seconds <= seconds * (1 + 1e-8) and plan.memory <= memory for plan in front)
 
 
 def test_sizes_that_do_not_divide():

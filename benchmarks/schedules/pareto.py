@@ -1,0 +1,74 @@
+"""Predicted time and memory of every plan of an attention operator on 2 nodes of 4 GPUs (about 1 min; nothing is measured).
+
+The counterpart of figure 13 of the paper on Mercury: all plans of commir's space, the known schedules, and the Pareto front.
+Speeds are those of the paper's H100 nodes (NVLink in a node, 100 Gbit/s between nodes); a tile is assumed to run at 500
+TFLOP/s. Times are predictions.
+"""
+
+from pathlib import Path
+
+import matplotlib
+
+from benchmarks.support.tables import markdown, publish
+from commir import Mesh, Plan, pareto, programs
+from commir.scheduling.placements import known_as
+from commir.searching.search import all_plans
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
+
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "pareto.png"
+MESH = Mesh(node=2, gpu=4, speeds={"node": (1e-5, 12.5e9), "gpu": (3e-6, 450e9)})
+PROGRAM = programs.attention(heads=32, seq=65536, head_dim=128, dtype="bfloat16")
+TILE = dict(point_seconds=4 / 500e12, call_seconds=1e-5)
+MARKERS = {
+    "double ring": "s",
+    "all-gather": "^",
+    "Ulysses": "D",
+    "USP": "v",
+    "Attention2D": "P",
+    "3-D": "X",
+}
+
+
+def plot(plans: list[Plan], front: list[Plan]) -> None:
+    """All plans as dots, known schedules as markers, and the front as a line."""
+    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+
+    def points(chosen: list[Plan]) -> tuple[list[float], list[float]]:
+        return [plan.seconds * 1e3 for plan in chosen], [plan.memory / 1e6 for plan in chosen]
+
+    axis.scatter(*points(plans), s=8, color="0.7", label="all plans")
+    for name, marker in MARKERS.items():
+        axis.scatter(*points([plan for plan in plans if kind(plan) == name]), marker=marker, s=40, label=name)
+    axis.step(*points(front), where="post", color="black", linewidth=1, label="Pareto front")
+    axis.set(xlabel="predicted time (ms)", ylabel="memory of a rank (MB)", xscale="log", yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
+
+
+def kind(plan: Plan) -> str:
+    """The name of a known schedule, whether overlapped or not."""
+    return known_as(plan.schedule).removesuffix(", overlapped")
+
+
+def row(plan: Plan) -> list[str]:
+    """A row of the table of the front."""
+    placement = str(plan.schedule).partition(": ")[2]
+    sent = f"{plan.bytes_per_rank / 1e6:.0f} MB"
+    return [placement, known_as(plan.schedule), f"{plan.seconds * 1e3:.2f} ms", f"{plan.memory / 1e6:.0f} MB", sent]
+
+
+def main() -> None:
+    """Publish the table of the front, and plot all plans."""
+    plans, front = all_plans(PROGRAM, MESH, **TILE), pareto(PROGRAM, MESH, **TILE)
+    best_known = {name: min((p for p in plans if kind(p) == name), key=lambda p: p.seconds) for name in MARKERS}
+    rows = [row(plan) for plan in front]
+    rows += [row(plan) for plan in best_known.values() if plan.schedule not in [each.schedule for each in front]]
+    publish("pareto", markdown(["placement", "known as", "predicted time", "memory", "sent by a rank"], rows))
+    plot(plans, front)
+
+
+if __name__ == "__main__":
+    main()
