@@ -15,22 +15,24 @@ from sparsefusion.collectives.counted import Counter
 
 Tensor = torch.Tensor
 
+GRID_AXES = ("kv", "q", "heads")  # in the order of a grid's ranks: columns, rows, divided heads
+
 
 def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     """(rows, cols, ulysses, overlap) of the grid that computes a plan, or None if it is not in attention2d's family.
 
-    Mesh axes must come in the order of the grid's ranks: kv (columns), q (rows), heads; all rings are streamed or none.
+    Mesh axes must come in the order of GRID_AXES; all rings are streamed or none.
     """
     schedule, program = plan.schedule, plan.program
     chosen = placements_of(schedule)
-    order = [
-        ("kv", "q", "heads").index(each.axis) if each.axis in ("kv", "q", "heads") else 9 for each in chosen.values()
-    ]
+    axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
     is_plain = not schedule.homes and schedule.kernel == "library" and schedule.order == schedule.default_order()
-    if program.name != "attention" or not is_plain or 9 in order or order != sorted(order) or len(streams) > 1:
+    if program.name != "attention" or not is_plain or not set(axes) <= set(GRID_AXES):
         return None
-    sizes = {"kv": 1, "q": 1, "heads": 1}
+    if axes != sorted(axes, key=GRID_AXES.index) or len(streams) > 1:
+        return None
+    sizes = dict.fromkeys(GRID_AXES, 1)
     for name, each in chosen.items():
         sizes[each.axis] *= plan.mesh.size(name)
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams

@@ -10,7 +10,7 @@ from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 
 from .attention_grids import attend, grid_of
-from .machine import take_steps
+from .rank_steps import take_steps
 from .state import Count, Messages, RankState
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 
 from commir.lowering.plan import Plan
 
-from .machine import take_steps
+from .rank_steps import take_steps
 from .state import Count, Kernels, Messages, RankState
 
 Tensor = torch.Tensor
@@ -24,14 +24,13 @@ def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | No
     inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent and held. ValueError: an
     input is missing or has the wrong shape. Stuck: the plan's messages do not match, which a lowered plan's always do.
     """
-    blocks = [plan.shard(inputs, rank) for rank in range(plan.mesh.ranks)]
-    return plan.unshard(run_machines(plan, blocks, counts))
+    return plan.unshard(run_ranks(plan, plan.shard_all(inputs), counts))
 
 
-def run_machines(
+def run_ranks(
     plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None = None, kernels: Kernels | None = None
 ) -> list[dict[str, Tensor]]:
-    """The outputs of every rank, from its inputs at home. Machines take turns; each runs until it waits for a message."""
+    """The outputs of every rank, from its inputs at home. Ranks take turns; each runs until it waits for a message."""
     states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
     post = _Post()
     runs = [take_steps(state) for state in states]
@@ -58,7 +57,7 @@ def run_machines(
 
 
 def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
-    """Continue a machine until it waits for a handle, which is returned. StopIteration: it has finished."""
+    """Continue a rank until it waits for a handle, which is returned. StopIteration: it has finished."""
     answer = None
     while True:
         request = run.send(answer)

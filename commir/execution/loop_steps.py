@@ -24,11 +24,12 @@ from commir.lowering.steps import (
     Send,
     SendPartial,
     Summarize,
+    register_key,
 )
 from commir.programs.scan_programs import pass_states as pass_block_states
 from commir.programs.scan_programs import summarize
 
-from .state import RankState, Run, normal
+from .state import RankState, Run
 
 Tensor = torch.Tensor
 Fixed = Mapping[Piece, int]  # {digit: the block of it that a turn of the loops uses}
@@ -63,7 +64,7 @@ def arrive(state: RankState, step: Arrive) -> Run:
 def free(state: RankState, step: Free) -> Run:
     """Release blocks."""
     for name in step.operands:
-        state.drop(state.registers.pop((name, normal(step.key))))
+        state.drop(state.registers.pop((name, register_key(step.key))))
     yield from ()
 
 
@@ -177,7 +178,7 @@ def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
     """Combine a tile's results into the accumulators, which are created when the first one is computed."""
     names, monoid = result.outputs, MONOIDS[result.monoid]
-    key = normal(tuple(counters[j] for j in state.travels[names[0]]))
+    key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
     sizes = [state.sizes[name] for name in names]
     local = _local(fixed, sizes[0])
     if (names[0], key) not in state.registers:

@@ -15,7 +15,7 @@ from commir.ir.program import Operand, Program
 from commir.lowering.blocks import local_sizes
 from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
-from commir.lowering.steps import Key
+from commir.lowering.steps import Key, register_key
 from commir.programs.tiles import Tile, derive, tile_of
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -90,7 +90,7 @@ class RankState:
 
     def read(self, names: Sequence[str], key: Key = ()) -> list[Tensor]:
         """The blocks of operands with this key."""
-        return [self.registers[name, normal(key)] for name in names]
+        return [self.registers[name, register_key(key)] for name in names]
 
     def replace(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
         """Put new blocks, which are counted already, into the registers of operands, and drop what was there."""
@@ -155,8 +155,3 @@ class RankState:
         handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
         yield handle
         return arriving
-
-
-def normal(key: Key) -> Key:
-    """The key of a register: () for the block that the rank owns."""
-    return key if any(key) else ()

@@ -20,7 +20,7 @@ from commir.lowering.plan import Plan
 from commir.lowering.scans import takes_slices
 from commir.programs.tiles import derive, tile_of
 
-from .interpreter import Stuck, run_machines
+from .interpreter import Stuck, run_ranks
 from .state import Kernels
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Ten
     if program.scan is not None:
         program = program.resized(**{program.scan.blocks: 1})
     indices = {axis.name: torch.arange(axis.size) for axis in program.axes if axis.kind != WHOLE}
-    return tile_of(program, "reference")(program, {name: known[name] for name in known}, indices)
+    return tile_of(program, "reference")(program, known, indices)
 
 
 def smallest(plan: Plan, whole: int, inner: int) -> Plan:
@@ -93,8 +93,7 @@ def _check_numbers(plan: Plan, seed: int) -> None:
         operand.name: torch.randn(small.program.shape(operand), generator=generator, dtype=torch.float64)
         for operand in small.inputs()
     }
-    blocks = [small.shard(inputs, rank) for rank in range(small.mesh.ranks)]
-    found, expected = small.unshard(run_machines(small, blocks)), unscheduled(small.program, inputs)
+    found, expected = small.unshard(run_ranks(small, small.shard_all(inputs))), unscheduled(small.program, inputs)
     for name, x in found.items():
         limit = TOLERANCE * _scale(expected[name])
         wrong = ~((x - expected[name]).abs() <= limit) & ~(x == expected[name])
@@ -118,9 +117,8 @@ def _check_coverage(plan: Plan) -> None:
     counting = small.with_program(program)
     names = {operand.name: _names_of_elements(program.shape(operand)) for operand in program.inputs}
     inputs = {operand.name: names[operand.name] for operand in counting.inputs()}
-    blocks = [counting.shard(inputs, rank) for rank in range(counting.mesh.ranks)]
     kernels = Kernels(_CountingTile(names, points), lambda _, operand, sources: sources[0].squeeze(-1))
-    found = counting.unshard(run_machines(counting, blocks, kernels=kernels))
+    found = counting.unshard(run_ranks(counting, counting.shard_all(inputs), kernels=kernels))
     for result in program.results:
         for name in result.outputs:
             if (wrong := (found[name] != 1).nonzero()).numel():

@@ -151,9 +151,13 @@ class Program:
         return (*self.inputs, *self.outputs)
 
     @property
-    def work(self) -> float:
-        """The share of the points of the loops that are computed: half of them under a causal mask."""
-        return 0.5 if dict(self.options).get("causal") else 1.0
+    def points(self) -> float:
+        """How many points of all axes are computed: half of them under a causal mask."""
+        return math.prod(axis.size for axis in self.axes) * (0.5 if dict(self.options).get("causal") else 1.0)
+
+    def shares(self, name: str) -> int:
+        """The number that ranks must divide to share an axis: its size, in the operand in which it is smallest."""
+        return self.axis(name).size // max(operand.divisor(name) for operand in self.operands)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""

@@ -1,12 +1,14 @@
 """What the steps of a plan send and hold, counted from layouts and sizes, without running anything.
 
-The rules are those by which a machine counts the tensors that it has: inputs at home stay for the whole run; every block,
-accumulator and message counts from its allocation until it is no longer needed. Temporaries of kernels do not count.
+The rules are those by which a running rank counts its tensors (`execution.state.Count`): inputs at home stay for the whole
+run; every block, accumulator and message counts from its allocation until it is no longer needed. Temporaries of kernels do
+not count.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from commir.ir.program import Operand
 
@@ -14,17 +16,7 @@ from . import steps as kinds
 from .blocks import is_received_in_place
 from .layouts import Digits
 from .loops import loops_of, travelling
-from .steps import Key, Step
-
-
-@dataclass(frozen=True)
-class Account:
-    """Bytes that a rank sends, in how many messages, and along each mesh axis; and the most that it holds at a time."""
-
-    sent: int
-    messages: int
-    sent_along: tuple[tuple[str, int], ...]
-    peak: int
+from .steps import Key, Step, register_key
 
 
 @dataclass(frozen=True)
@@ -36,24 +28,39 @@ class Message:
     count: int
 
 
+@dataclass(frozen=True)
+class Account:
+    """by_step: what a rank sends in each step. peak: the most bytes that it holds at a time."""
+
+    by_step: tuple[tuple[Message, ...], ...]
+    peak: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes of all messages."""
+        return sum(nbytes for _, nbytes in self.sent_along)
+
+    @property
+    def messages(self) -> int:
+        """The number of messages."""
+        return sum(message.count for step in self.by_step for message in step)
+
+    @property
+    def sent_along(self) -> tuple[tuple[str, int], ...]:
+        """(mesh axis, bytes sent along it), in the order of their first messages."""
+        found: dict[str, int] = {}
+        for message in (each for step in self.by_step for each in step):
+            found[message.axis] = found.get(message.axis, 0) + message.nbytes * message.count
+        return tuple(found.items())
+
+
 def account(digits: Digits, steps: Sequence[Step]) -> Account:
     """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send."""
-    ledger = _counted(digits, steps)
-    messages = sum(message.count for each in ledger.messages for message in each)
-    return Account(sum(ledger.sent.values()), messages, tuple(ledger.sent.items()), ledger.peak)
-
-
-def messages_of(digits: Digits, steps: Sequence[Step]) -> list[list[Message]]:
-    """What each step sends."""
-    return _counted(digits, steps).messages
-
-
-def _counted(digits: Digits, steps: Sequence[Step]) -> "_Ledger":
     ledger = _Ledger(digits)
     for step in steps:
         ledger.messages.append([])
-        getattr(ledger, f"_{type(step).__name__}")(step)
-    return ledger
+        _COUNT[type(step)](ledger, step)
+    return Account(tuple(map(tuple, ledger.messages)), ledger.peak)
 
 
 @dataclass
@@ -61,7 +68,6 @@ class _Ledger:
     """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, whether at home)}."""
 
     digits: Digits
-    sent: dict[str, int] = field(default_factory=dict)
     messages: list[list[Message]] = field(default_factory=list)
     held: int = 0
     peak: int = 0
@@ -86,20 +92,19 @@ class _Ledger:
 
     def _put(self, name: str, key: Key, count: int, itemsize: int, is_home: bool = False) -> None:
         self._hold(count * itemsize)
-        self.blocks[name, key if any(key) else ()] = count, itemsize, is_home
+        self.blocks[name, register_key(key)] = count, itemsize, is_home
 
     def _take(self, name: str, key: Key = ()) -> tuple[int, int]:
         """Remove a register, without releasing its bytes. Returns (elements, bytes to release)."""
-        count, itemsize, is_home = self.blocks.pop((name, key if any(key) else ()))
+        count, itemsize, is_home = self.blocks.pop((name, register_key(key)))
         return count, 0 if is_home else count * itemsize
 
     def _nbytes(self, name: str, key: Key = ()) -> int:
-        count, itemsize, _ = self.blocks[name, key if any(key) else ()]
+        count, itemsize, _ = self.blocks[name, register_key(key)]
         return count * itemsize
 
     def _send(self, axis: str, nbytes: int, count: int = 1) -> None:
         """Count messages of `nbytes` each."""
-        self.sent[axis] = self.sent.get(axis, 0) + nbytes * count
         self.messages[-1].append(Message(axis, nbytes, count))
 
     def _size(self, axis: str) -> int:
@@ -124,14 +129,14 @@ class _Ledger:
 
     # Steps
 
-    def _AllToAll(self, step: kinds.AllToAll) -> None:
+    def all_to_all(self, step: kinds.AllToAll) -> None:
         names, size = [name for name, _, _ in step.moves], self._size(step.axis)
         piece = sum(self._nbytes(name) // size for name in names)
         self._send(step.axis, piece, size - 1)
         copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
         self._replace(names, lambda count: count, sum(self._nbytes(name) // size for name in copied))
 
-    def _Gather(self, step: kinds.Gather) -> None:
+    def gather(self, step: kinds.Gather) -> None:
         names, size = [name for name, _ in step.moves], self._size(step.axis)
         block = sum(map(self._nbytes, names))
         self._send(step.axis, block, size - 1)
@@ -139,46 +144,46 @@ class _Ledger:
         transit = min(2, size - 1) * sum(map(self._nbytes, copied))
         self._replace(names, lambda count: count * size, transit)
 
-    def _Slice(self, step: kinds.Slice) -> None:
+    def slice(self, step: kinds.Slice) -> None:
         size = self._size(step.axis)
         self._replace([name for name, _ in step.moves], lambda count: count // size, 0)
 
-    def _Swap(self, step: kinds.Swap) -> None:
+    def swap(self, step: kinds.Swap) -> None:
         self._send(step.axes[0], sum(map(self._nbytes, step.operands)))
         self._replace(step.operands, lambda count: count, 0)
 
-    def _Derive(self, step: kinds.Derive) -> None:
+    def derive(self, step: kinds.Derive) -> None:
         operand = self.program.operand(step.operand)
         source = self.program.operand(operand.source[0])
         dropped = math.prod(self.program.axis(name).size for name in source.axes if name not in operand.axes)
         count = self.blocks[source.name, ()][0] // dropped
         self._put(step.operand, (), count, self.program.itemsize(operand))
 
-    def _Send(self, step: kinds.Send) -> None:
-        blocks = [self.blocks[name, step.source if any(step.source) else ()] for name in step.operands]
+    def send(self, step: kinds.Send) -> None:
+        blocks = [self.blocks[name, register_key(step.source)] for name in step.operands]
         self._send(step.axis, sum(count * itemsize for count, itemsize, _ in blocks))
         for name, (count, itemsize, _) in zip(step.operands, blocks, strict=True):
             self._put(name, step.target, count, itemsize)
 
-    def _Arrive(self, step: kinds.Arrive) -> None:
+    def arrive(self, step: kinds.Arrive) -> None:
         pass
 
-    def _Free(self, step: kinds.Free) -> None:
+    def free(self, step: kinds.Free) -> None:
         self.held -= sum(self._take(name, step.key)[1] for name in step.operands)
 
-    def _Compute(self, step: kinds.Compute) -> None:
+    def compute(self, step: kinds.Compute) -> None:
         if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:
             self.held -= self._take(scan.carry)[1]
         for result in self.program.results:
             outputs = [self.program.operand(name) for name in result.outputs]
             key = tuple(step.counters[j] for j in self.travel[outputs[0].name])
-            if (outputs[0].name, key if any(key) else ()) in self.blocks:
+            if (outputs[0].name, register_key(key)) in self.blocks:
                 continue
             for output in outputs:
                 count = math.prod(self.digits.local_shape(output, self.digits.needed(output)))
                 self._put(output.name, key, count, self._wide(output))
 
-    def _Summarize(self, step: kinds.Summarize) -> None:
+    def summarize(self, step: kinds.Summarize) -> None:
         scan = self.program.scan
         assert scan is not None
         for name in (scan.state, scan.decay, scan.rates):
@@ -186,14 +191,14 @@ class _Ledger:
             count = math.prod(self.digits.local_shape(operand, self.digits.needed(operand)))
             self._put(name, (), count, self.program.itemsize(operand))
 
-    def _PassStates(self, step: kinds.PassStates) -> None:
+    def pass_states(self, step: kinds.PassStates) -> None:
         scan = self.program.scan
         assert scan is not None
         self._put(
             scan.carry, (), self.blocks[scan.state, ()][0], self._nbytes(scan.state) // self.blocks[scan.state, ()][0]
         )
 
-    def _SendPartial(self, step: kinds.SendPartial) -> None:
+    def send_partial(self, step: kinds.SendPartial) -> None:
         outputs = self._outputs(step.result)
         counts = [self._take(output.name, step.source)[0] for output in outputs]
         nbytes = sum(
@@ -202,12 +207,12 @@ class _Ledger:
         self._send(step.axis, nbytes)
         self._hold(nbytes)
 
-    def _Combine(self, step: kinds.Combine) -> None:
+    def combine(self, step: kinds.Combine) -> None:
         for output in self._outputs(step.result):
-            count = self.blocks[output.name, step.target if any(step.target) else ()][0]
+            count = self.blocks[output.name, register_key(step.target)][0]
             self.held -= count * (self.program.itemsize(output, is_partial=True) + self._wide(output))
 
-    def _ReduceScatter(self, step: kinds.ReduceScatter) -> None:
+    def reduce_scatter(self, step: kinds.ReduceScatter) -> None:
         size, outputs = self._size(step.axis), self._outputs(step.result)
         pieces = [self.blocks[output.name, ()][0] // size for output in outputs]
         wire = sum(
@@ -216,7 +221,7 @@ class _Ledger:
         self._send(step.axis, wire, size - 1)
         self._replace([output.name for output in outputs], lambda count: count // size, wire)
 
-    def _AllReduce(self, step: kinds.AllReduce) -> None:
+    def all_reduce(self, step: kinds.AllReduce) -> None:
         size, outputs = self._size(step.axis), self._outputs(step.result)
         counts = [self.blocks[output.name, ()][0] for output in outputs]
         shape = self.digits.local_shape(outputs[0], self.digits.needed(outputs[0]))
@@ -233,7 +238,7 @@ class _Ledger:
         self._hold(size * wide + min(2, size - 1) * wire)  # the combined rows, and pieces on their way
         self.held -= (size + 1) * wide + min(2, size - 1) * wire
 
-    def _Round(self, step: kinds.Round) -> None:
+    def round(self, step: kinds.Round) -> None:
         for output in self._outputs(step.result):
             count, nbytes = self._take(output.name)
             itemsize = self.program.itemsize(output, is_partial=True)
@@ -241,3 +246,23 @@ class _Ledger:
                 self._hold(count * itemsize)
                 self.held -= nbytes
             self.blocks[output.name, ()] = count, itemsize, False
+
+
+_COUNT: dict[type, Callable[[_Ledger, Any], None]] = {
+    kinds.AllToAll: _Ledger.all_to_all,
+    kinds.Gather: _Ledger.gather,
+    kinds.Slice: _Ledger.slice,
+    kinds.Swap: _Ledger.swap,
+    kinds.Derive: _Ledger.derive,
+    kinds.Send: _Ledger.send,
+    kinds.Arrive: _Ledger.arrive,
+    kinds.Free: _Ledger.free,
+    kinds.Compute: _Ledger.compute,
+    kinds.Summarize: _Ledger.summarize,
+    kinds.PassStates: _Ledger.pass_states,
+    kinds.SendPartial: _Ledger.send_partial,
+    kinds.Combine: _Ledger.combine,
+    kinds.ReduceScatter: _Ledger.reduce_scatter,
+    kinds.AllReduce: _Ledger.all_reduce,
+    kinds.Round: _Ledger.round,
+}

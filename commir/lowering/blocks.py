@@ -85,17 +85,9 @@ def put_block(
     select(whole, sizes, fixed).copy_(expand(part, sizes, fixed))
 
 
-def numbered(digits: Digits, operand: Operand, whole: Tensor) -> Tensor:
-    """A whole tensor with the elements of each axis in their order of numbers."""
+def reordered(operand: Operand, whole: Tensor, orders: Mapping[str, Tensor]) -> Tensor:
+    """A whole tensor whose elements along each axis of `orders` are taken in that order."""
     for dim, axis in enumerate(operand.axes):
-        if axis in digits.sizes and digits.nest.program.axis(axis).order != "contiguous":
-            whole = whole.index_select(dim, positions(digits, axis).to(whole.device))
-    return whole
-
-
-def original(digits: Digits, operand: Operand, whole: Tensor) -> Tensor:
-    """The inverse of `numbered`."""
-    for dim, axis in enumerate(operand.axes):
-        if axis in digits.sizes and digits.nest.program.axis(axis).order != "contiguous":
-            whole = whole.index_select(dim, positions(digits, axis).argsort().to(whole.device))
+        if axis in orders:
+            whole = whole.index_select(dim, orders[axis].to(whole.device))
     return whole

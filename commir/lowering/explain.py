@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from commir.ir.mesh import Mesh
 from commir.ir.program import Program
+from commir.scheduling.loop_nest import LoopNest
 
-from .accounting import messages_of
-from .layouts import Digits
+from .accounting import Message
 from .steps import AllReduce, AllToAll, Gather, ReduceScatter, Send, SendPartial, Step, Swap
 from .timeline import message_seconds
 
@@ -21,12 +20,17 @@ RULES: dict[type, str] = {
 }
 
 
-def table_of_messages(digits: Digits, steps: Sequence[Step]) -> list[tuple[str, str, str, int, int, float]]:
-    """(operands, mesh axis, rule, messages, bytes that a rank sends, seconds on the link) in the order of the steps."""
-    mesh, rows = digits.nest.mesh, dict[tuple[str, str, str], list[float]]()
-    for step, messages in zip(steps, messages_of(digits, steps), strict=True):
+def table_of_messages(
+    nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]]
+) -> list[tuple[str, str, str, int, int, float]]:
+    """(operands, mesh axis, rule, messages, bytes that a rank sends, seconds on the link) in the order of the steps.
+
+    sent: the messages of each step (`Account.by_step`).
+    """
+    mesh, rows = nest.mesh, dict[tuple[str, str, str], list[float]]()
+    for step, messages in zip(steps, sent, strict=True):
         for message in messages:
-            key = _operands(digits.nest.program, step), message.axis, RULES[type(step)]
+            key = _operands(nest.program, step), message.axis, RULES[type(step)]
             row = rows.setdefault(key, [0, 0, 0.0])
             row[0] += message.count
             row[1] += message.count * message.nbytes
@@ -34,11 +38,11 @@ def table_of_messages(digits: Digits, steps: Sequence[Step]) -> list[tuple[str, 
     return [(*key, int(count), int(nbytes), seconds) for key, (count, nbytes, seconds) in rows.items()]
 
 
-def lines_of_messages(digits: Digits, steps: Sequence[Step]) -> list[str]:
+def lines_of_messages(nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]]) -> list[str]:
     """The table as aligned lines; seconds only if the speed of the mesh is known."""
     rows = [("operands", "mesh axis", "rule", "messages", "bytes", "seconds")]
-    for operands, axis, rule, count, nbytes, seconds in table_of_messages(digits, steps):
-        time = f"{seconds:.3g}" if _is_known(digits.nest.mesh, axis) else "-"
+    for operands, axis, rule, count, nbytes, seconds in table_of_messages(nest, steps, sent):
+        time = f"{seconds:.3g}" if nest.mesh.axis(axis).level in nest.mesh.speeds else "-"
         rows.append((operands, axis, rule, str(count), f"{nbytes:,}", time))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -51,7 +55,3 @@ def _operands(program: Program, step: Step) -> str:
         return ", ".join(program.results[step.result].outputs)
     assert isinstance(step, AllToAll | Gather)
     return ", ".join(move[0] for move in step.moves)
-
-
-def _is_known(mesh: Mesh, axis: str) -> bool:
-    return mesh.axis(axis).level in mesh.speeds

@@ -25,8 +25,6 @@ from .plan import Plan
 from .scans import scan_steps
 from .steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
 
-Chain = list[tuple[Step, Layout]]  # steps of one operand, each with the layout after it
-
 
 class Schedule(LoopNest):
     """A program on a mesh, transformed by primitives: `Schedule(program, mesh).tile(...).parallelize(...).lower()`.

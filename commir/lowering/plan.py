@@ -9,11 +9,11 @@ import torch
 
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
-from commir.scheduling.loop_nest import LoopNest
+from commir.scheduling.loop_nest import Digit, LoopNest
 from commir.scheduling.placements import known_as
 
 from .accounting import Account, account
-from .blocks import block, numbered, original, positions, put_block
+from .blocks import block, positions, put_block, reordered
 from .explain import lines_of_messages
 from .layouts import Digits
 from .steps import Compute, Step
@@ -72,7 +72,7 @@ class Plan:
     @cached_property
     def seconds(self) -> float:
         """The predicted time, from the speeds of the mesh and `tile_seconds`."""
-        return seconds(self.digits, self.steps, self.tile_seconds)
+        return seconds(self.mesh, self.steps, self.account.by_step, self.tile_seconds)
 
     def positions(self, axis: str) -> torch.Tensor:
         """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
@@ -100,8 +100,9 @@ class Plan:
         totals = (
             f"{time}a rank sends {self.bytes_per_rank:,} bytes in {self.messages} messages and holds {self.memory:,}"
         )
+        messages = lines_of_messages(self.schedule, self.steps, self.account.by_step)
         lines = [str(self.schedule) + f" ({name})" * bool(name), totals]
-        return "\n".join([*lines, *lines_of_messages(self.digits, self.steps), f"chosen: {self.reason}"])
+        return "\n".join([*lines, *messages, f"chosen: {self.reason}"])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
@@ -121,13 +122,10 @@ class Plan:
     def at(self, **sizes: int) -> "Plan":
         """The same steps for other sizes of the named axes. ValueError: the digits do not divide them."""
         resized = self.program.resized(**sizes)
-        digits = []
+        digits, bound = list[Digit](), dict((*self.schedule.parallel, *self.schedule.shifts))
         for axis in dict.fromkeys(digit.axis for digit in self.schedule.digits):
             *outer, last = self.schedule.digits_of(axis)
-            inner, rest = resized.axis(axis).size, 0
-            for digit in outer:
-                inner, rest = divmod(inner, digit.size) if not rest else (inner, rest)
-            bound = dict((*self.schedule.parallel, *self.schedule.shifts))
+            inner, rest = divmod(resized.axis(axis).size, math.prod(digit.size for digit in outer))
             if rest or not inner or (last.name in bound and inner != last.size):
                 raise ValueError(f"axis {axis} of {resized.axis(axis).size} does not divide by the schedule's digits")
             digits += [*outer, replace(last, size=inner)]
@@ -145,10 +143,9 @@ class Plan:
 
     def with_tile(self, point_seconds: float, call_seconds: float) -> "Plan":
         """The same steps, predicted with these times of a tile; see `search`."""
-        points = math.prod(axis.size for axis in self.program.axes) * self.program.work
         turns = sum(isinstance(step, Compute) for step in self.steps)
-        tile = call_seconds + points * point_seconds / turns / self.mesh.ranks
-        return replace(self, tile_seconds=tile)
+        points = self.program.points / turns / self.mesh.ranks
+        return replace(self, tile_seconds=call_seconds + points * point_seconds)
 
     def with_program(self, program: Program) -> "Plan":
         """The same steps for another program with the same loops."""
@@ -156,17 +153,30 @@ class Plan:
 
     def shard(self, inputs: Tensors, rank: int) -> dict[str, torch.Tensor]:
         """What rank `rank` of the mesh holds of each input at home, from the whole inputs. ValueError: a shape is wrong."""
+        return self._blocks(self._numbered(inputs), rank)
+
+    def shard_all(self, inputs: Tensors) -> list[dict[str, torch.Tensor]]:
+        """`shard` for every rank of the mesh, in the order of ranks."""
+        numbered = self._numbered(inputs)
+        return [self._blocks(numbered, rank) for rank in range(self.mesh.ranks)]
+
+    def _numbered(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Whole inputs with the elements of each axis in the order in which ranks hold them. ValueError as in `check`."""
         self.check(inputs)
+        return {each.name: reordered(each, inputs[each.name], self._orders(each)) for each in self.inputs()}
+
+    def _blocks(self, numbered: Tensors, rank: int) -> dict[str, torch.Tensor]:
+        """A rank's block of each numbered input."""
+        coordinates = self.mesh.coordinates(rank)
         return {
-            operand.name: block(
-                self.digits,
-                operand,
-                numbered(self.digits, operand, inputs[operand.name]),
-                self.digits.home(operand),
-                self.mesh.coordinates(rank),
-            ).contiguous()
-            for operand in self.inputs()
+            each.name: block(self.digits, each, numbered[each.name], self.digits.home(each), coordinates).contiguous()
+            for each in self.inputs()
         }
+
+    def _orders(self, operand: Operand) -> dict[str, torch.Tensor]:
+        """{axis: its elements in the order in which ranks hold them} for the axes of an operand that are not in order."""
+        axes = [self.program.axis(name) for name in operand.axes if name in self.digits.sizes]
+        return {axis.name: self.positions(axis.name) for axis in axes if axis.order != "contiguous"}
 
     def unshard(self, parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks."""
@@ -179,7 +189,8 @@ class Plan:
             for rank, part in enumerate(parts):
                 layout, coordinates = self.digits.home(operand), self.mesh.coordinates(rank)
                 put_block(self.digits, operand, whole, part[name], layout, coordinates)
-            found[name] = original(self.digits, operand, whole)
+            inverses = {axis: order.argsort() for axis, order in self._orders(operand).items()}
+            found[name] = reordered(operand, whole, inverses)
         return found
 
     def check(self, inputs: Tensors, is_local: bool = False) -> None:

@@ -8,6 +8,7 @@ Messages that begin in one step and are awaited in another travel while the step
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
 Key = tuple[int, ...]
 
@@ -173,10 +174,9 @@ Step = (
     | Summarize
     | PassStates
 )
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        AllToAll, Slice, Gather, Swap, Derive, Send, Arrive, Compute, SendPartial, Combine, ReduceScatter, AllReduce, Free,
-        Round, Summarize, PassStates,
-    )
-}  # fmt: skip
+KINDS = {kind.__name__: kind for kind in get_args(Step)}
+
+
+def register_key(key: Key) -> Key:
+    """The key of a register: () for the block that the rank owns, whose counters are all zero."""
+    return key if any(key) else ()

@@ -11,8 +11,7 @@ from typing import Any
 
 from commir.ir.mesh import Mesh
 
-from .accounting import Message, messages_of
-from .layouts import Digits
+from .accounting import Message
 from .steps import Arrive, Combine, Compute, Send, SendPartial, Step
 
 EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is not known
@@ -20,12 +19,17 @@ EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is
 
 def message_seconds(mesh: Mesh, axis: str, nbytes: float) -> tuple[float, float]:
     """(latency, time on the link) of a message of `nbytes` along a mesh axis, in seconds."""
-    speed: Any = mesh.speeds.get(mesh.axis(axis).level, EQUAL_SPEED)
+    return link_seconds(mesh, mesh.axis(axis).level, mesh.size(axis), nbytes)
+
+
+def link_seconds(mesh: Mesh, level: str, ranks: int, nbytes: float) -> tuple[float, float]:
+    """(latency, time on the link) of a message of `nbytes` between two of `ranks` ranks along a level, in seconds."""
+    speed: Any = mesh.speeds.get(level, EQUAL_SPEED)
     if not hasattr(speed, "time"):
         alpha, rate = speed
         return alpha, nbytes / rate
     operations = {curve.operation for curve in speed.curves}
-    operation, ranks = ("p2p", mesh.size(axis)) if "p2p" in operations else ("all_gather", 2)
+    operation, ranks = ("p2p", ranks) if "p2p" in operations else ("all_gather", 2)
     latency = speed.time(operation, 0, ranks, extrapolate=True)
     return latency, max(0.0, speed.time(operation, nbytes, ranks, extrapolate=True) - latency)
 
@@ -50,10 +54,13 @@ class _Clock:
         return start + latency + busy
 
 
-def seconds(digits: Digits, steps: Sequence[Step], tile_seconds: float = 0.0) -> float:
-    """The predicted time of a plan. tile_seconds: of one tile, whose size is the same in every turn of the loops."""
-    clock = _Clock(digits.nest.mesh)
-    for step, messages in zip(steps, messages_of(digits, steps), strict=True):
+def seconds(mesh: Mesh, steps: Sequence[Step], sent: Sequence[Sequence[Message]], tile_seconds: float = 0.0) -> float:
+    """The predicted time of a plan.
+
+    sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile, which has the same size in every turn.
+    """
+    clock = _Clock(mesh)
+    for step, messages in zip(steps, sent, strict=True):
         if isinstance(step, Compute):
             clock.now += tile_seconds
         elif isinstance(step, Arrive):
@@ -62,12 +69,12 @@ def seconds(digits: Digits, steps: Sequence[Step], tile_seconds: float = 0.0) ->
             clock.now = max(clock.now, clock.arrivals.pop((step.result, step.source, step.target)))
         for message in messages:
             arrival = clock.send(message)
-            if isinstance(step, Send):
-                clock.arrivals[step.operands, step.target] = arrival
-                clock.now += message_seconds(clock.mesh, message.axis, 0)[0]
-            elif isinstance(step, SendPartial):
-                clock.arrivals[step.result, step.source, step.target] = arrival
-                clock.now += message_seconds(clock.mesh, message.axis, 0)[0]
-            else:
+            if not isinstance(step, Send | SendPartial):
                 clock.now = arrival
+                continue
+            awaited = (
+                (step.operands, step.target) if isinstance(step, Send) else (step.result, step.source, step.target)
+            )
+            clock.arrivals[awaited] = arrival
+            clock.now += message_seconds(mesh, message.axis, 0)[0]
     return clock.now

@@ -103,31 +103,44 @@ def placements_of(nest: LoopNest) -> dict[str, Placement]:
 
 def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, from the tables above; empty if it has none."""
-    chosen = list(placements_of(nest).values())
-    axes, streams = "".join(dict.fromkeys(each.axis[0] for each in chosen)), {each.is_streamed for each in chosen}
-    by_axis = {axis: {each.is_streamed for each in chosen if each.axis == axis} for axis in ("q", "kv", "heads")}
-    if nest.program.name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return _matmul_name(nest.program.name, [each.axis for each in chosen], streams)
-    if not nest.program.tile.startswith("attention"):
-        return ""
-    if axes == "h":
+    chosen, program = list(placements_of(nest).values()), nest.program
+    if program.name in _MATMULS:
+        return _name_of_matmul(program.name, chosen)
+    return _name_of_attention(chosen) if program.tile.startswith("attention") else ""
+
+
+def _name_of_attention(chosen: list[Placement]) -> str:
+    axes = tuple(dict.fromkeys(each.axis for each in chosen))
+    streamed = {each.is_streamed for each in chosen if each.axis != "heads"}  # of the axes that can travel in rings
+    if axes == ("heads",):
         return "Ulysses"
-    if axes == "k" and streams == {False}:
-        return "tree"
-    if axes == "q":
-        rings = "ring" if len(chosen) == 1 else "double ring"
-        return "" if len(streams) > 1 else rings if True in streams else "all-gather"
-    if axes == "qh" and by_axis["q"] == {True}:
-        return "USP"
-    if axes in ("kq", "qk", "kqh", "qkh") and len(by_axis["q"] | by_axis["kv"]) == 1:
-        overlap = ", overlapped" if by_axis["q"] == {True} else ""
-        return ("Attention2D" if len(axes) == 2 else "3-D") + overlap
-    return ""
-
-
-def _matmul_name(program: str, axes: list[str], streams: set[bool]) -> str:
-    expected = "cols" if program == "all_gather_matmul" else "inner"
-    if set(axes) != {expected} or len(streams) > 1:
+    if len(streamed) != 1:
         return ""
-    plain = "all-gather, then product" if program == "all_gather_matmul" else "product, then reduce-scatter"
-    return "AsyncTP" if streams == {True} and len(axes) == 1 else plain if streams == {False} else ""
+    if axes == ("kv",) and streamed == {False}:
+        return "tree"
+    if axes == ("q",):
+        rings = "ring" if len(chosen) == 1 else "double ring"
+        return rings if True in streamed else "all-gather"
+    if axes == ("q", "heads") and True in streamed:
+        return "USP"
+    grid = {
+        ("kv", "q"): "Attention2D",
+        ("q", "kv"): "Attention2D",
+        ("kv", "q", "heads"): "3-D",
+        ("q", "kv", "heads"): "3-D",
+    }
+    return grid[axes] + ", overlapped" * (True in streamed) if axes in grid else ""
+
+
+# {matrix product: the loop that ranks share, and the schedule's name without a ring}
+_MATMULS = {
+    "all_gather_matmul": ("cols", "all-gather, then product"),
+    "matmul_reduce_scatter": ("inner", "product, then reduce-scatter"),
+}
+
+
+def _name_of_matmul(program: str, chosen: list[Placement]) -> str:
+    axis, name = _MATMULS[program]
+    if chosen == [Placement(axis, is_streamed=True)]:
+        return "AsyncTP"
+    return name if set(chosen) == {Placement(axis)} else ""

@@ -64,7 +64,6 @@ def _placed(
         for axis, sizes in zip(mesh.axes, split, strict=True)
         for number, size in enumerate(sizes)
     ]
-    limits = _limits(program)
 
     def extended(parts: tuple[Part, ...], used: dict[str, int]) -> Iterator[Candidate]:
         if len(parts) == len(shapes):
@@ -74,7 +73,7 @@ def _placed(
         for placement, shifted in options:
             ranks = used.get(placement.axis, 1) * size
             is_repeated = parts and parts[-1].level == level and parts[-1].placement == placement
-            if not is_repeated and limits[placement.axis] % ranks == 0:
+            if not is_repeated and program.shares(placement.axis) % ranks == 0:
                 part = Part(name, size, level, placement, shifted if placement.is_streamed else None)
                 yield from extended((*parts, part), {**used, placement.axis: ranks})
 
@@ -93,13 +92,6 @@ def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]
                 (Placement(axis.name, is_streamed), shifted) for is_streamed in (False, True)[: 1 + bool(shifted)]
             ]
     return found
-
-
-def _limits(program: Program) -> dict[str, int]:
-    """For each axis, the number of which a divisor of ranks can share it: its size, or that of its smallest operand."""
-    return {
-        axis.name: axis.size // max(operand.divisor(axis.name) for operand in program.operands) for axis in program.axes
-    }
 
 
 def _factorizations(size: int) -> list[tuple[int, ...]]:

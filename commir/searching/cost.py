@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
 from commir.lowering.scans import is_sliced
-from commir.lowering.timeline import EQUAL_SPEED
+from commir.lowering.timeline import link_seconds
 
 from .candidates import Candidate, Part
 
@@ -35,12 +35,11 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
-        self._points = math.prod(axis.size for axis in program.axes) * program.work
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
-        turns = math.prod(part.size for part in candidate.parts if part.shifted)
-        return self._call_seconds + self._points * self._point_seconds / turns / self.mesh.ranks
+        points = self.program.points / _turns(candidate) / self.mesh.ranks
+        return self._call_seconds + points * self._point_seconds
 
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
@@ -53,8 +52,7 @@ class CostModel:
         for result in self.program.results:
             for number, name in enumerate(result.outputs):
                 self._add_output(tally, self.program.operand(name), is_first=not number)
-        turns = math.prod(part.size for part in candidate.parts if part.shifted)
-        return tally.total(turns * self.tile_seconds(candidate))
+        return tally.total(_turns(candidate) * self.tile_seconds(candidate))
 
     def passing_seconds(self, parts: tuple[Part, ...]) -> float:
         """The time of passing states between the ranks that share a scanned axis."""
@@ -205,13 +203,12 @@ class _Tally:
 
     def _busy(self, part: Part, nbytes: int) -> tuple[float, float]:
         """(latency, seconds on the link) of a message."""
-        speed = self.mesh.speeds.get(part.level, EQUAL_SPEED)
-        if isinstance(speed, tuple):
-            return speed[0], nbytes / speed[1]
-        operations = {curve.operation for curve in speed.curves}
-        operation, ranks = ("p2p", part.size) if "p2p" in operations else ("all_gather", 2)
-        latency = speed.time(operation, 0, ranks, extrapolate=True)
-        return latency, max(0.0, speed.time(operation, nbytes, ranks, extrapolate=True) - latency)
+        return link_seconds(self.mesh, part.level, part.size, nbytes)
+
+
+def _turns(candidate: Candidate) -> int:
+    """How many tiles a rank computes, one after the other."""
+    return math.prod(part.size for part in candidate.parts if part.shifted)
 
 
 def _needed(part: Part, operand: Operand) -> str | None:

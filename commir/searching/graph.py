@@ -169,8 +169,7 @@ def _divides(program: Program, mesh: Mesh, axes: Sequence[str | None], operand: 
     """Whether the ranks along each mesh axis divide its axis. operand: also whether none of them divides a tile's axis."""
     for name in {axis for axis in axes if axis is not None}:
         ranks = math.prod(part.size for part, axis in zip(mesh.axes, axes, strict=True) if axis == name)
-        smallest = program.axis(name).size // max(each.divisor(name) for each in program.operands)
-        if smallest % ranks or (operand is not None and program.axis(name).kind == WHOLE and ranks > 1):
+        if program.shares(name) % ranks or (operand is not None and program.axis(name).kind == WHOLE and ranks > 1):
             return False
     return True
 

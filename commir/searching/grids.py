@@ -8,9 +8,8 @@ from commir.execution.verifier import verify
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.plan import Plan
-from commir.scheduling.loop_nest import Illegal
 
-from .candidates import candidates
+from .search import all_plans, rounded
 
 
 def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan, tuple[int, int, int, bool]]:
@@ -20,18 +19,13 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
     come first. All ranks that call it with the same arguments get the same plan. ValueError: no grid divides the sizes.
     """
     found: list[tuple[Any, Plan, tuple[int, int, int, bool]]] = []
-    for candidate in candidates(program, mesh):
-        try:
-            plan = candidate.schedule(program, mesh).lower()
-        except Illegal:
-            continue
-        grid = grid_of(plan)
-        if grid is None:
+    for plan in all_plans(program, mesh):
+        if (grid := grid_of(plan)) is None:
             continue
         passes = [plan, backward_plan(plan)] if training else [plan]
-        time = float(f"{sum(each.seconds for each in passes):.9g}")
-        messages, held = sum(each.messages for each in passes), max(each.memory for each in passes)
-        found.append(((time, len(candidate.parts), messages, held, str(candidate)), plan, grid))
+        time, messages = rounded(sum(each.seconds for each in passes)), sum(each.messages for each in passes)
+        held = max(each.memory for each in passes)
+        found.append(((time, len(plan.mesh.axes), messages, held, str(plan.schedule)), plan, grid))
     if not found:
         raise ValueError(f"no grid of attention2d divides {program.name} over {mesh!r}")
     _, plan, grid = min(found, key=lambda each: each[0])

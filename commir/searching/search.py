@@ -1,6 +1,7 @@
 """`search`: the best plans of a program on a mesh (paper, section 6): exhaustive and deterministic; nothing is run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +48,10 @@ def search(
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
-def all_plans(
-    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0
-) -> list[Plan]:  # fmt: skip
+def all_plans(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
     """The plans of all candidates, in their fixed order. Arguments as in `search`."""
     model = CostModel(program, mesh, point_seconds, call_seconds)
-    return [plan for each in candidates(program, mesh) for plan in _lowered(program, mesh, model, each)]
+    return _lowered(program, mesh, model, candidates(program, mesh))
 
 
 def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
@@ -61,9 +60,8 @@ def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_second
     Arguments as in `search`; each plan of a longer time holds less memory than all before it.
     """
     found: list[Plan] = []
-    for plan in sorted(
-        all_plans(program, mesh, point_seconds, call_seconds), key=lambda p: (*_order(p)[:1], p.memory, *_order(p))
-    ):
+    plans = all_plans(program, mesh, point_seconds, call_seconds)
+    for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
         if not found or plan.memory < found[-1].memory:
             found.append(plan)
     return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
@@ -79,28 +77,34 @@ def _exact(
             break
         if memory is not None and cost.memory > memory:
             continue
-        for plan in _lowered(program, mesh, model, candidate):
+        for plan in _lowered(program, mesh, model, [candidate]):
             if memory is None or plan.memory <= memory:
                 found = sorted([*found, plan], key=_order)[: top + 1]
     return found[:top]
 
 
-def _lowered(program: Program, mesh: Mesh, model: CostModel, candidate: Candidate) -> Iterator[Plan]:
-    """The plan of a candidate; none if it does not divide after all."""
-    try:
-        yield replace(candidate.schedule(program, mesh).lower(), tile_seconds=model.tile_seconds(candidate))
-    except Illegal:
-        return
+def _lowered(program: Program, mesh: Mesh, model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
+    """The plans of candidates, without those that do not divide after all."""
+    plans = []
+    for candidate in chosen:
+        with suppress(Illegal):
+            plan = candidate.schedule(program, mesh).lower()
+            plans.append(replace(plan, tile_seconds=model.tile_seconds(candidate)))
+    return plans
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     parts, is_unknown = len(plan.mesh.axes), not known_as(plan.schedule)
-    time = float(f"{plan.seconds:.9g}")  # without differences of rounding
-    return time, plan.bytes_per_rank, parts, is_unknown, plan.messages, plan.memory, str(plan.schedule)
+    return rounded(plan.seconds), plan.bytes_per_rank, parts, is_unknown, plan.messages, plan.memory, str(plan.schedule)
+
+
+def rounded(seconds: float) -> float:
+    """A time without differences of rounding, so that equal plans compare equal."""
+    return float(f"{seconds:.9g}")
 
 
 def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
-    plans = [plan for each in ranked for plan in _lowered(program, mesh, model, each)]
+    plans = _lowered(program, mesh, model, ranked)
     if not plans:
         sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
         return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"

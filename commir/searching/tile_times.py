@@ -2,7 +2,7 @@
 
 import math
 import statistics
-import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_of
+from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.fabric.measurement import timed
 
 REPETITIONS = 7
 
@@ -22,9 +24,7 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
     """
     points, seconds = zip(*(_timed(program, ranks * factor) for factor in (1, 4)), strict=True)
     times = torch.tensor(seconds, dtype=torch.float64)
-    if group is not None:
-        dist.all_reduce(times, dist.ReduceOp.MAX, group)
-    large, small = times.tolist()
+    large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     per_point = max(0.0, (large - small) / (points[0] - points[1]))
     return per_point, max(0.0, small - per_point * points[1])
 
@@ -41,10 +41,5 @@ def _timed(program: Program, blocks: int) -> tuple[float, float]:
         if operand.in_tile
     }
     indices = {axis.name: torch.arange(axis.size) for axis in tile.axes if axis.kind != WHOLE}
-    compute, seconds = tile_of(tile), []
-    for _ in range(REPETITIONS):
-        start = time.perf_counter()
-        compute(tile, inputs, indices)
-        seconds.append(time.perf_counter() - start)
-    points = math.prod(axis.size for axis in tile.axes) * tile.work
-    return points, statistics.median(seconds)
+    stopwatch = timed(partial(tile_of(tile), tile, inputs, indices))
+    return tile.points, statistics.median(stopwatch() for _ in range(REPETITIONS))
