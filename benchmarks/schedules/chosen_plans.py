@@ -12,17 +12,23 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
+from benchmarks.support.plans import (
+    STREAMED_KV,
+    STREAMED_Q,
+    correlation,
+    link_speeds,
+    lowered,
+    median_seconds,
+    predicted,
+    random_blocks,
+)
 from benchmarks.support.tables import markdown, print_or_publish
-from commir import Mesh, Plan, Schedule, execute, programs, search
+from commir import Mesh, Plan, programs, search
 from commir.ir.program import Program
-from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, known_as, place
+from commir.scheduling.placements import known_as
 from commir.searching.tile_times import measure_tile
-from sparsefusion.collectives.counted import exchange
-from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS, BURST = 10, "16kb"
-SIZES = 2_000, 200_000  # bytes of the messages by which links are measured
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,6 @@ class Cell:
 
 
 CELLS = [Cell(ranks, rate, kv_heads) for ranks in (4, 8) for rate in ("20mbit", "200mbit") for kv_heads in (8, 2, 1)]
-STREAMED_Q, STREAMED_KV = Placement("kv", True), Placement("q", True)
 
 
 def hand_written(program: Program, ranks: int) -> dict[str, Plan]:
@@ -62,77 +67,31 @@ def hand_written(program: Program, ranks: int) -> dict[str, Plan]:
     return {name: min(plans, key=lambda plan: plan.bytes_per_rank) for name, plans in found.items() if plans}
 
 
-def lowered(program: Program, mesh: Mesh, placement: dict) -> list[Plan]:
-    """The plan of a placement, or nothing if it does not divide."""
-    try:
-        return [place(Schedule(program, mesh), **placement).lower()]
-    except Illegal:
-        return []
-
-
-def link_speed(group: dist.ProcessGroup) -> tuple[float, float]:
-    """(latency in seconds, bytes per second) of messages around a ring of all ranks; the same on every rank."""
-    rank, ranks = group.rank(), group.size()
-
-    def pass_on(nbytes: int) -> None:
-        out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-        exchange([(out, (rank - 1) % ranks)], [(into, (rank + 1) % ranks)], group).wait()
-
-    calls = [timed(lambda nbytes=nbytes: pass_on(nbytes)) for nbytes in SIZES]
-    small, large = repetitions(calls, group, "cpu", REPETITIONS).median(0).values.tolist()
-    rate = (SIZES[1] - SIZES[0]) / (large - small)
-    return max(0.0, small - SIZES[0] / rate), rate
-
-
 def measure(out: str, number: str) -> None:
     """Run one rank of cell number `number`. Rank 0 writes the result to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cell, group, rank = CELLS[int(number)], dist.group.WORLD, dist.get_rank()
-    point_seconds, call_seconds = measure_tile(cell.program, cell.ranks, group)
-    speed = link_speed(group)
-    mesh = Mesh(gpu=cell.ranks, speeds={"gpu": speed})
-    best = search(cell.program, mesh, point_seconds=point_seconds, call_seconds=call_seconds)[0]
+    tile, speed = (
+        measure_tile(cell.program, cell.ranks, group),
+        link_speeds(Mesh(x=cell.ranks), group, REPETITIONS)["x"],
+    )
+    best = search(cell.program, Mesh(x=cell.ranks, speeds={"x": speed}), point_seconds=tile[0], call_seconds=tile[1])[0]
     plans = hand_written(cell.program, cell.ranks)
     timed_plans = {"ring again": plans["ring"], "chosen": best, **plans}
-    generator = torch.Generator().manual_seed(rank)
-    shapes = {"q": cell.heads, "k": cell.kv_heads, "v": cell.kv_heads}
-    local = {
-        name: torch.randn(1, cell.seq // cell.ranks, heads, 64, generator=generator).bfloat16()
-        for name, heads in shapes.items()
-    }
-    calls = [timed(lambda plan=plan: execute(plan, local, group)) for plan in timed_plans.values()]
-    seconds = repetitions(calls, group, "cpu", REPETITIONS).median(0).values.tolist()
+    local = random_blocks(cell.ranks, rank, cell.seq, cell.heads, cell.kv_heads)
+    seconds = median_seconds(timed_plans, local, group, REPETITIONS)
     if rank == 0:
         write_result(out, {
-            "seconds": dict(zip(timed_plans, seconds, strict=True)),
+            "seconds": seconds,
             "predicted": {
-                name: predicted(plan, mesh, point_seconds, call_seconds) for name, plan in timed_plans.items()
+                name: predicted(plan, dict.fromkeys("xy", speed), tile) for name, plan in timed_plans.items()
             },
             "chosen": known_as(best.schedule) or str(best.schedule).partition(": ")[2],
             "speed": speed,
-            "tile": (point_seconds, call_seconds),
+            "tile": tile,
         })  # fmt: skip
     dist.destroy_process_group()
-
-
-def predicted(plan: Plan, mesh: Mesh, point_seconds: float, call_seconds: float) -> float:
-    """The predicted seconds of a plan on links of the measured speed."""
-    speeds = dict.fromkeys(plan.mesh.names, mesh.speeds["gpu"])
-    fast = plan.on_mesh(plan.mesh.with_speeds(speeds))
-    return fast.with_tile(point_seconds, call_seconds).seconds
-
-
-def ranks_of(values: list[float]) -> list[float]:
-    """The rank of each value, from 0."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [float(order.index(number)) for number in range(len(values))]
-
-
-def correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's rank correlation."""
-    pairs = torch.tensor([ranks_of(a), ranks_of(b)], dtype=torch.float64)
-    return float(torch.corrcoef(pairs)[0, 1])
 
 
 def row(cell: Cell, measured: dict) -> list[str]:

@@ -24,29 +24,44 @@ def cell_arguments() -> list[str] | None:
     return sys.argv[2:] if sys.argv[1:2] == [CELL] else None
 
 
-def measure_cell(file: str | Path, ranks: int, rate: str | None, *arguments: object, burst: str = "128kb") -> Any:
+def measure_cell(
+    file: str | Path, ranks: int, rate: str | None, *arguments: object, burst: str = "128kb", per_node: int = 1
+) -> Any:
     """Run `file` on `ranks` ranks and return the result of rank 0.
 
     rate: of the links (200mbit, 1gbit, none); None: the ranks share this machine. burst: what an idle link lets through at
-    once. arguments: passed on to the ranks. CalledProcessError: a rank failed.
+    once. per_node: so many consecutive ranks share one link, and have no limit among themselves. arguments: passed on to
+    the ranks. CalledProcessError: a rank failed.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         program = [Path(file).resolve(), CELL, out.name, *arguments]
         if rate is None:
             torchrun(ranks, *program, env=QUIET)
         else:
-            lab = [NETLAB, "run", "--rate", rate, "--burst", burst, str(ranks), sys.executable]
-            subprocess.run([*map(str, [*lab, *program])], check=True, env=os.environ | QUIET)
+            lab = [NETLAB, "run", "--rate", rate, "--burst", burst, ranks // per_node]
+            command = [sys.executable, *program] if per_node == 1 else _on_nodes(per_node, program)
+            subprocess.run([*map(str, [*lab, *command])], check=True, cwd=ROOT, env=os.environ | QUIET)
         return json.loads(Path(out.name).read_text())
 
 
-def measured_cells(file: str | Path, cells: Sequence[Any], **options: str) -> dict:
+def _on_nodes(per_node: int, program: Sequence[object]) -> list[object]:
+    """A command that starts `per_node` ranks of a program in each namespace of the lab, as torchrun does on each node."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node {per_node} --nnodes $WORLD_SIZE"
+    address = "--node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    return ["bash", "-c", f'exec {torchrun} {address} "$@"', "torchrun", *program]
+
+
+def measured_cells(file: str | Path, cells: Sequence[Any], **options: Any) -> dict:
     """{cell: its result} of all cells, or of those whose numbers the command line gives.
 
-    A cell has the fields ranks and rate. Its ranks get its number as their argument. options: of `measure_cell`.
+    A cell has the fields ranks and rate, and may have per_node. Its ranks get its number as their argument. options: of
+    `measure_cell`.
     """
     numbers = [int(number) for number in sys.argv[1:]] or range(len(cells))
-    return {cells[n]: measure_cell(file, cells[n].ranks, cells[n].rate, n, **options) for n in numbers}
+    return {
+        cell: measure_cell(file, cell.ranks, cell.rate, n, per_node=getattr(cell, "per_node", 1), **options)
+        for n, cell in ((n, cells[n]) for n in numbers)
+    }
 
 
 def torchrun(ranks: int, *program: object, env: dict[str, str] | None = None, quiet: bool = False) -> None:

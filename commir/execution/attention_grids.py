@@ -21,7 +21,8 @@ GRID_AXES = ("kv", "q", "heads")  # in the order of a grid's ranks: columns, row
 def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     """(rows, cols, ulysses, overlap) of the grid that computes a plan, or None if it is not in attention2d's family.
 
-    Mesh axes must come in the order of GRID_AXES; all rings are streamed or none.
+    Mesh axes must come in the order of GRID_AXES, one of each at most: a double ring is another schedule than a ring of
+    all ranks, as it sends less over the outer links. All rings are streamed or none.
     """
     schedule, program = plan.schedule, plan.program
     chosen = placements_of(schedule)
@@ -30,11 +31,9 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     is_plain = not schedule.homes and schedule.kernel == "library" and schedule.order == schedule.default_order()
     if program.name != "attention" or not is_plain or not set(axes) <= set(GRID_AXES):
         return None
-    if axes != sorted(axes, key=GRID_AXES.index) or len(streams) > 1:
+    if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1:
         return None
-    sizes = dict.fromkeys(GRID_AXES, 1)
-    for name, each in chosen.items():
-        sizes[each.axis] *= plan.mesh.size(name)
+    sizes = dict.fromkeys(GRID_AXES, 1) | {each.axis: plan.mesh.size(name) for name, each in chosen.items()}
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams
 
 

@@ -101,7 +101,8 @@ def test_plans_of_the_family_run_on_attention2d(ranks, world, rows, cols):
 def test_other_plans_do_not_run_on_attention2d():
     mixed = plan_of(dict(x=2, y=2), dict(x="kv", y=RING_KV), 48)
     rows_first = plan_of(dict(x=2, y=2), dict(x="q", y="kv"), 48)
-    assert grid_of(mixed) is grid_of(rows_first) is None
+    double_ring = plan_of(dict(x=2, y=2), dict(x=RING_KV, y=RING_KV), 48)  # sends less along x than a ring of all ranks
+    assert grid_of(mixed) is grid_of(rows_first) is grid_of(double_ring) is None
 
 
 def test_only_attention_has_a_backward_program():
