@@ -38,7 +38,9 @@ def plot(plans: list[Plan], front: list[Plan]) -> None:
     def points(chosen: list[Plan]) -> tuple[list[float], list[float]]:
         return [plan.seconds * 1e3 for plan in chosen], [plan.memory / 1e6 for plan in chosen]
 
-    axis.scatter(*points(plans), s=8, color="0.7", label="all plans")
+    chunked = [plan for plan in plans if plan.schedule.chunked]
+    axis.scatter(*points(chunked), s=4, color="tab:blue", alpha=0.3, label="plans in chunks")
+    axis.scatter(*points([plan for plan in plans if not plan.schedule.chunked]), s=8, color="0.6", label="whole plans")
     for name, marker in MARKERS.items():
         axis.scatter(*points([plan for plan in plans if kind(plan) == name]), marker=marker, s=40, label=name)
     axis.step(*points(front), where="post", color="black", linewidth=1, label="Pareto front")
@@ -62,7 +64,7 @@ def row(plan: Plan) -> list[str]:
 
 def main() -> None:
     """Publish the table of the front, and plot all plans."""
-    plans, front = all_plans(PROGRAM, MESH, **TILE), pareto(PROGRAM, MESH, **TILE)
+    plans, front = all_plans(PROGRAM, MESH, **TILE, with_chunks=True), pareto(PROGRAM, MESH, **TILE)
     best_known = {name: min((p for p in plans if kind(p) == name), key=lambda p: p.seconds) for name in MARKERS}
     rows = [row(plan) for plan in front]
     rows += [row(plan) for plan in best_known.values() if plan.schedule not in [each.schedule for each in front]]

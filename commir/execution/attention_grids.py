@@ -29,6 +29,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
     is_plain = not schedule.homes and schedule.kernel == "library" and schedule.order == schedule.default_order()
+    is_plain = is_plain and not schedule.chunked
     if program.name != "attention" or not is_plain or not set(axes) <= set(GRID_AXES):
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1:

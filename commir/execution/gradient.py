@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import attention
-from commir.scheduling.placements import place, placements_of
+from commir.scheduling.placements import in_chunks, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
@@ -42,6 +42,8 @@ def backward_plan(plan: Plan) -> Plan:
         if each.axis in ("batch", "heads"):
             for operand in SAVED:
                 schedule = schedule.shard(operand, each.axis, name)
+    if plan.schedule.chunked is not None:
+        schedule = in_chunks(schedule, plan.schedule.digit(plan.schedule.chunked).axis, plan.schedule.chunks)
     return schedule.lower()
 
 

@@ -172,7 +172,7 @@ def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:
     """The elements of the whole tensor, along an axis, that the tile sees."""
     held = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.digits.parallel().items()}
     sizes = [[((axis, number), size) for number, size in enumerate(state.digits.sizes[axis])]]
-    return select(state.plan.positions(axis), sizes, _local(held | dict(fixed), sizes)).reshape(-1)
+    return select(state.positions(axis), sizes, _local(held | dict(fixed), sizes)).reshape(-1)
 
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:

@@ -7,6 +7,7 @@ from commir.lowering import steps as kinds
 from commir.lowering.steps import Step
 
 from . import collectives, loop_steps
+from .chunks import Chunks
 from .state import RankState, Run
 
 _TAKE: dict[type, Callable[[RankState, Any], Run]] = {
@@ -31,11 +32,31 @@ _TAKE: dict[type, Callable[[RankState, Any], Run]] = {
 
 def take_steps(state: RankState) -> Run:
     """Take all steps; the generator returns {output: this rank's block at home}. See `state` for what it yields."""
+    if state.plan.schedule.chunked is not None:
+        return (yield from _take_chunks(state))
     for step in state.plan.steps:
         if state.saved is not None:
             _save(state, state.saved, step)
         yield from _TAKE[type(step)](state, step)
     return {output.name: state.stored(output, state.registers[output.name, ()]) for output in state.program.outputs}
+
+
+def _take_chunks(state: RankState) -> Run:
+    """Take all steps for one chunk after the other, from copies of its inputs, into its part of the outputs."""
+    outputs, chunks = state.new_outputs(), Chunks(state)
+    kept, saved = state.count.held, list[dict[str, Any]]()
+    for number in range(state.plan.schedule.chunks):
+        inputs = {each.name: chunks.take(each, state.read([each.name])[0], number) for each in state.plan.inputs()}
+        elements = chunks.positions(number)
+        chunk = RankState(state.plan.of_one_chunk, state.rank, inputs, state.count, state.kernels, elements)
+        chunk.saved = None if state.saved is None else {}
+        for name, x in (yield from take_steps(chunk)).items():
+            chunks.put(state.program.operand(name), outputs[name], x, number)
+        saved += [] if chunk.saved is None else [chunk.saved]
+        state.count.held = kept
+    if state.saved is not None:
+        state.saved |= chunks.joined(saved)
+    return outputs
 
 
 def _save(state: RankState, saved: dict[str, Any], step: Step) -> None:

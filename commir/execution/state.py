@@ -60,16 +60,18 @@ class Kernels:
 class RankState:
     """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
 
-    travels: {operand: the loops along which its blocks travel}. sizes: {operand: its local digits}. registers: {(operand,
-    key): block}, with the key () for the block that the rank owns. in_flight: {message: (handle, tensors that arrive,
-    tensors that leave)}. saved: if it is a dictionary, the blocks of inputs before they are gathered, and those of outputs
-    before they are brought home.
+    chunk: None, or, if the plan is that of a chunk, {its axis: its elements}; inputs with this axis are then copies, which
+    are dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes: {operand:
+    its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns. in_flight:
+    {message: (handle, tensors that arrive, tensors that leave)}. saved: if it is a dictionary, the blocks of inputs before
+    they are gathered, and those of outputs before they are brought home.
     """
 
     def __init__(
         self, plan: Plan, rank: int, inputs: Mapping[str, Tensor], count: Count | None = None,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None = None, chunk: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
+        self.rank, self._chunk = rank, chunk or {}
         self.plan, self.digits, self.program = plan, plan.digits, plan.program
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
@@ -82,9 +84,14 @@ class RankState:
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
-        self._home = set(map(id, inputs.values()))
+        owned = [x for name, x in inputs.items() if set(self._chunk) & set(self.program.operand(name).axes)]
+        self._home = set(map(id, inputs.values())) - set(map(id, owned))
         self._dtype = inputs[self.program.inputs[0].name].dtype
-        self.count.hold(*inputs.values())
+        self.count.hold(*(owned if chunk else inputs.values()))
+
+    def positions(self, axis: str) -> Tensor:
+        """The element of the whole tensor that has each number along an axis."""
+        return self._chunk[axis] if axis in self._chunk else self.plan.positions(axis)
 
     # Registers
 
@@ -120,6 +127,16 @@ class RankState:
     @property
     def _wide(self) -> torch.dtype:
         return at_least_fp32(self._dtype)
+
+    def new_outputs(self) -> dict[str, Tensor]:
+        """{output: an uninitialized block at home}, counted."""
+        like = next(iter(self.registers.values()))
+        outputs = {
+            each.name: self.stored(each, like.new_empty(self.digits.local_shape(each, self.digits.home(each))))
+            for each in self.program.outputs
+        }
+        self.count.hold(*outputs.values())
+        return outputs
 
     # Messages
 

@@ -6,8 +6,8 @@ not count.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commir.ir.program import Operand
@@ -35,6 +35,11 @@ class Account:
     by_step: tuple[tuple[Message, ...], ...]
     peak: int
 
+    def repeated(self, times: int, kept: int) -> "Account":
+        """Of steps that are taken so many times, while a rank keeps `kept` bytes besides."""
+        by_step = tuple(tuple(replace(each, count=each.count * times) for each in step) for step in self.by_step)
+        return Account(by_step, kept + self.peak)
+
     @property
     def sent(self) -> int:
         """Bytes of all messages."""
@@ -54,9 +59,12 @@ class Account:
         return tuple(found.items())
 
 
-def account(digits: Digits, steps: Sequence[Step]) -> Account:
-    """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send."""
-    ledger = _Ledger(digits)
+def account(digits: Digits, steps: Sequence[Step], owned: Collection[str] = ()) -> Account:
+    """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send.
+
+    owned: inputs that are dropped when they are no longer needed, as copies for a chunk are. A caller keeps the others.
+    """
+    ledger = _Ledger(digits, owned)
     for step in steps:
         ledger.messages.append([])
         _COUNT[type(step)](ledger, step)
@@ -68,6 +76,7 @@ class _Ledger:
     """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, whether at home)}."""
 
     digits: Digits
+    owned: Collection[str]
     messages: list[list[Message]] = field(default_factory=list)
     held: int = 0
     peak: int = 0
@@ -78,7 +87,7 @@ class _Ledger:
         for operand in self.program.inputs:
             if not operand.source:
                 count = math.prod(self.digits.local_shape(operand, self.digits.home(operand)))
-                self._put(operand.name, (), count, self.program.itemsize(operand), is_home=True)
+                self._put(operand.name, (), count, self.program.itemsize(operand), operand.name not in self.owned)
         self.travel = {
             each.name: travelling(self.digits, self.loops, each)
             for each in (*self.program.inputs, *self.program.outputs)

@@ -33,6 +33,7 @@ class Digits:
             self.sizes[nest.program.scan.blocks] = block_sizes(nest)
         for operand in nest.program.operands:
             self._check_groups(operand)
+        self._check_chunks()
 
     def piece(self, name: str) -> Piece:
         """The digit of this name in the schedule, which is parallelized, shifted or a plain loop."""
@@ -101,6 +102,16 @@ class Digits:
             f"{owner} divides {axis} into {size} blocks inside {outer}, but all cuts of {axis} together are {cuts}: "
             "tile the axis in the order of the mesh, or split the mesh axis"
         )
+
+    def _check_chunks(self) -> None:
+        if self.nest.chunked is None:
+            return
+        if self.nest.program.scan is not None:
+            raise Illegal(f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, and no chunks")
+        piece = self.piece(self.nest.chunked)
+        for operand in self.nest.program.operands:
+            if piece in self.home(operand).values():
+                raise Illegal(f"chunk({self.nest.chunked}): the ranks that keep {operand.name} divide this digit")
 
     def _check_groups(self, operand: Operand) -> None:
         for axis, divisor in operand.groups:

@@ -33,11 +33,12 @@ class Schedule(LoopNest):
     """
 
     def lower(self) -> Plan:
-        """The plan of this schedule. ValueError: a mesh axis has no digit, or the cuts of an axis do not fit."""
+        """The plan of this schedule. Illegal: a mesh axis has no digit, or the cuts of an axis do not fit."""
         nest = LoopNest(**{each.name: getattr(self, each.name) for each in fields(self)})
         if (scan := self.program.scan) is not None:
             nest = replace(nest, program=self.program.resized(**{scan.blocks: math.prod(block_sizes(nest))}))
-        return Plan(nest, tuple(steps_of(Digits(nest))))
+        Digits(nest)  # Illegal: chunks do not fit
+        return Plan(nest, tuple(steps_of(Digits(nest.of_one_chunk()))))
 
 
 def steps_of(digits: Digits) -> Iterator[Step]:

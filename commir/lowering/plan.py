@@ -27,8 +27,9 @@ Tensors = Mapping[str, torch.Tensor]
 class Plan:
     """What every rank of a mesh does, step by step: the result of `Schedule.lower`.
 
-    schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative.
-    tile_seconds: the measured time of a tile (0: only messages are counted). reason: why `search` has chosen this plan.
+    schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative. If the
+    schedule has chunks, a rank takes the steps for each of them, one after the other. tile_seconds: the measured time of a
+    tile (0: only messages are counted). reason: why `search` has chosen this plan.
     """
 
     schedule: LoopNest
@@ -50,6 +51,11 @@ class Plan:
         return Digits(self.schedule)
 
     @cached_property
+    def of_one_chunk(self) -> "Plan":
+        """The plan of a chunk by itself; this plan, if it has no chunks."""
+        return replace(self, schedule=self.schedule.of_one_chunk()) if self.schedule.chunked else self
+
+    @cached_property
     def hash(self) -> str:
         """A digest of program, mesh, schedule and steps; equal plans have equal hashes in every process."""
         return digest(self.schedule, self.steps)
@@ -57,7 +63,16 @@ class Plan:
     @cached_property
     def account(self) -> Account:
         """What the steps send and hold."""
-        return account(self.digits, self.steps)
+        if self.schedule.chunked is None:
+            return account(self.digits, self.steps)
+        axis = self.schedule.digit(self.schedule.chunked).axis
+        owned = [each.name for each in self.inputs() if axis in each.axes]
+        kept = sum(
+            math.prod(self.digits.local_shape(each, self.digits.home(each))) * self.program.itemsize(each)
+            for each in (*self.inputs(), *self.program.outputs)
+            if axis in each.axes
+        )
+        return account(self.of_one_chunk.digits, self.steps, owned).repeated(self.schedule.chunks, kept)
 
     @property
     def bytes_per_rank(self) -> int:
@@ -72,7 +87,8 @@ class Plan:
     @cached_property
     def seconds(self) -> float:
         """The predicted time, from the speeds of the mesh and `tile_seconds`."""
-        return seconds(self.mesh, self.steps, self.account.by_step, self.tile_seconds)
+        one = self.of_one_chunk
+        return self.schedule.chunks * seconds(self.mesh, self.steps, one.account.by_step, self.tile_seconds)
 
     def positions(self, axis: str) -> torch.Tensor:
         """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
@@ -143,7 +159,7 @@ class Plan:
 
     def with_tile(self, point_seconds: float, call_seconds: float) -> "Plan":
         """The same steps, predicted with these times of a tile; see `search`."""
-        turns = sum(isinstance(step, Compute) for step in self.steps)
+        turns = sum(isinstance(step, Compute) for step in self.steps) * self.schedule.chunks
         points = self.program.points / turns / self.mesh.ranks
         return replace(self, tile_seconds=call_seconds + points * point_seconds)
 

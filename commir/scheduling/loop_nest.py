@@ -5,6 +5,7 @@ The index of each axis is a number in mixed radix, whose digits `tile` introduce
 - the coordinate x of a rank along a mesh axis (`parallelize`),
 - a loop counter t whose loop every rank runs shifted by its coordinate, (t + x) mod T (`shift`),
 - a plain loop counter inside a rank (`reorder`),
+- the number of a chunk: a rank takes all steps for one chunk after the other (`chunk`),
 - an index inside the tile, which a kernel computes (all other digits).
 
 A `LoopNest` is the normal form of a sequence of primitives. It is immutable, and two sequences with the same normal form
@@ -39,8 +40,8 @@ class LoopNest:
     """A program on a mesh, and how its loops are divided: `Schedule(program, mesh).tile(...).parallelize(...).lower()`.
 
     digits: the digits of each axis, outermost first, axis by axis. parallel, shifts: (digit, mesh axis). order: the loops of
-    a rank, outermost first. homes: (operand, mesh axis, axis or None) where an
-    operand's home differs from the program's. kernel: the tile's implementation, "library" or "reference".
+    a rank, outermost first. homes: (operand, mesh axis, axis or None) where an operand's home differs from the program's.
+    kernel: the tile's implementation, "library" or "reference". chunked: the digit that numbers the chunks, if any.
     """
 
     program: Program
@@ -51,6 +52,7 @@ class LoopNest:
     order: tuple[str, ...] = ()
     homes: tuple[tuple[str, str, str | None], ...] = ()
     kernel: str = "library"
+    chunked: str | None = None
 
     def __post_init__(self) -> None:
         if not self.digits:
@@ -107,8 +109,9 @@ class LoopNest:
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
-            if self.digit(name).name in dict(self.parallel):
-                raise Illegal(f"{rule}: {name} is parallelized, so it is no loop of a rank")
+            if self.digit(name).name in (*dict(self.parallel), self.chunked):
+                how = "chunked" if name == self.chunked else "parallelized"
+                raise Illegal(f"{rule}: {name} is {how}, so it is no loop of a rank")
             if loops.count(name) > 1:
                 raise Illegal(f"{rule}: {name} is named twice")
         scanned = [digit.name for digit in self.digits if digit.name in loops and self._kind(digit.name) == SCANNED]
@@ -181,6 +184,21 @@ class LoopNest:
             raise Illegal(f"patch({kernel}): the implementations of a tile are library and reference")
         return replace(self, kernel=kernel)
 
+    def chunk(self, digit: str) -> Self:
+        """Take all steps for one block of a digit after the other, so that a rank holds less at a time.
+
+        An input that the digit does not index is brought again for every block. Illegal: the digit is parallelized, shifted
+        or the innermost of its axis, an output is not indexed by its axis, or another digit is chunked already; lowering
+        refuses a digit that an operand's home divides, and a program with a scan.
+        """
+        found, rule = self.digit(digit), f"chunk({digit})"
+        self._refuse_bound(digit, "chunk another digit")
+        if found == self.digits_of(found.axis)[-1]:
+            raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
+        if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):
+            raise Illegal(f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined")
+        return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))
+
     # What has been applied
 
     def digit(self, name: str) -> Digit:
@@ -231,7 +249,24 @@ class LoopNest:
             found.append(("reorder", *self.order))
         for operand, mesh_axis, home in self.homes:
             found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
+        found += [("chunk", self.chunked)] if self.chunked else []
         return found + ([("patch", self.kernel)] if self.kernel != "library" else [])
+
+    @property
+    def chunks(self) -> int:
+        """How often a rank takes all steps: once for each chunk."""
+        return self.digit(self.chunked).size if self.chunked else 1
+
+    def of_one_chunk(self) -> Self:
+        """The schedule of a chunk by itself, whose elements are numbered in their order."""
+        if self.chunked is None:
+            return self
+        digit = self.digit(self.chunked)
+        part = replace(self.program.axis(digit.axis), order="contiguous")
+        part = replace(part, size=part.size // digit.size)
+        axes = tuple(part if axis.name == part.name else axis for axis in self.program.axes)
+        program = replace(self.program, axes=axes)
+        return replace(self, program=program, digits=tuple(each for each in self.digits if each != digit), chunked=None)
 
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
         """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: its name is unknown."""
@@ -252,12 +287,15 @@ class LoopNest:
         ]
         parts += [f"{operand} kept along {axis or 'nothing'} on {mesh_axis}" for operand, mesh_axis, axis in self.homes]
         parts += [f"loops {', '.join(self.order)}"] if self.order != self.default_order() else []
+        parts += [f"{self.digit(self.chunked).axis} in {self.chunks} chunks"] if self.chunked else []
         return f"{self.program.name} on {self.mesh!r}: {'; '.join(parts) or 'one rank computes everything'}"
 
     def _kind(self, digit: str) -> str:
         return self.program.axis(self.digit(digit).axis).kind
 
     def _refuse_bound(self, digit: str, advice: str) -> None:
+        if digit == self.chunked:
+            raise Illegal(f"{digit} is chunked already; {advice}")
         for name, mesh_axis in (*self.parallel, *self.shifts):
             if name == digit:
                 how = "parallelized" if (name, mesh_axis) in self.parallel else "shifted"
@@ -282,4 +320,4 @@ class LoopNest:
         return replace(changed, order=changed.default_order())
 
 
-PRIMITIVES = ("tile", "join", "reorder", "parallelize", "shift", "shard", "replicate", "patch")
+PRIMITIVES = ("tile", "join", "reorder", "parallelize", "shift", "shard", "replicate", "chunk", "patch")

@@ -62,6 +62,16 @@ def place(nest: Nest, **placements: str | Placement) -> Nest:
     return nest
 
 
+def in_chunks(nest: Nest, axis: str, chunks: int) -> Nest:
+    """A placed schedule whose ranks divide their blocks of an axis into chunks, which go through all steps in turn.
+
+    Illegal: as `LoopNest.chunk`, or the axis is no loop, or its blocks do not divide.
+    """
+    if not (digits := nest.digits_of(axis)):
+        raise Illegal(f"{nest.program.name} has no loop {axis!r} that could have chunks")
+    return nest.tile(digits[-1].name, chunks, f"{axis}.chunk", f"{axis}.inner").chunk(f"{axis}.chunk")
+
+
 def streamed_axis(nest: LoopNest, mesh_axis: str, axis: str) -> str | None:
     """The loop along which operands travel if the blocks of `axis` are on a mesh axis: that of the first one's home."""
     for operand in nest.program.operands:
@@ -105,8 +115,10 @@ def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, from the tables above; empty if it has none."""
     chosen, program = list(placements_of(nest).values()), nest.program
     if program.name in _MATMULS:
-        return _name_of_matmul(program.name, chosen)
-    return _name_of_attention(chosen) if program.tile.startswith("attention") else ""
+        name = _name_of_matmul(program.name, chosen)
+    else:
+        name = _name_of_attention(chosen) if program.tile.startswith("attention") else ""
+    return name + ", in chunks" if name and nest.chunked else name
 
 
 def _name_of_attention(chosen: list[Placement]) -> str:

@@ -4,16 +4,18 @@ The space is finite and small: two neighbouring parts of one level with the same
 latter is listed. Candidates are listed in a fixed order, and nothing depends on hashes or times.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 from commir.lowering.lower import Schedule
-from commir.scheduling.placements import Placement, place, streamed_axis
+from commir.scheduling.placements import Placement, in_chunks, place, streamed_axis
 
 MOST_PARTS = 3  # of a mesh with one level; one more with several levels
+MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Parts of the mesh from the outermost to the innermost."""
+    """Parts of the mesh from the outermost to the innermost. chunks: (axis, number of chunks), or None."""
 
     parts: tuple[Part, ...]
+    chunks: tuple[str, int] | None = None
 
     def schedule(self, program: Program, mesh: Mesh) -> Schedule:
         """The schedule. Illegal: it does not fit the program after all."""
@@ -40,10 +43,27 @@ class Candidate:
             mine = {part.name: part.size for part in self.parts if part.level == level}
             if list(mine) != [level]:
                 mesh = mesh.split(level, **mine)
-        return place(Schedule(program, mesh), **{part.name: part.placement for part in self.parts})
+        placed = place(Schedule(program, mesh), **{part.name: part.placement for part in self.parts})
+        return in_chunks(placed, *self.chunks) if self.chunks else placed
+
+    def in_chunks(self, program: Program) -> "Iterator[Candidate]":
+        """The same placement with chunks of each axis that may have them, the fewest first."""
+        shifted = {part.shifted for part in self.parts}
+        for axis in () if program.scan is not None else program.axes:
+            if (
+                axis.kind == WHOLE
+                or axis.name in shifted
+                or any(axis.name not in output.axes for output in program.outputs)
+            ):
+                continue
+            ranks = math.prod(part.size for part in self.parts if part.placement.axis == axis.name)
+            for number in range(2, min(program.shares(axis.name) // ranks, MOST_CHUNKS) + 1):
+                if program.shares(axis.name) // ranks % number == 0:
+                    yield replace(self, chunks=(axis.name, number))
 
     def __str__(self) -> str:
-        return "; ".join(f"{part.name} ({part.size}): {part.placement}" for part in self.parts)
+        chunks = f"; {self.chunks[0]} in {self.chunks[1]} chunks" if self.chunks else ""
+        return "; ".join(f"{part.name} ({part.size}): {part.placement}" for part in self.parts) + chunks
 
 
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:

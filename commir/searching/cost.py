@@ -35,10 +35,13 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
+        home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
+        self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
+        self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
-        points = self.program.points / _turns(candidate) / self.mesh.ranks
+        points = self.program.points / _turns(candidate) / self.mesh.ranks / (candidate.chunks or ("", 1))[1]
         return self._call_seconds + points * self._point_seconds
 
     def cost(self, candidate: Candidate) -> Cost:
@@ -53,6 +56,10 @@ class CostModel:
             for number, name in enumerate(result.outputs):
                 self._add_output(tally, self.program.operand(name), is_first=not number)
         return tally.total(_turns(candidate) * self.tile_seconds(candidate))
+
+    def memory_in_chunks(self, cost: Cost, chunks: int) -> float:
+        """The least that a candidate of this cost holds in chunks: operands at home, and what a chunk needs."""
+        return self._kept + (cost.memory - self._inputs) / chunks
 
     def passing_seconds(self, parts: tuple[Part, ...]) -> float:
         """The time of passing states between the ranks that share a scanned axis."""

@@ -30,7 +30,8 @@ def search(
     layout that suits it is never free. The same arguments give the same plans on every rank and in every process.
 
     fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
-    memory: the most bytes that a rank may hold (`Plan.memory`). point_seconds, call_seconds: the time of a tile is
+    memory: the most bytes that a rank may hold (`Plan.memory`); candidates that hold more are also tried in chunks
+    (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is
     call_seconds + point_seconds for each point of its loops (see `measure_tile`); 0: only messages are counted.
 
     ValueError: no placement divides the program's sizes, or none holds so little memory.
@@ -48,19 +49,23 @@ def search(
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
-def all_plans(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
-    """The plans of all candidates, in their fixed order. Arguments as in `search`."""
-    model = CostModel(program, mesh, point_seconds, call_seconds)
-    return _lowered(program, mesh, model, candidates(program, mesh))
+def all_plans(
+    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, with_chunks: bool = False
+) -> list[Plan]:
+    """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
+    model, chosen = CostModel(program, mesh, point_seconds, call_seconds), list(candidates(program, mesh))
+    if with_chunks:
+        chosen += [part for each in chosen for part in each.in_chunks(program)]
+    return _lowered(program, mesh, model, chosen)
 
 
 def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
     """The plans to which no other is at least as good in both predicted time and memory, the fastest first.
 
-    Arguments as in `search`; each plan of a longer time holds less memory than all before it.
+    Plans in chunks are among them. Each holds less memory than all faster ones. Arguments as in `search`.
     """
     found: list[Plan] = []
-    plans = all_plans(program, mesh, point_seconds, call_seconds)
+    plans = all_plans(program, mesh, point_seconds, call_seconds, with_chunks=True)
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
         if not found or plan.memory < found[-1].memory:
             found.append(plan)
@@ -75,12 +80,26 @@ def _exact(
     for cost, candidate in ranked:
         if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
             break
-        if memory is not None and cost.memory > memory:
-            continue
-        for plan in _lowered(program, mesh, model, [candidate]):
-            if memory is None or plan.memory <= memory:
-                found = sorted([*found, plan], key=_order)[: top + 1]
+        fitting = _fitting(program, mesh, model, cost, candidate, memory)
+        found = sorted([*found, *fitting], key=_order)[: top + 1]
     return found[:top]
+
+
+def _fitting(
+    program: Program, mesh: Mesh, model: CostModel, cost: Cost, candidate: Candidate, memory: int | None
+) -> list[Plan]:
+    """The plan of a candidate, if it does not hold too much, or else those with the fewest chunks that do not."""
+    if memory is None or cost.memory <= memory:
+        plans = _lowered(program, mesh, model, [candidate])
+        if memory is None or any(plan.memory <= memory for plan in plans):
+            return plans
+    found: dict[str, list[Plan]] = {}
+    for each in candidate.in_chunks(program):
+        axis, number = each.chunks or ("", 1)
+        if not found.get(axis) and memory is not None and model.memory_in_chunks(cost, number) <= memory:
+            plans = _lowered(program, mesh, model, [each])
+            found[axis] = [plan for plan in plans if plan.memory <= memory]
+    return [plan for plans in found.values() for plan in plans]
 
 
 def _lowered(program: Program, mesh: Mesh, model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
@@ -108,6 +127,7 @@ def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candid
     if not plans:
         sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
         return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
+    plans += _lowered(program, mesh, model, (part for each in ranked for part in each.in_chunks(program)))
     least = min(plans, key=lambda plan: plan.memory)
     return f"memory={memory}: no plan of {program.name} on {mesh!r} holds less than {least.memory} bytes ({least.schedule})"
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -119,15 +120,30 @@ def test_slow_levels_get_fewer_bytes():
 
 
 def test_a_memory_budget():
-    program, mesh = programs.attention(1, 2, 2, 512, 8), Mesh(gpu=8)
+    """Plans that hold more are tried in chunks, with the fewest that fit."""
+    program, mesh = programs.attention(1, 4, 4, 512, 8, dtype="bfloat16"), Mesh(gpu=8)
     fastest = search(program, mesh)[0]
-    every = [candidate.schedule(program, mesh).lower() for candidate in candidates(program, mesh)]
-    least = min(plan.memory for plan in every)
-    assert least < fastest.memory
+    least_whole = min(plan.memory for plan in all_plans(program, mesh))
+    least = min(plan.memory for plan in all_plans(program, mesh, with_chunks=True))
+    assert least < least_whole < fastest.memory
     found = search(program, mesh, memory=fastest.memory - 1)
     assert found and all(plan.memory < fastest.memory for plan in found)
+    found = search(program, mesh, memory=least_whole - 1)
+    assert found and all(plan.memory < least_whole and plan.schedule.chunked for plan in found)
+    assert search(program, mesh, memory=least)[0].memory == least
     with pytest.raises(ValueError, match=f"memory=1000: no plan of attention .* holds less than {least} bytes"):
         search(program, mesh, memory=1000)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_memory_budget_finds_the_fastest_that_fits(mesh):
+    """Of every whole plan, and of every plan in chunks whose whole plan does not fit."""
+    program, times = programs.attention(2, 2 * mesh.ranks, mesh.ranks, 16 * mesh.ranks, 16), dict(point_seconds=1e-10)
+    every = sorted(all_plans(program, mesh, **times, with_chunks=True), key=lambda plan: plan.memory)
+    for budget in {plan.memory for plan in every[:: 1 + len(every) // 5]}:
+        best = search(program, mesh, memory=budget, **times)[0]
+        assert best.memory <= budget
+        assert best.seconds == pytest.approx(min(plan.seconds for plan in every if plan.memory <= budget))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -136,7 +152,7 @@ def test_the_pareto_front(mesh):
     program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
     times = dict(point_seconds=1e-10, call_seconds=1e-6)
     front = pareto(program, mesh, **times)
-    every = [(plan.seconds, plan.memory) for plan in all_plans(program, mesh, **times)]
+    every = [(plan.seconds, plan.memory) for plan in all_plans(program, mesh, **times, with_chunks=True)]
     assert front[0].seconds == pytest.approx(min(seconds for seconds, _ in every))
     assert front[-1].memory == min(memory for _, memory in every)
     for plan in front:
@@ -159,13 +175,16 @@ print(*(plan.hash for plan in plans))
 
 
 def test_hashes_do_not_depend_on_the_process():
+    """Ten seeds of Python's hashes, two processes at a time."""
+
     def hashes(seed):
         environment = os.environ | {"PYTHONHASHSEED": str(seed)}
         return subprocess.run(
             [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
         ).stdout
 
-    assert len({hashes(seed) for seed in range(3)}) == 1
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(hashes, range(10)))) == 1
 
 
 @pytest.mark.parametrize("sizes", [(64,), (512,), (16, 32)])

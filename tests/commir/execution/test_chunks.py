@@ -1,0 +1,125 @@
+"""Plans that take their steps for one chunk after the other. Oracles: those of whole plans; the plan without chunks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from attention_problems import Problem
+from commir import Mesh, Plan, Schedule, differentiable, execute, interpret, programs, verify
+from commir.execution.gradient import backward_plan
+from commir.execution.state import Count
+from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.placements import Placement, in_chunks, place
+from commir.searching.search import all_plans
+from loop_programs import assert_close, cases, mesh_of
+
+RING_KV, RING_Q = Placement("q", True), Placement("kv", True)
+LAYOUTS = [  # world, mesh, placement, the axis with chunks
+    (2, dict(x=2), dict(x="heads"), "heads"),
+    (2, dict(x=2), dict(x=RING_KV), "q"),
+    (2, dict(x=2), dict(x=RING_Q), "batch"),
+    (4, dict(x=2, y=2), dict(x=RING_Q, y=RING_KV), "heads"),
+    (4, dict(x=2, y=2), dict(x=RING_KV, y="heads"), "heads"),
+    (4, dict(x=2, y=2), dict(x="kv", y="q"), "q"),
+    (4, dict(x=4), dict(x="heads"), "batch"),
+]
+
+
+def plan_of(mesh, placement, axis, seq, chunks=2, dtype="float64"):
+    program = programs.attention(4, 8, 8, seq, 8, dtype=dtype)
+    return in_chunks(place(Schedule(program, Mesh(**mesh)), **placement), axis, chunks).lower()
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (3,)])
+def test_all_searched_plans_in_chunks(sizes, number):
+    """Each is verified, computes what the oracle does, and sends and holds what is predicted."""
+    case = cases(mesh_of(*sizes).ranks)[number]
+    chosen = [plan for plan in all_plans(case.program, mesh_of(*sizes), with_chunks=True) if plan.schedule.chunked]
+    for plan in chosen[:: 1 + len(chosen) // 12]:
+        verify(plan)
+        counts = []
+        assert_close(interpret(plan, case.inputs, counts), case.expected)
+        assert {(count.sent, count.peak) for count in counts} == {(plan.bytes_per_rank, plan.memory)}
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (12,), (2, 2, 2)])
+def test_all_plans_in_chunks_on_up_to_twelve_ranks_pass(sizes, number):
+    program = cases(mesh_of(*sizes).ranks)[number].program
+    for plan in all_plans(program, mesh_of(*sizes), with_chunks=True):
+        if plan.schedule.chunked:
+            verify(plan)
+
+
+@pytest.mark.parametrize("world, mesh, placement, axis", LAYOUTS)
+def test_ranks_compute_what_the_whole_plan_does(ranks, world, mesh, placement, axis):
+    problem = Problem.of(8 * world, 8, 8, causal=True, batch=4, head_dim=8)
+    plan = plan_of(mesh, placement, axis, 8 * world)
+    inputs = dict(zip("qkv", problem.inputs, strict=False))
+
+    def run(rank):
+        count = Count()
+        return execute(plan, plan.shard(inputs, rank), dist.group.WORLD, count), (count.sent, count.peak)
+
+    results = ranks(run, world)
+    assert {counted for _, counted in results} == {(plan.bytes_per_rank, plan.memory)}
+    found = plan.unshard([outputs for outputs, _ in results])
+    assert_close(found, dict(zip(("out", "lse"), problem.answers[:2], strict=True)))
+
+
+@pytest.mark.parametrize("world, mesh, placement, axis", [each for each in LAYOUTS if each[-1] != "q"])
+def test_gradients(ranks, world, mesh, placement, axis):
+    problem = Problem.of(8 * world, 8, 8, causal=True, batch=4, head_dim=8)
+    plan = plan_of(mesh, placement, axis, 8 * world)
+    inputs = dict(zip("qkv", problem.inputs, strict=False))
+    verify(backward_plan(plan))
+
+    def run(rank):
+        local, count = plan.shard(inputs, rank), Count()
+        dout = plan.shard({**inputs, "q": problem.inputs[3]}, rank)["q"]
+        leaves = [local[name].requires_grad_() for name in "qkv"]
+        out = differentiable(plan, dist.group.WORLD, count)(*leaves)
+        return dict(zip("qkv", torch.autograd.grad(out, leaves, dout), strict=True)), count.sent
+
+    results = ranks(run, world)
+    assert {sent for _, sent in results} == {plan.bytes_per_rank + backward_plan(plan).bytes_per_rank}
+    found = plan.unshard([gradients for gradients, _ in results])
+    assert_close(found, dict(zip("qkv", problem.answers[2:], strict=True)), 1e-12)
+
+
+@pytest.mark.parametrize("placement, axis", [("heads", "heads"), (RING_KV, "heads"), (RING_KV, "q")])
+def test_chunks_hold_less(placement, axis):
+    """As many bytes are sent; a ring whose queries have chunks sends keys and values once for each."""
+    whole = place(Schedule(programs.attention(1, 32, 32, 1024, 16, dtype="bfloat16"), Mesh(x=2)), x=placement)
+    plans = [whole.lower(), *(in_chunks(whole, axis, number).lower() for number in (4, 16))]
+    assert plans[0].memory > plans[1].memory > plans[2].memory
+    factors = [1, 4, 16] if axis == "q" else [1, 1, 1]
+    assert [plan.bytes_per_rank for plan in plans] == [factor * plans[0].bytes_per_rank for factor in factors]
+    assert plans[2].messages == 16 * plans[0].messages
+    assert "in 16 chunks" in plans[2].explain()
+
+
+def test_what_cannot_have_chunks():
+    schedule = Schedule(programs.attention(2, 4, 2, 48, 8), Mesh(x=2))
+    ring = place(schedule, x=RING_KV)
+    with pytest.raises(Illegal, match=r"chunk\(heads\): heads is the innermost digit of heads; tile it"):
+        ring.chunk("heads")
+    with pytest.raises(Illegal, match=r"chunk\(kv\.o\): out is not indexed by kv, so chunks would have to be combined"):
+        schedule.tile("kv", 2).chunk("kv.o")
+    with pytest.raises(Illegal, match="attention has no loop 'dim' that could have chunks"):
+        in_chunks(ring, "dim", 2)
+    with pytest.raises(Illegal, match=r"q\.x is parallelized on x already; chunk another digit"):
+        ring.chunk("q.x")
+    with pytest.raises(Illegal, match=r"heads\.chunk is chunked already; tile it before that"):
+        in_chunks(ring, "heads", 2).tile("heads.chunk", 2)
+    with pytest.raises(Illegal, match=r"reorder\(.*\): heads\.chunk is chunked, so it is no loop of a rank"):
+        in_chunks(ring, "heads", 2).reorder("kv.x", "heads.chunk")
+    with pytest.raises(Illegal, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
+        in_chunks(ring, "heads", 4).lower()
+    with pytest.raises(Illegal, match=r"chunk\(q\.o\): the ranks that keep q divide this digit"):
+        place(schedule, x="heads").tile("q", 2, "q.o", "q.i").chunk("q.o").lower()
+    with pytest.raises(Illegal, match=r"chunk\(batch\.chunk\): selective_scan has a scan, and no chunks"):
+        in_chunks(place(Schedule(programs.selective_scan(2, 48, 4), Mesh(x=2)), x="seq"), "batch", 2).lower()
