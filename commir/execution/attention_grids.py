@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from commir.lowering.plan import Plan
-from commir.scheduling.placements import placements_of
+from commir.scheduling.placements import is_placed, placements_of
 from sparsefusion.collectives.counted import Counter
 
 Tensor = torch.Tensor
@@ -28,11 +28,9 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     chosen = placements_of(schedule)
     axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
-    is_plain = not schedule.homes and schedule.kernel == "library" and schedule.order == schedule.default_order()
-    is_plain = is_plain and not schedule.chunked
-    if program.name != "attention" or not is_plain or not set(axes) <= set(GRID_AXES):
+    if program.tile != "attention" or not set(axes) <= set(GRID_AXES) or schedule.kernel != "library":
         return None
-    if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1:
+    if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None
     sizes = dict.fromkeys(GRID_AXES, 1) | {each.axis: plan.mesh.size(name) for name, each in chosen.items()}
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams

@@ -46,10 +46,13 @@ def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup 
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
+        if not isinstance(local_inputs, Mapping):
+            raise ValueError(f"inputs are {{name: tensor}}, not {local_inputs!r}")
         plan.check(local_inputs, is_local=True)
         return str(plan.schedule), plan.hash, [(name, str(x.dtype)) for name, x in sorted(local_inputs.items())]
 
-    device = next((x.device for x in local_inputs.values()), torch.device("cpu"))
+    given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
+    device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))
     agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
 
 

@@ -25,11 +25,13 @@ def backward_plan(plan: Plan) -> Plan:
     """The plan of the gradients of an attention plan that `place` made, on the same mesh.
 
     q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again. ValueError:
-    the plan is not one of attention, or was not made by placing the axes of its mesh.
+    the plan is not one of attention, or keeps q, k, v or out elsewhere than the program does.
     """
     program, chosen = plan.program, placements_of(plan.schedule)
     if program.name != "attention":
         raise ValueError(f"{program.name} has no backward program; attention has")
+    if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
+        raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
     sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}
     kv_heads = sizes["heads"] // program.operand("k").divisor("heads")
     causal, scale = (program.option(name) for name in ("causal", "scale"))

@@ -1,11 +1,13 @@
 """`verify`: what is proved about a plan, and tested, before it may run.
 
+- Rounding: each result is rounded exactly once, after the last step that combines partial results of it.
 - Coverage: with one element per innermost digit, every input block that a tile reads is the right one, and every output
   element at home combines each point of the loops that it is reduced over exactly once.
 - Numbers: in float64, with small sizes and random inputs, the outputs equal those of the unscheduled program; programs with
   a causal mask are tested with and without it, because a mask hides errors in what it leaves out.
 
-Both take the plan's own steps, at other sizes: steps depend on digits, not on sizes.
+The last two take the plan's own steps, at other sizes: steps depend on digits, not on sizes. They compute in float64, where
+rounding changes nothing.
 """
 
 import itertools
@@ -18,13 +20,16 @@ import torch
 from commir.ir.program import WHOLE, Axis, Operand, Program, Result
 from commir.lowering.plan import Plan
 from commir.lowering.scans import takes_slices
+from commir.lowering.steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
+from commir.lowering.text import one_line
 from commir.programs.tiles import derive, tile_of
 
-from .interpreter import Stuck, run_ranks
+from .interpreter import run_ranks
 from .state import Kernels
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-13  # relative to the largest element, and at least absolute
+REDUCING = SendPartial | Combine | ReduceScatter | AllReduce
 LARGEST_INNER = 64  # innermost digits are tried up to this size
 
 
@@ -38,12 +43,15 @@ def verify(plan: Plan, seed: int = 0) -> None:
     Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
     """
     try:
+        _check_rounding(plan)
         if plan.program.scan is None:  # of a scan, the numbers alone tell whether the order is right
             _check_coverage(plan)
         for options in _masks(plan.program):
             _check_numbers(plan.with_options(**options), seed)
-    except (Stuck, KeyError, RuntimeError, IndexError) as error:
-        raise Refuted(f"{plan.schedule}: the steps do not fit together: {type(error).__name__}: {error}") from None
+    except Refuted:
+        raise
+    except Exception as error:  # steps that no lowering made may raise anything
+        raise Refuted(f"{plan.schedule}: the steps do not fit together: {one_line(error)}") from error
 
 
 def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,6 +88,26 @@ def _smallest_size(plan: Plan, axis: str, inner: int) -> int:
         if takes_slices(digits) == takes_slices(plan.digits):
             return total
     return math.prod(outer) * last
+
+
+def _check_rounding(plan: Plan) -> None:
+    """Each result has one `Round`, after all steps that combine partial results of it."""
+    results = plan.program.results
+    for step in plan.steps:
+        if isinstance(step, REDUCING | Round) and step.result not in range(len(results)):
+            raise Refuted(f"{plan.schedule}: {step} names a result that {plan.program.name} does not have")
+    for number, result in enumerate(results):
+        rounds = [index for index, step in enumerate(plan.steps) if step == Round(number)]
+        last = max((index for index, step in enumerate(plan.steps) if _combines(step, number)), default=-1)
+        if len(rounds) != 1 or rounds[0] < last:
+            raise Refuted(
+                f"{plan.schedule}: {', '.join(result.outputs)} must be rounded exactly once, after the last step that "
+                f"combines partial results, which is step {last}; it is rounded at {rounds}"
+            )
+
+
+def _combines(step: Step, result: int) -> bool:
+    return isinstance(step, Compute) or (isinstance(step, REDUCING) and step.result == result)
 
 
 def _masks(program: Program) -> list[dict[str, bool]]:
@@ -197,9 +225,11 @@ def _names_of_elements(shape: tuple[int, ...]) -> Tensor:
 
 def _counting_program(program: Program) -> tuple[Program, _Points]:
     """The program with one more dimension of each output: how often each point was combined into it, by sums."""
-    points = _Points(program)
-    extra = tuple(Axis(f"points{n}", points.count(result), WHOLE) for n, result in enumerate(program.results))
+    points, prefix = _Points(program), "points"
+    while any(axis.name.startswith(prefix) for axis in program.axes):
+        prefix += "_"
+    extra = tuple(Axis(f"{prefix}{n}", points.count(result), WHOLE) for n, result in enumerate(program.results))
     number = {name: n for n, result in enumerate(program.results) for name in result.outputs}
-    outputs = tuple(replace(each, axes=(*each.axes, f"points{number[each.name]}")) for each in program.outputs)
+    outputs = tuple(replace(each, axes=(*each.axes, extra[number[each.name]].name)) for each in program.outputs)
     results = tuple(replace(result, monoid="sum") for result in program.results)
     return replace(program, axes=(*program.axes, *extra), outputs=outputs, results=results), points

@@ -1,18 +1,28 @@
 """A mesh of ranks: named axes from the outermost (slowest links) to the innermost, each with the speed of its level."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh. level: the axis of the original mesh of which it is a part, whose links it uses."""
+    """One axis of a mesh. level: the axis of the original mesh of which it is a part, whose links it uses.
+
+    ValueError: a name is no identifier, or the size is below 1.
+    """
 
     name: str
     size: int
     level: str
+
+    def __post_init__(self) -> None:
+        for name in (self.name, self.level):
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"{name!r} is no name for a mesh axis: it must be an identifier")
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"mesh axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
 
 
 class Mesh:
@@ -20,22 +30,36 @@ class Mesh:
 
     sizes: {axis: number of ranks along it}, outermost first. speeds: {axis: (alpha_s, bytes_per_s) or a
     `sparsefusion.Fabric`}, what a message costs along the axis: seconds before the first byte, and the rate at which a
-    rank sends; axes without one are taken to be equally fast. ValueError: a size below 1, no axis, or a speed for an axis
-    that does not exist.
+    rank sends. Without any speed, all axes are equally fast. If only some axes have one, the others count as links of 1e9
+    bytes per second without latency, which may be far from the truth: give all speeds or none. ValueError: a size below 1,
+    a name that is no identifier, no axis, or a speed for an axis that does not exist.
     """
 
     def __init__(self, speeds: Mapping[str, Any] | None = None, **sizes: int) -> None:
         if not sizes:
             raise ValueError("a mesh needs at least one axis, for example Mesh(gpu=4)")
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"mesh axis {name} has size {size!r}; it must be a whole number of at least 1")
         self.axes = tuple(MeshAxis(name, size, name) for name, size in sizes.items())
         self.speeds = dict(speeds or {})
         for name, speed in self.speeds.items():
             if name not in sizes:
                 raise ValueError(f"speed for mesh axis {name!r}, but the mesh has {', '.join(sizes)}")
             _check_speed(name, speed)
+
+    @staticmethod
+    def of_axes(axes: Iterable[MeshAxis]) -> "Mesh":
+        """The mesh with these axes, as `axes` lists them, without speeds.
+
+        ValueError: there is none, two have the same name, or the parts of a level are not neighbours.
+        """
+        axes = tuple(axes)
+        names, levels = [axis.name for axis in axes], [axis.level for axis in axes]
+        if not axes or len(set(names)) < len(names):
+            raise ValueError(f"a mesh needs axes with different names, not {', '.join(names) or 'none'}")
+        if levels != [level for level in dict.fromkeys(levels) for _ in range(levels.count(level))]:
+            raise ValueError(
+                f"the parts of a mesh axis must be neighbours, but {', '.join(names)} are of {', '.join(levels)}"
+            )
+        return Mesh(gpu=1)._with(axes)
 
     @property
     def ranks(self) -> int:
@@ -66,26 +90,26 @@ class Mesh:
         """The number of ranks along an axis. ValueError: there is no such axis."""
         return self.axis(name).size
 
-    def split(self, name: str, **sizes: int) -> "Mesh":
+    def split(self, name: str, /, **sizes: int) -> "Mesh":
         """The same ranks, with one axis in several parts (outermost first) that use the same links.
 
-        `Mesh(gpu=4).split("gpu", a=2, b=2)`. ValueError: the sizes do not multiply to the axis's, or a name is taken.
+        `Mesh(gpu=4).split("gpu", a=2, b=2)`. ValueError: there is no part, a size is below 1, the sizes do not multiply to
+        the axis's, or a name is taken.
         """
         axis = self.axis(name)
+        parts = tuple(MeshAxis(part, size, axis.level) for part, size in sizes.items())
+        if not parts:
+            raise ValueError(
+                f"mesh axis {name} needs parts to be split into, for example split({name!r}, a={axis.size})"
+            )
         if math.prod(sizes.values()) != axis.size:
             product = " * ".join(map(str, sizes.values()))
             raise ValueError(f"mesh axis {name} of {axis.size} ranks is not {product} = {math.prod(sizes.values())}")
-        taken = {*self.names} - {name}
         for part in sizes:
-            if part in taken:
+            if part in {*self.names} - {name}:
                 raise ValueError(f"the mesh has an axis {part!r} already")
-        return self._with(
-            tuple(
-                part
-                for each in self.axes
-                for part in ([MeshAxis(n, s, axis.level) for n, s in sizes.items()] if each is axis else [each])
-            )
-        )
+        index = self.axes.index(axis)
+        return self._with((*self.axes[:index], *parts, *self.axes[index + 1 :]))
 
     def with_speeds(self, speeds: Mapping[str, Any]) -> "Mesh":
         """The same ranks, with these speeds of levels besides those that are known."""

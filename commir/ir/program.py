@@ -31,9 +31,8 @@ class Axis:
     order: str = "contiguous"
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"{self.name!r} is no name for an axis: it must be an identifier")
-        if not isinstance(self.size, int) or self.size < 1:
+        _check_name("an axis", self.name)
+        if type(self.size) is not int or self.size < 1:
             raise ValueError(f"axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
         if self.kind not in KINDS:
             raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
@@ -51,6 +50,8 @@ class Operand:
     kept in at least fp32 (statistics such as lse). has_wide_partials: partial results travel in at least fp32.
     source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
     in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
+
+    ValueError: the name is no identifier, or a divisor is below 1 or belongs to an axis that is not the operand's.
     """
 
     name: str
@@ -61,6 +62,14 @@ class Operand:
     has_wide_partials: bool = False
     source: tuple[str, ...] = ()
     in_tile: bool = True
+
+    def __post_init__(self) -> None:
+        _check_name("an operand", self.name)
+        for axis, divisor in self.groups:
+            if axis not in self.axes:
+                raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
+            if type(divisor) is not int or divisor < 1:
+                raise ValueError(f"operand {self.name} has groups of {divisor!r} along {axis}; at least 1 is needed")
 
     def divisor(self, axis: str) -> int:
         """How many indices of `axis` share one element of this operand."""
@@ -101,8 +110,8 @@ class Program:
     options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
-    ValueError: an operand names an axis that does not exist, a size does not divide
-    by a group, or an output belongs to no result or to several.
+    ValueError: a name is no identifier, or is used twice; something names an axis or an operand that does not exist; a size
+    does not divide by a group; an output belongs to no result or to several; or an option is not one number, string or None.
     """
 
     name: str
@@ -119,19 +128,19 @@ class Program:
     _operands: dict[str, Operand] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
+        _check_name("a program", self.name)
         _refuse_duplicates("axis", (axis.name for axis in self.axes))
-        _refuse_duplicates("operand", (operand.name for operand in self.operands))
+        _refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
+        _check_options(self.options)
         object.__setattr__(self, "options", tuple(sorted(self.options)))
         object.__setattr__(self, "_axes", {axis.name: axis for axis in self.axes})
         object.__setattr__(self, "_operands", {each.name: each for each in (*self.operands, *self.internal)})
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZES)}")
-        for operand in self.operands:
+        for operand in (*self.operands, *self.internal):
             self._check_operand(operand)
-        named = [name for result in self.results for name in result.outputs]
-        for output in self.outputs:
-            if named.count(output.name) != 1:
-                raise ValueError(f"output {output.name} belongs to {named.count(output.name)} results; it needs one")
+        self._check_results()
+        self._check_scan()
 
     def _check_operand(self, operand: Operand) -> None:
         for name in (*operand.axes, *([operand.home] if operand.home else [])):
@@ -145,6 +154,28 @@ class Program:
                 raise ValueError(
                     f"{operand.name}: axis {name} of {size} does not divide by {divisor} ({size % divisor} left)"
                 )
+        for name in operand.source:
+            if name not in (each.name for each in self.inputs):
+                raise ValueError(f"operand {operand.name} is derived from {name}, which is no input of {self.name}")
+
+    def _check_results(self) -> None:
+        outputs = [output.name for output in self.outputs]
+        named = [name for result in self.results for name in result.outputs]
+        for name in outputs:
+            if named.count(name) != 1:
+                raise ValueError(f"output {name} belongs to {named.count(name)} results; it needs one")
+        if unknown := [name for name in named if name not in outputs]:
+            raise ValueError(f"a result of {self.name} names {unknown[0]}, which is no output")
+
+    def _check_scan(self) -> None:
+        if self.scan is None:
+            return
+        if self.axis(self.scan.axis).kind != SCANNED or self.axis(self.scan.blocks).kind != WHOLE:
+            raise ValueError(f"{self.name}: {self.scan.axis} must be scanned, and {self.scan.blocks} whole")
+        internal = [each.name for each in self.internal]
+        for name in (self.scan.state, self.scan.decay, self.scan.rates, self.scan.carry):
+            if name not in internal:
+                raise ValueError(f"the scan of {self.name} needs {name}, which is no internal operand")
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -218,9 +249,22 @@ class Program:
         return next(result for result in self.results if output in result.outputs)
 
 
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{name!r} is no name for {what}: it must be an identifier")
+
+
+def _check_options(options: Iterable[tuple[str, Any]]) -> None:
+    for name, value in options:
+        _check_name("an option", name)
+        if not isinstance(value, bool | int | float | str | None):
+            raise ValueError(f"option {name} is {value!r}; it must be a number, a string or None")
+    _refuse_duplicates("option", (name for name, _ in options))
+
+
 def _refuse_duplicates(kind: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ValueError(f"two {kind}s are called {name}" if kind == "operand" else f"two axes are called {name}")
+            raise ValueError(f"two {'axes' if kind == 'axis' else kind + 's'} are called {name}")
         seen.add(name)

@@ -28,6 +28,7 @@ class Digits:
         self.nest = nest
         _check_parallel(nest)
         _check_homes(nest)
+        _check_scan(nest)
         self.sizes = {axis: _pieces(nest, axis) for axis in dict.fromkeys(digit.axis for digit in nest.digits)}
         if nest.program.scan is not None:
             self.sizes[nest.program.scan.blocks] = block_sizes(nest)
@@ -184,7 +185,7 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
     for digit in nest.digits_of(axis)[:-1]:
         outer *= digit.size
         cuts.add(outer)
-    if (last := nest.digits_of(axis)[-1]).name in dict((*nest.parallel, *nest.shifts)):
+    if (last := nest.digits_of(axis)[-1]).name in {*dict(nest.parallel), *dict(nest.shifts), *nest.order}:
         cuts.add(outer * last.size)
     for operand in nest.program.operands:
         cutting = [nest.mesh.size(name) for name in nest.home_mesh_axes(operand.name, axis)]
@@ -206,6 +207,22 @@ def _check_parallel(nest: LoopNest) -> None:
             raise Illegal(
                 f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
             )
+
+
+def _check_scan(nest: LoopNest) -> None:
+    """Illegal: a rank would scan in another order than that of the sequence, or in several tiles."""
+    scan = nest.program.scan
+    if scan is None:
+        return
+    if loops := [name for name in nest.order if nest.digit(name).size > 1]:
+        raise Illegal(f"{loops[0]} is a loop, but {nest.program.name} scans {scan.axis}: a rank does that in one tile")
+    shared = scanning_mesh_axes(nest)
+    cutting = nest.mesh.names[: nest.mesh.names.index(shared[-1]) + 1] if shared else ()
+    expected = [(nest.mesh.size(m), m if m in shared else None) for m in cutting if nest.mesh.size(m) > 1]
+    used = dict(nest.parallel)
+    found = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
+    if found[: len(expected)] != expected:
+        raise Illegal(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
 
 
 def _check_homes(nest: LoopNest) -> None:

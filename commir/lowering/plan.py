@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that the busiest rank sends, with elements of the program's dtype."""
+        """Bytes that a rank sends, with elements of the program's dtype. In a `Swap`, some ranks have nothing to send."""
         return self.account.sent
 
     @property
@@ -138,7 +138,8 @@ class Plan:
     def at(self, **sizes: int) -> "Plan":
         """The same steps for other sizes of the named axes. ValueError: the digits do not divide them."""
         resized = self.program.resized(**sizes)
-        digits, bound = list[Digit](), dict((*self.schedule.parallel, *self.schedule.shifts))
+        nest, digits = self.schedule, list[Digit]()
+        bound = {*dict(nest.parallel), *dict(nest.shifts), *nest.order}
         for axis in dict.fromkeys(digit.axis for digit in self.schedule.digits):
             *outer, last = self.schedule.digits_of(axis)
             inner, rest = divmod(resized.axis(axis).size, math.prod(digit.size for digit in outer))
@@ -217,6 +218,8 @@ class Plan:
         for name, operand in expected.items():
             layout = self.digits.home(operand) if is_local else {}
             shape = self.digits.local_shape(operand, layout)
+            if not isinstance(inputs[name], torch.Tensor):
+                raise ValueError(f"{name} is {inputs[name]!r}, and no tensor")
             if tuple(inputs[name].shape) != shape:
                 what = "this rank's block of" if is_local else "the whole"
                 raise ValueError(f"{name} has shape {tuple(inputs[name].shape)}; {what} {name} has shape {shape}")

@@ -5,6 +5,7 @@
 
 import ast
 from collections.abc import Callable, Mapping
+from functools import reduce
 
 import torch
 
@@ -26,6 +27,7 @@ OPERATORS: dict[type, Callable[..., Tensor]] = {
 def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes.
 
+    It shares no memory with the inputs, and each of its elements has memory of its own.
     Only names of operands and of `FUNCTIONS` have a meaning, so that an expression from a file cannot run anything else.
     ValueError: it has something else.
     """
@@ -34,13 +36,21 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     loops = [axis.name for axis in program.axes]
     factors = _factors(expression)
     if result.monoid == "sum" and _is_product(program, factors, loops):
-        return {output.name: _einsum(program, factors, inputs, loops, output.axes)}
+        return {output.name: _unshared(_einsum(program, factors, inputs, loops, output.axes), inputs)}
     value = _value(program, expression, inputs, loops).expand([len(indices[name]) for name in loops])
     reduced = [d for d, name in enumerate(loops) if name not in output.axes]
     if reduced:
         value = value.sum(reduced) if result.monoid == "sum" else value.amax(reduced)
     kept = [name for name in loops if name in output.axes]
-    return {output.name: value.permute([kept.index(name) for name in output.axes])}
+    return {output.name: _unshared(value.permute([kept.index(name) for name in output.axes]), inputs)}
+
+
+def _unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """x, or a copy if it is a view of an input, or expanded, so that several elements have the same memory."""
+    memory = x.untyped_storage()
+    is_expanded = memory.nbytes() < x.nbytes
+    is_view = memory.data_ptr() in [each.untyped_storage().data_ptr() for each in inputs.values()]
+    return x.clone() if is_view or is_expanded else x
 
 
 def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> bool:
@@ -68,21 +78,25 @@ def _einsum(
 
 
 def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops: list[str]) -> Tensor:
-    """The value of an expression, with one dimension per axis of the program."""
+    """The value of an expression, with one dimension per axis of the program, or none if it is made of numbers alone."""
     if isinstance(node, ast.Subscript):
         name = node.value.id  # type: ignore[attr-defined]
         axes, x = program.operand(name).axes, inputs[name]
         x = x.to(at_least_fp32(x.dtype)).permute([axes.index(loop) for loop in loops if loop in axes])
         return x[tuple(slice(None) if loop in axes else None for loop in loops)]
-    if isinstance(node, ast.Constant):
-        return torch.tensor(node.value, dtype=at_least_fp32(next(iter(inputs.values())).dtype)).reshape(
-            [1] * len(loops)
-        )
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
-        return FUNCTIONS[node.func.id](_value(program, node.args[0], inputs, loops))
-    if isinstance(node, ast.UnaryOp):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return _number(node.value, inputs)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in FUNCTIONS and len(node.args) == 1 and not node.keywords:
+        return FUNCTIONS[ast.unparse(node.func)](_value(program, node.args[0], inputs, loops))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(program, node.operand, inputs, loops)
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
         raise ValueError(f"{program.name}: {ast.unparse(node)} is no expression of operands")
     left, right = (_value(program, each, inputs, loops) for each in (node.left, node.right))
     return OPERATORS[type(node.op)](left, right)
+
+
+def _number(value: float, inputs: Mapping[str, Tensor]) -> Tensor:
+    """A number on the inputs' device, without dimensions: beside an operand it takes the operand's dtype, as in Python."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs.values()), torch.float32)
+    return torch.full((), float(value), dtype=dtype, device=next(iter(inputs.values())).device)

@@ -17,9 +17,9 @@ numbers, + - * /, and functions such as `torch.exp` (all of `FUNCTIONS`).
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NoReturn
 
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
@@ -28,7 +28,7 @@ FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos
 
 
 class LoopNestError(ValueError):
-    """A function is no loop nest. The message names the file, the line and the rule."""
+    """A function is no loop nest. The message names the file, the line, the function and the rule."""
 
 
 class In:
@@ -76,10 +76,28 @@ class Operator:
 
 def operator(function: Callable[..., Any]) -> Operator:
     """Read a function as a loop nest. LoopNestError: it is none; the message points at the line."""
-    lines, first = inspect.getsourcelines(function)
-    node = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    return _Reader(function.__code__.co_filename, first, node).read()
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function):
+        raise LoopNestError(f"{function!r} is no function; commir.operator reads functions that are written with def")
+    code = function.__code__
+    node = _syntax_tree(function, f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
+    return _Reader(code.co_filename, code.co_firstlineno, node).read()
+
+
+def _syntax_tree(function: FunctionType, where: str) -> ast.FunctionDef:
+    """The syntax tree of a function, from its source. where: the file, line and name, for errors."""
+    node: ast.stmt | None = None
+    try:
+        lines, _ = inspect.getsourcelines(function)
+        indent = lines[0][: -len(lines[0].lstrip())]
+        node = ast.parse("".join(line.removeprefix(indent) for line in lines)).body[0]
+    except OSError:
+        raise LoopNestError(f"{where}: commir.operator reads the source of a function, and finds none") from None
+    except SyntaxError:  # the line of a lambda may be a part of a statement
+        pass
+    if not isinstance(node, ast.FunctionDef) or node.name != function.__code__.co_name:
+        raise LoopNestError(f"{where}: an operator is a function that is written with def, no lambda or async function")
+    return node
 
 
 class _Reader:
@@ -94,27 +112,26 @@ class _Reader:
 
     def read(self) -> Operator:
         """The operator."""
-        body = [each for each in self._node.body if not _is_docstring(each)]
-        declared = [each for each in body if isinstance(each, ast.Assign)]
-        loops = [each for each in body if not isinstance(each, ast.Assign)]
-        for each in declared:
-            self._declare(each)
-        if len(loops) != 1 or not isinstance(loops[0], ast.For):
-            self._fail(loops[1] if len(loops) > 1 else self._node, "one loop over grid(...) must follow the operands")
-        kinds = self._grid(loops[0])
-        output, monoid, value = self._statement(loops[0], kinds)
+        loop = self._loop()
+        kinds = self._grid(loop)
+        output, monoid, value = self._statement(loop, kinds)
         tile = ast.unparse(self._expression(value))
+        if not self._inputs:
+            self._fail(loop, "an operator needs at least one input, such as x = In[axes]")
         if unread := [name for name in self._inputs if name not in self._read]:
-            self._fail(loops[0], f"the input {unread[0]} is never read")
+            self._fail(loop, f"the input {unread[0]} is never read")
         inputs = tuple(self._inputs.values())
         return Operator(self._node.name, tuple(self._sizes.items()), tuple(kinds.items()), inputs, output, monoid, tile)
 
     def _fail(self, node: ast.AST, rule: str) -> NoReturn:
         line = self._first + getattr(node, "lineno", 1) - 1
-        raise LoopNestError(f"{self._file}:{line}: {rule}")
+        raise LoopNestError(f"{self._file}:{line}: {self._node.name}: {rule}")
 
     def _axis_sizes(self) -> dict[str, int]:
         arguments = self._node.args
+        others = *arguments.posonlyargs, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg
+        for other in filter(None, others):
+            self._fail(other, f"{other.arg} is no axis: parameters are written rows=1024, without /, * and **")
         if len(arguments.defaults) != len(arguments.args) or not arguments.args:
             self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
         sizes = {}
@@ -123,6 +140,20 @@ class _Reader:
                 self._fail(default, f"the size of axis {argument.arg} must be a whole number of at least 1")
             sizes[argument.arg] = default.value
         return sizes
+
+    def _loop(self) -> ast.For:
+        """Read the declarations of operands; return the loop that follows them."""
+        *declarations, loop = [each for each in self._node.body if not _is_docstring(each)] or [self._node]
+        rule = "the operands must be followed by one loop over grid(...), the last statement"
+        for each in declarations:
+            if not isinstance(each, ast.Assign):
+                self._fail(each, rule)
+            self._declare(each)
+        if not isinstance(loop, ast.For):
+            self._fail(loop, rule)
+        if loop.orelse:
+            self._fail(loop.orelse[0], "the loop over grid(...) must have no else")
+        return loop
 
     def _declare(self, node: ast.Assign) -> None:
         kind: ast.expr = node.value
@@ -137,11 +168,13 @@ class _Reader:
         name, axes = target.id, self._axes_of(kind)
         if name in self._inputs | self._outputs:
             self._fail(node, f"two operands are called {name}")
+        if home is None and not axes:
+            self._fail(node, f"{name} has no axis along which it could be kept; declare it with .home(None)")
         kept = axes[0] if home is None else self._home(home, name, axes)
         where[ast.unparse(kind.value)][name] = Operand(name, axes, kept)
 
     def _home(self, node: ast.Call, name: str, axes: tuple[str, ...]) -> str | None:
-        if len(node.args) != 1:
+        if len(node.args) != 1 or node.keywords:
             self._fail(node, f"the home of {name} is given as .home(axis) or .home(None)")
         (argument,) = node.args
         if isinstance(argument, ast.Constant) and argument.value is None:
@@ -168,8 +201,8 @@ class _Reader:
     def _grid(self, node: ast.For) -> dict[str, str]:
         """{axis: kind} of the loops, in their order."""
         call = node.iter
-        is_grid = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "grid"
-        if not is_grid or len(call.args) != 1 or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
+        is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1 and not call.keywords
+        if not is_grid or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
             self._fail(node, 'the loop must be over grid("...") with one letter for the kind of each axis')
         kinds = str(call.args[0].value)  # type: ignore[attr-defined]
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
@@ -203,10 +236,10 @@ class _Reader:
         output = self._output(node.targets[0])
         value, is_max = node.value, _is_call(node.value, "max")
         self._check_axes(node, output, kinds, is_combined=is_max)
-        if not is_max:
+        if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value
-        first, *rest = value.args  # type: ignore[attr-defined]
-        if len(rest) != 1 or ast.unparse(first) != ast.unparse(node.targets[0]):
+        first, *rest = value.args
+        if len(rest) != 1 or value.keywords or ast.unparse(first) != ast.unparse(node.targets[0]):
             self._fail(
                 node, f"a reduction by max is written {ast.unparse(node.targets[0])} = max(the same, expression)"
             )
@@ -253,8 +286,11 @@ class _Reader:
             return ast.UnaryOp(node.op, self._expression(node.operand))
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func).removeprefix("torch.")
-            if name not in FUNCTIONS or len(node.args) != 1:
-                self._fail(node, f"{ast.unparse(node)}: the functions of one argument are {', '.join(FUNCTIONS)}")
+            if name not in FUNCTIONS or len(node.args) != 1 or node.keywords:
+                self._fail(
+                    node,
+                    f"{ast.unparse(node)}: the functions of one argument are {', '.join(FUNCTIONS)}; they take no keywords",
+                )
             return ast.Call(ast.Name(name), [self._expression(node.args[0])], [])
         elif not (isinstance(node, ast.Constant) and isinstance(node.value, int | float)):
             self._fail(node, f"{ast.unparse(node)} is neither an operand, a number, + - * /, nor a function of these")

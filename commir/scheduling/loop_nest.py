@@ -167,11 +167,14 @@ class LoopNest:
     def shard(self, operand: str, axis: str, mesh_axis: str) -> Self:
         """Keep an operand sharded along `axis` over a mesh axis at home, before the loops (inputs) or after (outputs).
 
-        Illegal: the operand is not indexed by the axis, or the mesh axis does not divide it.
+        Illegal: the operand is not indexed by the axis, the axis is whole in every tile, or (when the schedule is lowered)
+        the mesh axis does not divide it.
         """
-        found = self.program.operand(operand)
+        found, rule = self.program.operand(operand), f"shard({operand}, {axis}, {mesh_axis})"
         if axis not in found.axes:
-            raise Illegal(f"shard({operand}, {axis}, {mesh_axis}): {operand} is not indexed by {axis}")
+            raise Illegal(f"{rule}: {operand} is not indexed by {axis}")
+        if self.program.axis(axis).kind == WHOLE:
+            raise Illegal(f"{rule}: {axis} is no loop; every tile needs all of it")
         return self._with_home(operand, mesh_axis, axis)
 
     def replicate(self, operand: str, mesh_axis: str) -> Self:

@@ -24,7 +24,7 @@ and for matrix products
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .loop_nest import Illegal, LoopNest
 
@@ -109,6 +109,25 @@ def placements_of(nest: LoopNest) -> dict[str, Placement]:
         for name, mesh_axis in nest.parallel
         if nest.mesh.size(mesh_axis) > 1
     }
+
+
+def is_placed(nest: LoopNest) -> bool:
+    """Whether a schedule is what `place` makes of its placements, with digits of any names, and with homes unchanged."""
+    chosen = placements_of(nest)
+    alone = {name: chosen.get(name, Placement(nest.digits[0].axis)) for name in nest.mesh.names}
+    try:
+        placed = place(LoopNest(nest.program, nest.mesh), **alone)
+    except Illegal:
+        return False
+    return _form(nest) == _form(placed)
+
+
+def _form(nest: LoopNest) -> tuple[Any, ...]:
+    """A schedule without the names of its digits, and without digits of size 1."""
+    used = {name: ("rank", m) for name, m in nest.parallel} | {name: ("ring", m) for name, m in nest.shifts}
+    digits = [(digit.axis, digit.size, used.get(digit.name)) for digit in nest.digits if digit.size > 1]
+    loops = [(nest.digit(name).axis, used.get(name)) for name in nest.order if nest.digit(name).size > 1]
+    return digits, loops, nest.homes, nest.chunked
 
 
 def known_as(nest: LoopNest) -> str:

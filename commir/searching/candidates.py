@@ -14,17 +14,20 @@ from commir.ir.program import SCANNED, WHOLE, Program
 from commir.lowering.lower import Schedule
 from commir.scheduling.placements import Placement, in_chunks, place, streamed_axis
 
-MOST_PARTS = 3  # of a mesh with one level; one more with several levels
+MOST_PARTS = 3  # of a mesh with one level, for a program with at most three loops
 MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True)
 class Part:
-    """A mesh axis of a candidate. level: the axis of the given mesh of which it is a part. shifted: the loop that is shifted
-    against it, if its placement is streamed."""
+    """A mesh axis of a candidate. axis: the axis of the given mesh of which it is a part. level: whose links it uses.
+
+    shifted: the loop that is shifted against it, if its placement is streamed.
+    """
 
     name: str
     size: int
+    axis: str
     level: str
     placement: Placement
     shifted: str | None = None
@@ -39,10 +42,10 @@ class Candidate:
 
     def schedule(self, program: Program, mesh: Mesh) -> Schedule:
         """The schedule. Illegal: it does not fit the program after all."""
-        for level in mesh.names:
-            mine = {part.name: part.size for part in self.parts if part.level == level}
-            if list(mine) != [level]:
-                mesh = mesh.split(level, **mine)
+        for axis in mesh.names:
+            mine = {part.name: part.size for part in self.parts if part.axis == axis}
+            if list(mine) != [axis]:
+                mesh = mesh.split(axis, **mine)
         placed = place(Schedule(program, mesh), **{part.name: part.placement for part in self.parts})
         return in_chunks(placed, *self.chunks) if self.chunks else placed
 
@@ -67,9 +70,15 @@ class Candidate:
 
 
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
-    """All candidates whose sizes divide, in a fixed order."""
-    most = max(MOST_PARTS + (len(mesh.axes) > 1), len(mesh.axes))
+    """All candidates whose sizes divide, in a fixed order.
+
+    The mesh has as many parts as the program has loops, but at least MOST_PARTS, and one more if it has several levels; axes
+    of one rank do not count. Such an axis has only one placement.
+    """
     options = _options(program, mesh)
+    levels = sum(axis.size > 1 for axis in mesh.axes)
+    loops = len({placement.axis for placement, _ in options})
+    most = max(max(MOST_PARTS, loops) + (levels > 1), levels) + len(mesh.axes) - levels
     for split in product(*(_factorizations(axis.size) for axis in mesh.axes)):
         if sum(map(len, split)) <= most:
             yield from _placed(program, mesh, split, options)
@@ -78,9 +87,9 @@ def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
 def _placed(
     program: Program, mesh: Mesh, split: Sequence[Sequence[int]], options: Sequence[tuple[Placement, str | None]]
 ) -> Iterator[Candidate]:
-    """The candidates with these sizes of the parts of each level."""
+    """The candidates with these sizes of the parts of each axis."""
     shapes = [
-        (axis.name if len(sizes) == 1 else f"{axis.name}{number}", size, axis.name)
+        (axis.name if len(sizes) == 1 else _part_name(mesh, axis.name, number), size, axis)
         for axis, sizes in zip(mesh.axes, split, strict=True)
         for number, size in enumerate(sizes)
     ]
@@ -89,15 +98,23 @@ def _placed(
         if len(parts) == len(shapes):
             yield Candidate(parts)
             return
-        name, size, level = shapes[len(parts)]
-        for placement, shifted in options:
+        name, size, axis = shapes[len(parts)]
+        for placement, shifted in options if size > 1 else options[:1]:
             ranks = used.get(placement.axis, 1) * size
-            is_repeated = parts and parts[-1].level == level and parts[-1].placement == placement
+            is_repeated = parts and parts[-1].axis == axis.name and parts[-1].placement == placement
             if not is_repeated and program.shares(placement.axis) % ranks == 0:
-                part = Part(name, size, level, placement, shifted if placement.is_streamed else None)
+                part = Part(name, size, axis.name, axis.level, placement, shifted if placement.is_streamed else None)
                 yield from extended((*parts, part), {**used, placement.axis: ranks})
 
     yield from extended((), {})
+
+
+def _part_name(mesh: Mesh, axis: str, number: int) -> str:
+    """A name for a part of an axis that no axis of the mesh has."""
+    name = f"{axis}{number}"
+    while name in mesh.names:
+        name += "_"
+    return name
 
 
 def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]:

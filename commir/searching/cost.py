@@ -46,7 +46,8 @@ class CostModel:
 
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
-        tally = _Tally(candidate.parts, self.mesh, outputs=frozenset(each.name for each in self.program.outputs))
+        parts = tuple(part for part in candidate.parts if part.size > 1)
+        tally = _Tally(parts, self.mesh, outputs=frozenset(each.name for each in self.program.outputs))
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)

@@ -198,7 +198,9 @@ def _passing_seconds(program: Program, mesh: Mesh, axes: Sequence[str]) -> float
     """Passing states between ranks that share a scanned axis."""
     if program.scan is None:
         return 0.0
-    parts = [Part(m.name, m.size, m.level, Placement(a)) for m, a in zip(mesh.axes, axes, strict=True) if m.size > 1]
+    parts = [
+        Part(m.name, m.size, m.name, m.level, Placement(a)) for m, a in zip(mesh.axes, axes, strict=True) if m.size > 1
+    ]
     return CostModel(program, mesh).passing_seconds(tuple(parts))
 
 

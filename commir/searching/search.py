@@ -37,7 +37,7 @@ def search(
     ValueError: no placement divides the program's sizes, or none holds so little memory.
     """
     if fabric is not None:
-        mesh = mesh.with_speeds({name: fabric for name in mesh.names if name not in mesh.speeds})
+        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
     model = CostModel(program, mesh, point_seconds, call_seconds)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
@@ -134,11 +134,17 @@ def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candid
 
 def _reason(found: list[Plan], number: int) -> str:
     if number:
-        times = found[number].seconds / max(found[0].seconds, 1e-30)
-        return f"number {number + 1} of the search, {times:.3g}x the best predicted time"
+        return f"number {number + 1} of the search, {_times(found[number], found[0])} the best predicted time"
     if len(found) == 1:
         return "the only plan that fits"
     best, other = found[:2]
     if other.seconds > best.seconds * (1 + 1e-6):
-        return f"fastest by prediction; the next takes {other.seconds / best.seconds:.3g}x as long: {other.schedule}"
+        return f"fastest by prediction; the next takes {_times(other, best)} its time: {other.schedule}"
     return f"as fast by prediction as the next, with fewer bytes, messages or less memory: {other.schedule}"
+
+
+def _times(plan: Plan, best: Plan) -> str:
+    """How many times as long a plan takes as another, which may take no time at all."""
+    return (
+        f"{plan.seconds / best.seconds:.3g} times" if best.seconds else f"{plan.seconds - best.seconds:.3g} s more than"
+    )

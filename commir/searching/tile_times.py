@@ -11,35 +11,47 @@ from torch.distributed import ProcessGroup
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_of
 from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import timed
 
 REPETITIONS = 7
 
 
 def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None) -> tuple[float, float]:
-    """(point_seconds, call_seconds), as `search` takes them, from two tiles of the size that plans on `ranks` ranks have.
+    """(point_seconds, call_seconds), as `search` takes them, from two tiles: as plans on `ranks` ranks have, and a smaller.
 
     group: its ranks measure at the same time, as they will compute, and all return the times of the slowest. The tiles have
-    random inputs in the program's dtype.
+    random inputs in the program's dtype. If no tile is smaller, point_seconds is 0. ValueError: ranks is below 1.
     """
-    points, seconds = zip(*(_timed(program, ranks * factor) for factor in (1, 4)), strict=True)
-    times = torch.tensor(seconds, dtype=torch.float64)
+    if ranks < 1:
+        raise ValueError(f"a tile of a plan on {ranks} ranks: at least 1 rank is needed")
+    tile = _block(program, ranks)
+    smaller = _block(tile, 4)
+    times = torch.tensor([_seconds(tile), _seconds(smaller)], dtype=torch.float64)
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
-    per_point = max(0.0, (large - small) / (points[0] - points[1]))
-    return per_point, max(0.0, small - per_point * points[1])
+    if smaller == tile:
+        return 0.0, large
+    per_point = max(0.0, (large - small) / (tile.points - smaller.points))
+    return per_point, max(0.0, small - per_point * smaller.points)
 
 
-def _timed(program: Program, blocks: int) -> tuple[float, float]:
-    """(points, median seconds) of a tile that is one of `blocks` blocks of the program's two largest loops."""
-    loops = sorted((axis for axis in program.axes if axis.kind != WHOLE), key=lambda axis: -axis.size)[:2]
-    factor = math.isqrt(blocks)
-    tile = program.resized(**{axis.name: max(1, axis.size // factor) for axis in loops})
-    dtype = getattr(torch, program.dtype)
+def _block(program: Program, blocks: int) -> Program:
+    """The program on one of about `blocks` blocks: of its two loops with the most elements, as far as they divide."""
+    loops = [axis for axis in program.axes if axis.kind != WHOLE]
+    units = {axis.name: math.lcm(*(each.divisor(axis.name) for each in program.operands)) for axis in loops}
+    loops.sort(key=lambda axis: -(axis.size // units[axis.name]))
+    counts = {axis.name: axis.size // units[axis.name] // math.isqrt(blocks) for axis in loops[:2]}
+    return program.resized(**{name: units[name] * max(1, count) for name, count in counts.items()})
+
+
+def _seconds(tile: Program) -> float:
+    """The median time of a tile on this machine."""
+    dtype = getattr(torch, tile.dtype)
     inputs = {
-        operand.name: torch.randn(tile.shape(operand)).to(torch.float32 if operand.is_wide else dtype)
+        operand.name: torch.randn(tile.shape(operand)).to(at_least_fp32(dtype) if operand.is_wide else dtype)
         for operand in tile.inputs
         if operand.in_tile
     }
     indices = {axis.name: torch.arange(axis.size) for axis in tile.axes if axis.kind != WHOLE}
     stopwatch = timed(partial(tile_of(tile), tile, inputs, indices))
-    return tile.points, statistics.median(stopwatch() for _ in range(REPETITIONS))
+    return statistics.median(stopwatch() for _ in range(REPETITIONS))
