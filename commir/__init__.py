@@ -24,6 +24,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "pareto": "searching.search",
     "best_grid": "searching.grids",
     "measure_tile": "searching.tile_times",
+    "fastest": "searching.measured",
     "search_graph": "searching.graph",
 }
 

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from commir.lowering.plan import Plan
+from commir.programs.attention_programs import is_self_attention
 from commir.scheduling.placements import is_placed, placements_of
 from sparsefusion.collectives.counted import Counter
 
@@ -28,7 +29,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     chosen = placements_of(schedule)
     axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
-    if program.tile != "attention" or not set(axes) <= set(GRID_AXES) or schedule.kernel != "library":
+    if not is_self_attention(program) or not set(axes) <= set(GRID_AXES) or schedule.kernel != "library":
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
-from commir.programs.attention_programs import attention
+from commir.programs.attention_programs import attention, is_self_attention
 from commir.scheduling.placements import in_chunks, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
@@ -28,8 +28,8 @@ def backward_plan(plan: Plan) -> Plan:
     the plan is not one of attention, or keeps q, k, v or out elsewhere than the program does.
     """
     program, chosen = plan.program, placements_of(plan.schedule)
-    if program.name != "attention":
-        raise ValueError(f"{program.name} has no backward program; attention has")
+    if not is_self_attention(program):
+        raise ValueError(f"{program.name} has no backward program; only `programs.attention` has")
     if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
     sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from commir.ir.program import WHOLE, Axis, Operand, Program, Result
+from commir.lowering.layouts import block_sizes
 from commir.lowering.plan import Plan
 from commir.lowering.scans import takes_slices
 from commir.lowering.steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
@@ -44,6 +45,7 @@ def verify(plan: Plan, seed: int = 0) -> None:
     """
     try:
         _check_rounding(plan)
+        _check_blocks(plan)
         if plan.program.scan is None:  # of a scan, the numbers alone tell whether the order is right
             _check_coverage(plan)
         for options in _masks(plan.program):
@@ -108,6 +110,14 @@ def _check_rounding(plan: Plan) -> None:
 
 def _combines(step: Step, result: int) -> bool:
     return isinstance(step, Compute) or (isinstance(step, REDUCING) and step.result == result)
+
+
+def _check_blocks(plan: Plan) -> None:
+    """A scan's states pass among as many blocks as the schedule divides its axis into."""
+    scan, expected = plan.program.scan, math.prod(block_sizes(plan.schedule))
+    if scan is not None and plan.program.axis(scan.blocks).size != expected:
+        size = plan.program.axis(scan.blocks).size
+        raise Refuted(f"{plan.schedule}: axis {scan.blocks} has size {size}, but {scan.axis} has {expected} blocks")
 
 
 def _masks(program: Program) -> list[dict[str, bool]]:

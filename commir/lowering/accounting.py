@@ -158,7 +158,8 @@ class _Ledger:
         self._replace([name for name, _ in step.moves], lambda count: count // size, 0)
 
     def swap(self, step: kinds.Swap) -> None:
-        self._send(step.axes[0], sum(map(self._nbytes, step.operands)))
+        outermost = min(step.axes, key=self.digits.nest.mesh.names.index)  # the peer is elsewhere along both
+        self._send(outermost, sum(map(self._nbytes, step.operands)))
         self._replace(step.operands, lambda count: count, 0)
 
     def derive(self, step: kinds.Derive) -> None:

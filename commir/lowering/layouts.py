@@ -26,7 +26,6 @@ class Digits:
 
     def __init__(self, nest: LoopNest) -> None:
         self.nest = nest
-        _check_parallel(nest)
         _check_homes(nest)
         _check_scan(nest)
         self.sizes = {axis: _pieces(nest, axis) for axis in dict.fromkeys(digit.axis for digit in nest.digits)}
@@ -199,14 +198,6 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
             )
     sizes = [larger // smaller for smaller, larger in zip(ordered, ordered[1:], strict=False)]
     return (*sizes, total // ordered[-1])
-
-
-def _check_parallel(nest: LoopNest) -> None:
-    for mesh_axis in nest.mesh.axes:
-        if mesh_axis.size > 1 and nest.digit_on(mesh_axis.name) is None:
-            raise Illegal(
-                f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
-            )
 
 
 def _check_scan(nest: LoopNest) -> None:

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from itertools import takewhile
 
 from commir.ir.program import Result
-from commir.scheduling.loop_nest import LoopNest
+from commir.scheduling.loop_nest import Illegal, LoopNest
 
 from .layouts import Digits, Layout, block_sizes, conversions
 from .loops import loops_of, travelling, unrolled
@@ -37,6 +37,7 @@ class Schedule(LoopNest):
         nest = LoopNest(**{each.name: getattr(self, each.name) for each in fields(self)})
         if (scan := self.program.scan) is not None:
             nest = replace(nest, program=self.program.resized(**{scan.blocks: math.prod(block_sizes(nest))}))
+        _check_parallel(nest)
         Digits(nest)  # Illegal: chunks do not fit
         return Plan(nest, tuple(steps_of(Digits(nest.of_one_chunk()))))
 
@@ -116,3 +117,11 @@ def _is_same_message(one: Step, other: Step) -> bool:
         return one.axes == other.axes
     kinds = AllToAll, Slice, Gather
     return type(one) is type(other) and isinstance(one, kinds) and isinstance(other, kinds) and one.axis == other.axis
+
+
+def _check_parallel(nest: LoopNest) -> None:
+    for mesh_axis in nest.mesh.axes:
+        if mesh_axis.size > 1 and nest.digit_on(mesh_axis.name) is None:
+            raise Illegal(
+                f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
+            )

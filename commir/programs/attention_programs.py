@@ -45,6 +45,14 @@ def attention(
     return Program("attention_backward", axes, inputs, (dq, dk, dv), results, "attention_backward", options, dtype)
 
 
+ATTENTION_TILES = ("attention", "attention_backward")
+
+
+def is_self_attention(program: Program) -> bool:
+    """Whether a program is one that `attention` makes, forward: queries and keys of one sequence that ranks share."""
+    return program.tile == "attention" and program.operand("q").home == "q"
+
+
 def decode_attention(
     batch: int = 1, heads: int = 8, kv_heads: int | None = None, seq: int = 4096, head_dim: int = 64, queries: int = 1,
     dtype: str = "float32",

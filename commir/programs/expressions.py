@@ -27,7 +27,8 @@ OPERATORS: dict[type, Callable[..., Tensor]] = {
 def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes.
 
-    It shares no memory with the inputs, and each of its elements has memory of its own.
+    It shares no memory with the inputs, and no two of its elements share memory.
+
     Only names of operands and of `FUNCTIONS` have a meaning, so that an expression from a file cannot run anything else.
     ValueError: it has something else.
     """
@@ -46,10 +47,10 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
 
 
 def _unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """x, or a copy if it is a view of an input, or expanded, so that several elements have the same memory."""
+    """x, or a copy if it is a view of an input, or an expanded tensor, whose elements share memory."""
     memory = x.untyped_storage()
-    is_expanded = memory.nbytes() < x.nbytes
     is_view = memory.data_ptr() in [each.untyped_storage().data_ptr() for each in inputs.values()]
+    is_expanded = memory.nbytes() < x.nbytes
     return x.clone() if is_view or is_expanded else x
 
 
@@ -78,7 +79,7 @@ def _einsum(
 
 
 def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops: list[str]) -> Tensor:
-    """The value of an expression, with one dimension per axis of the program, or none if it is made of numbers alone."""
+    """The value of an expression, with one dimension per axis of the program, or no dimensions if it has no operands."""
     if isinstance(node, ast.Subscript):
         name = node.value.id  # type: ignore[attr-defined]
         axes, x = program.operand(name).axes, inputs[name]
@@ -97,6 +98,6 @@ def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops
 
 
 def _number(value: float, inputs: Mapping[str, Tensor]) -> Tensor:
-    """A number on the inputs' device, without dimensions: beside an operand it takes the operand's dtype, as in Python."""
+    """A number as a tensor without dimensions, on the inputs' device; like a Python number, it takes an operand's dtype."""
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs.values()), torch.float32)
     return torch.full((), float(value), dtype=dtype, device=next(iter(inputs.values())).device)

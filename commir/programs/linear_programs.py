@@ -2,6 +2,8 @@
 
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
+MATMUL = "a[rows, inner] * b[inner, cols]"  # the tile of a matrix product
+
 
 def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
     """c = a b, where a (rows, inner) is sharded along its rows at home, b (inner, cols) and c (rows, cols) along columns.
@@ -27,7 +29,7 @@ def _matmul(name: str, rows: int, cols: int, inner: int, homes: tuple[str, str, 
             "abc", (("rows", "inner"), ("inner", "cols"), ("rows", "cols")), homes, strict=True
         )
     )
-    return Program(name, axes, (a, b), (c,), (Result("sum", ("c",)),), "a[rows, inner] * b[inner, cols]", (), dtype)
+    return Program(name, axes, (a, b), (c,), (Result("sum", ("c",)),), MATMUL, (), dtype)
 
 
 def weighted_sum(rows: int, cols: int, dtype: str = "float32") -> Program:

@@ -78,7 +78,8 @@ def operator(function: Callable[..., Any]) -> Operator:
     """Read a function as a loop nest. LoopNestError: it is none; the message points at the line."""
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
-        raise LoopNestError(f"{function!r} is no function; commir.operator reads functions that are written with def")
+        name = getattr(function, "__name__", type(function).__name__)
+        raise LoopNestError(f"{name}: commir.operator reads a function written with def")
     code = function.__code__
     node = _syntax_tree(function, f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
     return _Reader(code.co_filename, code.co_firstlineno, node).read()
@@ -92,11 +93,11 @@ def _syntax_tree(function: FunctionType, where: str) -> ast.FunctionDef:
         indent = lines[0][: -len(lines[0].lstrip())]
         node = ast.parse("".join(line.removeprefix(indent) for line in lines)).body[0]
     except OSError:
-        raise LoopNestError(f"{where}: commir.operator reads the source of a function, and finds none") from None
-    except SyntaxError:  # the line of a lambda may be a part of a statement
+        raise LoopNestError(f"{where}: commir.operator reads the source of a function, and this has none") from None
+    except SyntaxError:  # the lines of a lambda may be only a part of a statement
         pass
     if not isinstance(node, ast.FunctionDef) or node.name != function.__code__.co_name:
-        raise LoopNestError(f"{where}: an operator is a function that is written with def, no lambda or async function")
+        raise LoopNestError(f"{where}: commir.operator reads a function written with def, not lambda or async def")
     return node
 
 

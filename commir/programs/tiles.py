@@ -1,8 +1,8 @@
 """The functions that compute a tile: what one block of every axis contributes to the outputs.
 
 A tile gets the program, its blocks of the inputs, and for each axis the indices of the whole tensor that the block has;
-masks are functions of these, so they are right for every layout. It returns the outputs' contributions, in at least fp32 and in
-memory of their own: a caller may write into them.
+masks are functions of these, so they are right for every layout. It returns the outputs' contributions, in at least fp32.
+They share no memory with the inputs, so that a caller may write into them.
 """
 
 import math

@@ -26,6 +26,9 @@ and for matrix products
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from commir.programs.attention_programs import ATTENTION_TILES
+from commir.programs.linear_programs import MATMUL
+
 from .loop_nest import Illegal, LoopNest
 
 Nest = TypeVar("Nest", bound=LoopNest)
@@ -90,8 +93,8 @@ def _shifted_axis(nest: LoopNest, mesh_axis: str, placement: Placement) -> str:
 
 def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
     """`axis` tiled so that it has a digit axis.m for each mesh axis m in `bound`."""
-    homes = [nest.home(operand.name) for operand in nest.program.operands]
-    names = [m for m in nest.mesh.names if m in bound or any(home.get(m) == axis for home in homes)]
+    cutting = {m for operand in nest.program.operands for m in nest.home_mesh_axes(operand.name, axis)}
+    names = [m for m in nest.mesh.names if m in bound | cutting]
     while names and names[-1] not in bound:
         names.pop()
     rest = axis
@@ -133,10 +136,10 @@ def _form(nest: LoopNest) -> tuple[Any, ...]:
 def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, from the tables above; empty if it has none."""
     chosen, program = list(placements_of(nest).values()), nest.program
-    if program.name in _MATMULS:
+    if program.name in _MATMULS and program.tile == MATMUL:
         name = _name_of_matmul(program.name, chosen)
     else:
-        name = _name_of_attention(chosen) if program.tile.startswith("attention") else ""
+        name = _name_of_attention(chosen) if program.tile in ATTENTION_TILES else ""
     return name + ", in chunks" if name and nest.chunked else name
 
 

@@ -1,6 +1,7 @@
 """Layers of models as graphs of operators, and the layouts of 3-D parallelism (data x context x tensor) to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from commir.ir.mesh import Mesh
@@ -8,51 +9,63 @@ from commir.ir.program import REDUCED, Axis, Operand, Program, Result
 from commir.programs.attention_programs import attention
 from commir.programs.scan_programs import selective_scan
 
-from .graph import GraphPlan, Operator, search_graph
+from .graph import GraphPlan, search_graph
+from .operator_options import Operator
 
 # The loop that each role of a mesh axis gives to an operator, by the kind that its name begins with.
 ROLES = {
     "data": {"attend": "batch", "scan": "batch", "": "batch"},
     "context": {"attend": "q", "scan": "seq", "": "rows"},
-    "tensor": {"attend": "heads", "scan": "heads", "in": "cols", "out": "inner", "": "rows"},
+    "tensor": {"attend": "heads", "scan": "heads", "in": "cols", "gate": "cols", "out": "inner", "": "rows"},
 }
+SILU = "{0} * sigmoid({0})"
 
 
 def transformer_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, ffn: int = 14336,
     dtype: str = "bfloat16",
 ) -> list[Operator]:  # fmt: skip
-    """A layer of a Llama: projections to q, k and v, attention, output projection, two products of the MLP, residuals."""
-    dim = hidden // heads
-    layer = [_add("residual_in", batch, seq, hidden, dtype)]
-    layer += _attention_block("residual_in", batch, seq, hidden, heads, kv_heads, dim, dtype)
-    layer.append(_add("residual_middle", batch, seq, hidden, dtype, "residual_in", "out_attention"))
-    layer.append(_product("in_mlp", batch, seq, hidden, ffn, dtype, "residual_middle"))
-    layer.append(_product("out_mlp", batch, seq, ffn, hidden, dtype, "in_mlp"))
-    return [*layer, _add("residual_out", batch, seq, hidden, dtype, "residual_middle", "out_mlp")]
+    """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
+
+    Its input comes from a layer like it, in the layout in which that one leaves its output.
+    """
+    sizes = batch, seq, hidden
+    layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
+    layer += _attention_block("residual_in", *sizes, heads, kv_heads, hidden // heads, dtype)
+    layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
+    layer += [_product(name, *sizes, ffn, dtype, "residual_middle") for name in ("in_gate", "in_up")]
+    text = SILU.format("x0") + " * x1"
+    layer.append(_elementwise("gate_mlp", (batch, seq, ffn), dtype, text, {"x0": "in_gate", "x1": "in_up"}))
+    layer.append(_product("out_mlp", batch, seq, ffn, hidden, dtype, "gate_mlp"))
+    return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mlp")]
 
 
 def zamba_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 2560, heads: int = 80, dim: int = 64, state: int = 64,
     attention_heads: int = 32, dtype: str = "bfloat16",
 ) -> list[Operator]:  # fmt: skip
-    """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals."""
-    layer = [_add("residual_in", batch, seq, hidden, dtype)]
+    """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals.
+
+    Without its norms, its convolution (whose messages are three tokens), and the activation of step sizes. Its input comes
+    from a layer like it.
+    """
+    sizes, inner = (batch, seq, hidden), heads * dim
+    layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     width = hidden // attention_heads
-    layer += _attention_block("residual_in", batch, seq, hidden, attention_heads, attention_heads, width, dtype)
-    layer.append(_add("residual_middle", batch, seq, hidden, dtype, "residual_in", "out_attention"))
-    columns = {"x": (heads * dim, "heads"), "dt": (heads, "heads"), "B": (state, "state"), "C": (state, "state")}
-    layer += [
-        _product(f"in_{name}", batch, seq, hidden, count, dtype, "residual_middle")
-        for name, (count, _) in columns.items()
-    ]
+    layer += _attention_block("residual_in", *sizes, attention_heads, attention_heads, width, dtype)
+    layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
+    columns = {"x": (inner, "heads"), "dt": (heads, "heads"), "B": (state, "state"), "C": (state, "state")}
+    counts = {name: count for name, (count, _) in columns.items()} | {"z": inner}
+    layer += [_product(f"in_{name}", *sizes, count, dtype, "residual_middle") for name, count in counts.items()]
     inputs = {
         name: (f"in_{name}", {"batch": "batch", "rows": "seq", "cols": axis}) for name, (_, axis) in columns.items()
     }
-    layer.append(Operator("scan", selective_scan(batch, seq, heads, dim, state, dtype), inputs))
-    back = {"batch": "batch", "seq": "rows", "heads": "inner"}
-    layer.append(Operator("out_mixer", _matmul(batch, seq, heads * dim, hidden, dtype), {"a": ("scan", back)}))
-    return [*layer, _add("residual_out", batch, seq, hidden, dtype, "residual_middle", "out_mixer")]
+    layer.append(Operator("scan", selective_scan(batch, seq, heads, dim, state, dtype, "contiguous"), inputs))
+    gated = _elementwise("gate_mixer", (batch, seq, inner), dtype, "x0 * " + SILU.format("x1"), {"x1": "in_z"})
+    back = {"batch": "batch", "seq": "rows", "heads": "cols"}
+    layer.append(replace(gated, inputs={**gated.inputs, "x0": ("scan", back)}))
+    layer.append(_product("out_mixer", batch, seq, inner, hidden, dtype, "gate_mixer"))
+    return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mixer")]
 
 
 def best_3d_parallel(operators: Sequence[Operator], mesh: Mesh, memory: int | None = None) -> GraphPlan:
@@ -83,7 +96,7 @@ def _attention_block(
     """Projections to q, k and v, attention, and the output projection."""
     block = [_product(f"in_{name}", batch, seq, hidden, count * dim, dtype, source) for name, count in
              (("q", heads), ("k", kv_heads), ("v", kv_heads))]  # fmt: skip
-    program = attention(batch, heads, kv_heads, seq, dim, causal=True, dtype=dtype)
+    program = attention(batch, heads, kv_heads, seq, dim, causal=True, dtype=dtype, order="contiguous")
     rows = {
         "q": {"batch": "batch", "rows": "q", "cols": "heads"},
         "kv": {"batch": "batch", "rows": "kv", "cols": "heads"},
@@ -110,13 +123,21 @@ def _matmul(batch: int, rows: int, inner: int, cols: int, dtype: str) -> Program
     return Program("matmul", axes, (a, b), (c,), (Result("sum", ("c",)),), text, (), dtype)
 
 
-def _add(name: str, batch: int, rows: int, cols: int, dtype: str, *sources: str) -> Operator:
-    """The sum of tensors (batch, rows, cols), or a tensor from outside of the graph."""
-    axes = Axis("batch", batch), Axis("rows", rows), Axis("cols", cols)
-    names = [f"x{number}" for number in range(len(sources))] or ["x0"]
-    inputs = tuple(Operand(each, ("batch", "rows", "cols"), "rows") for each in names)
-    out = Operand("y", ("batch", "rows", "cols"), "rows")
-    text = " + ".join(f"{each}[batch, rows, cols]" for each in names)
-    program = Program("add", axes, inputs, (out,), (Result("sum", ("y",)),), text, (), dtype)
+def _elementwise(
+    name: str, sizes: tuple[int, int, int], dtype: str, formula: str, sources: Mapping[str, str]
+) -> Operator:
+    """y (batch, rows, cols) from x0 and x1 of the same shape. sources: {x0 or x1: the operator that makes it}."""
+    axes = tuple(Axis(*each) for each in zip(("batch", "rows", "cols"), sizes, strict=True))
     same = {axis.name: axis.name for axis in axes}
-    return Operator(name, program, {each: (source, same) for each, source in zip(names, sources, strict=False)})
+    names = [each for each in ("x0", "x1") if each in formula]
+    for each in names:
+        formula = formula.replace(each, f"{each}[batch, rows, cols]")
+    inputs = tuple(Operand(each, tuple(same), "rows") for each in names)
+    output = Operand("y", tuple(same), "rows")
+    program = Program("elementwise", axes, inputs, (output,), (Result("sum", ("y",)),), formula, (), dtype)
+    return Operator(name, program, {each: (source, same) for each, source in sources.items()})
+
+
+def _sum(name: str, sizes: tuple[int, int, int], dtype: str, first: str, second: str) -> Operator:
+    """The sum of what two operators make."""
+    return _elementwise(name, sizes, dtype, "x0 + x1", {"x0": first, "x1": second})

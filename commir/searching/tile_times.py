@@ -25,8 +25,8 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
     """
     if ranks < 1:
         raise ValueError(f"a tile of a plan on {ranks} ranks: at least 1 rank is needed")
-    tile = _block(program, ranks)
-    smaller = _block(tile, 4)
+    tile = tile_program(program, ranks)
+    smaller = tile_program(tile, 4)
     times = torch.tensor([_seconds(tile), _seconds(smaller)], dtype=torch.float64)
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     if smaller == tile:
@@ -35,7 +35,7 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
     return per_point, max(0.0, small - per_point * smaller.points)
 
 
-def _block(program: Program, blocks: int) -> Program:
+def tile_program(program: Program, blocks: int) -> Program:
     """The program on one of about `blocks` blocks: of its two loops with the most elements, as far as they divide."""
     loops = [axis for axis in program.axes if axis.kind != WHOLE]
     units = {axis.name: math.lcm(*(each.divisor(axis.name) for each in program.operands)) for axis in loops}

@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 import attention2d
 from attention_problems import Problem
-from commir import Mesh, Schedule, differentiable, execute, programs, verify
+from commir import Mesh, Schedule, differentiable, execute, interpret, programs, search, verify
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
-from loop_programs import assert_close
+from loop_programs import assert_close, random_inputs
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)  # keys travel; queries travel
 LAYOUTS = [  # world, mesh, placement
@@ -105,7 +105,22 @@ def test_other_plans_do_not_run_on_attention2d():
     assert grid_of(mixed) is grid_of(rows_first) is grid_of(double_ring) is None
 
 
+def test_decoding_does_not_run_on_attention2d():
+    """Its queries are whole on every rank."""
+    program = programs.decode_attention(1, 4, 2, 16, 8)
+    for mesh in (Mesh(g=1), Mesh(g=2)):
+        assert all(grid_of(plan) is None for plan in search(program, mesh))
+    (alone, *_), inputs = search(program, Mesh(g=1)), random_inputs(program)
+    assert_close(execute(alone, inputs), interpret(alone, inputs))
+
+
 def test_only_attention_has_a_backward_program():
     plan = place(Schedule(programs.weighted_sum(4, 4), Mesh(x=2)), x="rows").lower()
-    with pytest.raises(ValueError, match="weighted_sum has no backward program"):
+    with pytest.raises(ValueError, match="weighted_sum has no backward program; only `programs.attention` has"):
         backward_plan(plan)
+
+
+def test_homes_that_have_no_backward():
+    schedule = place(Schedule(programs.attention(2, 4, 2, 16, 8), Mesh(x=2)), x="heads")
+    with pytest.raises(ValueError, match=r"keeps q, k, v and out along the sequence, not as \('k', 'x', 'heads'\)"):
+        backward_plan(schedule.shard("k", "heads", "x").lower())

@@ -6,9 +6,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from commir import interpret, verify
-from commir.execution.verifier import smallest, unscheduled
-from commir.lowering.steps import Place
+import commir
+from commir import In, Mesh, Out, Schedule, grid, interpret, programs, verify
+from commir.execution.verifier import Refuted, smallest, unscheduled
+from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
+from commir.scheduling.placements import Placement, place
 from loop_programs import cases, mesh_of, plans, random_inputs, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]
@@ -109,4 +111,70 @@ def test_errors_name_the_first_wrong_element():
     (plan,) = [plan for plan in plans(cases(2)[5].program, mesh_of(2)) if "rows shifted" in str(plan.schedule)]
     steps = [step for step in plan.steps if type(step).__name__ != "Combine"]
     with pytest.raises(ValueError, match=r"weighted_sum on Mesh\(x=2\).*c\[0\] combines the block at cols 1 0 times"):
+        verify(with_steps(plan, steps))
+
+
+def rounded_plans():
+    """Plans in bf16 that combine partial results by a reduce-scatter, an all-reduce, and messages during the loops."""
+    product, mesh = programs.matmul_reduce_scatter(8, 8, 8, "bfloat16"), Mesh(x=4)
+    decoding = programs.decode_attention(1, 4, 2, 16, 4, dtype="bfloat16")
+    return [
+        place(Schedule(product, mesh), x="inner").lower(),
+        place(Schedule(decoding, mesh), x="kv").lower(),
+        place(Schedule(product, mesh), x=Placement("inner", True)).lower(),
+        place(Schedule(programs.attention(1, 4, 4, 16, 4, backward=True, dtype="bfloat16"), mesh), x="q").lower(),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_result_is_rounded_after_its_partial_results_are_combined(number):
+    """float64 does not change when it is rounded, so the numbers of these plans are right."""
+    plan = rounded_plans()[number]
+    verify(plan)
+    for step in plan.steps:
+        if isinstance(step, SendPartial | Combine | ReduceScatter | AllReduce):
+            steps = [each for each in plan.steps if each != Round(step.result)]
+            steps.insert(steps.index(step), Round(step.result))
+            with pytest.raises(Refuted, match="must be rounded exactly once, after the last step that combines"):
+                verify(with_steps(plan, steps))
+
+
+@pytest.mark.parametrize("rounds", [(), (Round(0), Round(0))])
+def test_a_result_is_rounded_once(rounds):
+    plan = rounded_plans()[0]
+    steps = [each for step in plan.steps for each in (rounds if isinstance(step, Round) else (step,))]
+    with pytest.raises(Refuted, match="c must be rounded exactly once"):
+        verify(with_steps(plan, steps))
+
+
+@pytest.mark.parametrize("result", [-1, 1])
+def test_steps_name_results_that_exist(result):
+    plan = rounded_plans()[0]
+    steps = [replace(step, result=result) if isinstance(step, ReduceScatter) else step for step in plan.steps]
+    with pytest.raises(Refuted, match="names a result that matmul_reduce_scatter does not have"):
+        verify(with_steps(plan, steps))
+
+
+@commir.operator
+def scaled(points0=8, points=2, k=4):
+    x = In[points0, points]
+    y = In[k]
+    c = Out[points0, points]
+    for points0, points, k in grid("ssr"):
+        c[points0, points] += x[points0, points] * y[k]
+
+
+def test_axes_may_have_any_name():
+    for plan in plans(scaled(), mesh_of(2)):
+        verify(plan)
+
+
+@pytest.mark.parametrize("place_of_a", [None, Place(0, 0), Place(0, None), Place("x", 1)])
+def test_steps_with_values_of_another_kind_are_refuted(place_of_a):
+    plan = rounded_plans()[0]
+    steps = [
+        replace(step, moves=((step.moves[0][0], place_of_a),)) if isinstance(step, ReduceScatter) else step
+        for step in plan.steps
+    ]
+    with pytest.raises(Refuted, match="the steps do not fit together"):
         verify(with_steps(plan, steps))

@@ -8,6 +8,7 @@ import torch
 import commir
 from commir import In, Out, grid
 from commir.programs.operators import LoopNestError
+from commir.programs.tiles import tile_of
 from loop_programs import assert_close, mesh_of, plans, random_inputs
 
 
@@ -47,11 +48,20 @@ def counted(rows=12, cols=8, times=4):
         y[rows, cols] += x[rows]
 
 
+@commir.operator
+def total(cols=8):
+    x = In[cols]
+    y = Out[()].home(None)
+    for cols in grid("r"):
+        y[()] += x[cols]
+
+
 EXPECTED = {
     scores: lambda a, b: {"c": a @ b.T},
     distance: lambda x, y: {"least": -(x[:, None] - 2 * y).abs().amin(1)},
     activated: lambda x, bias: {"y": ((x / 4).exp() + bias.sigmoid()).T},
     counted: lambda x: {"y": 4 * x[:, None].expand(-1, 8)},
+    total: lambda x: {"y": x.sum()},
 }
 
 
@@ -150,6 +160,56 @@ def two_statements(rows=4):
         c[rows] += a[rows]
 
 
+def loop_with_else(rows=4):
+    for rows in grid("s"):  # noqa: B007
+        pass
+    else:
+        pass
+
+
+def keyword_of_a_function(rows=4):
+    a = In[rows]
+    c = Out[rows]
+    for rows in grid("s"):
+        c[rows] = torch.exp(a[rows], out=a[rows])
+
+
+def keyword_of_max(rows=4, cols=4):
+    a = In[rows, cols]
+    c = Out[rows]
+    for rows, cols in grid("sr"):
+        c[rows] = max(c[rows], a[rows, cols], key=abs)
+
+
+def keyword_of_grid(rows=4):
+    for rows in grid("s", order="zigzag"):  # noqa: B007
+        pass
+
+
+def keyword_of_home(rows=4):
+    a = In[rows].home(rows, copies=2)
+    return a
+
+
+def more_keywords(rows=4, **options): ...
+def more_positions(rows=4, *sizes): ...
+def keyword_only(rows=4, *, cols=4): ...
+def positional_only(rows, /, cols=4): ...
+def no_loop(rows=4): ...
+async def asynchronous(rows=4): ...
+
+
+def no_inputs(rows=4):
+    c = Out[rows]
+    for rows in grid("s"):
+        c[rows] = 1
+
+
+def scalar_output(rows=4):
+    c = Out[()]
+    return c
+
+
 @pytest.mark.parametrize(
     "function, line, message",
     [
@@ -164,17 +224,117 @@ def two_statements(rows=4):
         (no_size, 0, "every parameter is an axis and needs its size"),
         (wrong_kinds, 3, 'grid[(]"s"[)] has 1 kinds for 2 axes'),
         (two_statements, 5, "the loop must have one statement"),
+        (loop_with_else, 4, "the loop over grid[(]...[)] must have no else"),
+        (keyword_of_a_function, 4, "torch.exp[(]a.rows., out=a.rows.[)]: .*; they take no keywords"),
+        (keyword_of_max, 4, "a reduction by max is written c.rows. = max[(]the same, expression[)]"),
+        (keyword_of_grid, 1, "the loop must be over grid"),
+        (keyword_of_home, 1, "the home of a is given as .home[(]axis[)] or .home[(]None[)]"),
+        (more_keywords, 0, "options is no axis: parameters are written rows=1024"),
+        (more_positions, 0, "sizes is no axis"),
+        (keyword_only, 0, "cols is no axis"),
+        (positional_only, 0, "rows is no axis"),
+        (no_loop, 0, "must be followed by one loop over grid[(]...[)], the last statement"),
+        (no_inputs, 2, "an operator needs at least one input"),
+        (scalar_output, 1, "c has no axis along which it could be kept; declare it with .home[(]None[)]"),
+        (asynchronous, 0, "reads a function written with def, not lambda or async def"),
+        (lambda rows=4: 0, 0, "reads a function written with def, not lambda or async def"),
     ],
 )
 def test_errors_point_at_the_line(function, line, message):
     number = function.__code__.co_firstlineno + line
-    with pytest.raises(LoopNestError, match=f"test_operators.py:{number}: .*{message}"):
+    with pytest.raises(LoopNestError, match=f"test_operators.py:{number}: {function.__name__}: .*{message}") as caught:
         commir.operator(function)
+    assert "\n" not in str(caught.value)
 
 
-def test_an_expression_runs_nothing_else():
+@pytest.mark.parametrize("thing, name", [(len, "len"), (scores, "Operator"), (In, "In"), (3, "int")])
+def test_what_is_no_function_is_an_error(thing, name):
+    with pytest.raises(LoopNestError, match=f"^{name}: commir.operator reads a function written with def"):
+        commir.operator(thing)
+
+
+def test_a_function_without_source_is_an_error():
+    exec("def unseen(rows=4): ...", names := {})
+    with pytest.raises(LoopNestError, match="<string>:1: unseen: .* reads the source of a function, and this has none"):
+        commir.operator(names["unseen"])
+
+
+def test_a_function_inside_another_may_have_lines_with_less_indentation():
+    @commir.operator
+    def doubled(rows=4):
+        """A text with \
+a line"""
+        x = In[rows]
+        y = Out[rows]
+        for rows in grid("s"):
+            y[rows] = 2 * x[rows]
+
+    assert doubled().tile == "2 * x[rows]"
+
+
+def tile_output(program, *dtypes, device="cpu"):
+    """(inputs, output) of a tile that is the whole program, for random inputs with these dtypes."""
+    random = random_inputs(program).items()
+    inputs = {name: x.to(device, dtype) for (name, x), dtype in zip(random, dtypes, strict=True)}
+    indices = {axis.name: torch.arange(axis.size) for axis in program.axes}
+    (output,) = tile_of(program)(program, inputs, indices).values()
+    return inputs, output
+
+
+@pytest.mark.parametrize("tile", ["x[rows, cols]", "bias[cols]", "exp(bias[cols])", "-x[rows, cols]"])
+def test_an_output_shares_no_memory(tile):
+    """Neither with inputs, nor do its elements among them: it is a copy of an input, or repeats values along an axis."""
+    inputs, output = tile_output(replace(activated(), tile=tile), torch.float64, torch.float64)
+    before, expected = {name: x.clone() for name, x in inputs.items()}, output.clone()
+    output[0, 0] = expected[0, 0] = 5
+    assert torch.equal(output, expected)
+    assert_close(inputs, before, limit=0)
+
+
+def test_execute_returns_no_view_of_its_inputs():
+    inputs = {"x": torch.ones(12, 8), "bias": torch.ones(8)}
+    plan = plans(replace(activated(), tile="x[rows, cols]"), mesh_of(1))[0]
+    commir.execute(plan, inputs)["y"].zero_()
+    assert torch.equal(inputs["x"], torch.ones(12, 8))
+
+
+@pytest.mark.parametrize("tile, dtype", [("-x[rows, cols]", torch.float32), ("x[rows, cols]", torch.bfloat16)])
+def test_new_results_are_not_copied(tile, dtype, monkeypatch):
+    """An expression gives a new tensor, and so does the conversion from bfloat16."""
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: pytest.fail("a copy"))
+    tile_output(replace(activated(), tile=tile), dtype, dtype)
+
+
+@commir.operator
+def with_numbers(rows=6, cols=5):
+    x = In[rows, cols]
+    z = In[rows]
+    y = Out[rows]
+    for rows, cols in grid("sr"):
+        y[rows] += 0.1 + torch.exp(1 / 3) * x[rows, cols] / 3 - 0.3 * z[rows] / (7 - x[rows, cols])
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_are_like_those_of_python(x_dtype, z_dtype):
+    """A number takes the dtype of the operand beside it; expressions of numbers alone have the widest dtype."""
+    inputs, output = tile_output(with_numbers(), x_dtype, z_dtype)
+    x, z = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in inputs.values())
+    factor = torch.exp(torch.ones((), dtype=torch.promote_types(x.dtype, z.dtype)) / 3)
+    assert torch.equal(output, (0.1 + factor * x / 3 - 0.3 * z[:, None] / (7 - x)).sum(1))
+
+
+def test_numbers_are_on_the_device_of_the_inputs():
+    _, output = tile_output(with_numbers(), torch.float32, torch.float32, device="meta")
+    assert output.device.type == "meta" and output.shape == (6,)
+
+
+@pytest.mark.parametrize(
+    "text", ["load(a[rows, inner])", "exp(a[rows, inner], out=b[cols, inner])", "exp()", "~a[rows, inner]", "'1'"]
+)
+def test_an_expression_runs_nothing_else(text):
     program = scores(dtype="float64")
-    wrong = replace(program, tile="load(a[rows, inner])")
+    wrong = replace(program, tile=text)
     plan = plans(wrong, mesh_of(2))[0]
     with pytest.raises(ValueError, match="is no expression of operands"):
         commir.interpret(plan, random_inputs(wrong))

@@ -9,8 +9,10 @@ import pytest
 from commir import Mesh, Schedule, programs
 from commir.lowering.layouts import Digits, conversions
 from commir.scheduling.placements import place
-from commir.searching.graph import Operator, minimize, reshard_seconds, search_graph
+from commir.searching.elimination import minimize
+from commir.searching.graph import search_graph
 from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
+from commir.searching.operator_options import Operator, Relayouts, options_of
 
 MESHES = [Mesh(gpu=4), Mesh(node=2, gpu=4, speeds={"node": (1e-5, 1e9), "gpu": (1e-6, 1e11)}), Mesh(gpu=8)]
 
@@ -36,6 +38,41 @@ def test_the_least_sum_of_random_graphs(seed):
     best = min(total(own, pairs, each) for each in product(*(range(len(costs)) for costs in own)))
     assert least == pytest.approx(best, rel=1e-12)
     assert total(own, pairs, picks) == pytest.approx(best, rel=1e-12)
+
+
+def chain(generator, length):
+    """Products, each of the one before, with an input that an earlier one makes too."""
+    operators = [product_of("p0", generator, {})]
+    for number in range(1, length):
+        source = f"p{generator.randrange(number)}"
+        operators.append(product_of(f"p{number}", generator, {"a": (source, {"rows": "rows", "cols": "inner"})}))
+    return operators
+
+
+def product_of(name, generator, inputs):
+    program = programs.all_gather_matmul(8, 8, 8, dtype=generator.choice(["float32", "bfloat16"]))
+    return Operator(name, program, inputs)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_least_time_of_random_operators(seed):
+    """Against all combinations of their options."""
+    generator = random.Random(seed)
+    operators, mesh = chain(generator, 3), Mesh(gpu=4, speeds={"gpu": (generator.random(), 1.0)})
+    options = {each.name: options_of(each, mesh, None, None) for each in operators}
+    relayouts, times = Relayouts(mesh), []
+    for picked in product(*options.values()):
+        chosen = dict(zip(options, picked, strict=True))
+        time = sum(option.seconds for option in picked)
+        for each in operators:
+            for operand, (producer, _) in each.inputs.items():
+                taken = each.program.operand(operand)
+                arriving = each.arriving(operand, chosen[producer].out)
+                time += relayouts.seconds(each.program, taken, arriving, chosen[each.name].needs(taken))
+        times.append(time)
+    found = search_graph(operators, mesh)
+    assert found.seconds == pytest.approx(min(times))
+    assert sum(plan.seconds for plan in found.plans().values()) == pytest.approx(found.seconds)
 
 
 def test_a_long_chain():
@@ -81,7 +118,16 @@ def test_resharding_takes_the_time_of_the_conversions():
             sent += (size - 1) * (block // size if type(step).__name__ == "AllToAll" else block)
             block = program.nbytes(operand) // int(np.prod([sizes[name] for name in after]))
         want = tuple(axis if axis in operand.axes else None for axis in axes)
-        assert reshard_seconds(mesh, program.nbytes(operand), ("q", "q"), want) == pytest.approx(sent / 1e9)
+        assert Relayouts(mesh).seconds(program, operand, ("q", "q"), want) == pytest.approx(sent / 1e9)
+
+
+def test_a_swap_takes_the_time_of_the_slower_axis():
+    """Ranks (0, 1) and (1, 0) exchange their blocks; then ranks along y exchange halves of them, which is fast."""
+    mesh = Mesh(x=2, y=2, speeds={"x": (0.0, 1e6), "y": (0.0, 1e9)})
+    program = programs.attention(1, 8, 8, 256, 8)
+    operand = program.operand("q")
+    seconds = Relayouts(mesh).seconds(program, operand, ("q", "heads"), ("heads", "q"))
+    assert seconds == pytest.approx(program.nbytes(operand) / 4 * (1e-6 + 0.5e-9))
 
 
 def test_errors():
@@ -89,5 +135,12 @@ def test_errors():
     product_of = programs.all_gather_matmul(6, 6, 6)
     with pytest.raises(ValueError, match=r"alone: no placement divides its sizes over Mesh\(gpu=4\)"):
         search_graph([Operator("alone", product_of)], mesh)
+    program = programs.all_gather_matmul(8, 8, 8)
     with pytest.raises(ValueError, match="alone takes a from nobody, which is no operator"):
-        search_graph([Operator("alone", programs.all_gather_matmul(8, 8, 8), {"a": ("nobody", {})})], mesh)
+        search_graph([Operator("alone", program, {"a": ("nobody", {})})], mesh)
+    with pytest.raises(ValueError, match="alone takes a from itself"):
+        search_graph([Operator("alone", program, {"a": ("alone", {})})], mesh)
+    with pytest.raises(ValueError, match="two operators are called alone"):
+        search_graph([Operator("alone", program)] * 2, mesh)
+    with pytest.raises(ValueError, match="b takes a from a with depth as rows: c has rows, cols, and a rows, inner"):
+        search_graph([Operator("a", program), Operator("b", program, {"a": ("a", {"depth": "rows"})})], mesh)

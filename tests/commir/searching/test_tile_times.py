@@ -4,9 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from commir import Mesh, Schedule, measure_tile, programs
+from commir.ir.program import Axis, Operand, Program, Result
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
+from commir.searching.tile_times import tile_program
 
 PROGRAMS = [
     programs.attention(1, 4, 2, 256, 16, dtype="bfloat16"),
@@ -20,6 +22,39 @@ PROGRAMS = [
 def test_a_tile_takes_time(program):
     point_seconds, call_seconds = measure_tile(program, 4)
     assert point_seconds >= 0 and call_seconds >= 0 and point_seconds + call_seconds > 0
+
+
+SMALL = [
+    programs.decode_attention(1, 32, 8, 256, 16),
+    programs.decode_attention(2, 8, 2, 4, 4, dtype="float16"),
+    programs.weighted_sum(4, 4),
+    programs.weighted_sum(1, 1, dtype="float64"),
+    programs.attention(1, 6, 2, 7, 4, backward=True, dtype="float64"),
+    programs.matmul_reduce_scatter(1, 3, 5, dtype="bfloat16"),
+    programs.selective_scan(1, 3, 1),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SMALL)))
+@pytest.mark.parametrize("parts", [1, 2, 9, 16, 1000])
+def test_tiles_of_small_programs_on_many_ranks(parts, number):
+    point_seconds, call_seconds = measure_tile(SMALL[number], parts)
+    assert point_seconds >= 0 and call_seconds >= 0 and point_seconds + call_seconds > 0
+
+
+def test_the_smallest_tile_has_no_time_for_each_point():
+    point_seconds, call_seconds = measure_tile(programs.weighted_sum(4, 4), 16)
+    assert point_seconds == 0 and call_seconds > 0
+    with pytest.raises(ValueError, match="a tile of a plan on 0 ranks"):
+        measure_tile(programs.weighted_sum(4, 4), 0)
+
+
+def test_an_axis_with_groups_of_several_sizes():
+    """The number of heads in a tile is a multiple of 2 and of 3."""
+    axes, groups = (Axis("heads", 12), Axis("k", 64)), {"a": 2, "b": 3}
+    inputs = tuple(Operand(name, ("heads", "k"), groups=(("heads", number),)) for name, number in groups.items())
+    program = Program("product", axes, inputs, (Operand("c", ("heads", "k")),), (Result("sum", ("c",)),), "")
+    assert [tile_program(program, blocks).axis("heads").size for blocks in (1, 4, 9, 100)] == [12, 6, 6, 6]
 
 
 @pytest.mark.parametrize("world", [2, 3])

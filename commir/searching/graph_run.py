@@ -1,0 +1,61 @@
+"""Running the plans of a graph, operator by operator, on the ranks of a group."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.distributed import ProcessGroup
+
+from commir.execution.executor import run
+from commir.execution.state import Count, RankState
+from commir.lowering.plan import Plan
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import Counter, all_gather_small
+
+from .operator_options import Operator
+
+Tensor = torch.Tensor
+
+
+class GraphRunner:
+    """The operators of a graph with their plans (`GraphPlan.plans`), on the ranks of a group. Every rank makes one."""
+
+    def __init__(self, operators: Sequence[Operator], plans: Mapping[str, Plan], group: ProcessGroup | None) -> None:
+        self.operators, self.plans, self.group = operators, plans, group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
+
+    def __call__(
+        self, given: Mapping[str, Mapping[str, Tensor]], count: Count | None = None, counter: Counter | None = None
+    ) -> dict[str, Tensor]:
+        """{operator: this rank's block of its output}.
+
+        given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
+        counter: as in `execute`. ValueError on every rank: a block has the wrong shape, the ranks' plans or blocks differ,
+        or the group has another number of ranks than the mesh. Gathers 16 bytes of each rank, and sends what the plans do.
+        """
+        device = next((x.device for each in given.values() for x in each.values()), torch.device("cpu"))
+        agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
+        outputs: dict[str, Tensor] = {}
+        for operator in self.operators:
+            plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
+            for operand, (producer, _) in operator.inputs.items():
+                if producer in outputs:
+                    inputs[operand] = self._block(plan, operand, outputs[producer])
+            plan.check(inputs, is_local=True)
+            with torch.no_grad():
+                found = run(RankState(plan, self._rank, inputs, count), self.group, counter)
+            outputs[operator.name] = found[plan.program.outputs[0].name]
+        return outputs
+
+    def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> object:
+        """What is compared between ranks: their plans, and the shapes and dtypes of their blocks."""
+        for name, plan in self.plans.items():
+            if plan.mesh.ranks != self._ranks:
+                raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
+        blocks = [(name, key, x.shape, x.dtype) for name, each in given.items() for key, x in sorted(each.items())]
+        return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
+
+    def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
+        """A producer's block with the shape of this operand's, whose axes may be others: (heads, dim) for columns."""
+        taken = plan.program.operand(operand)
+        return made.reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))

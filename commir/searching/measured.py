@@ -1,0 +1,43 @@
+"""`fastest`: the best few plans of a search, timed on the ranks that will run them."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed import ProcessGroup
+
+from commir.execution.executor import execute
+from commir.lowering.plan import Plan
+from sparsefusion.collectives.wire_formats import at_least_fp32
+from sparsefusion.fabric.measurement import repetitions, timed
+
+
+def fastest(
+    plans: Sequence[Plan], group: ProcessGroup | None = None, repeated: int = 5, device: torch.device | str = "cpu"
+) -> list[Plan]:
+    """Plans of one program by their measured time, the fastest first; each says its time as its reason.
+
+    Every rank of `group` calls it with the same plans, and gets the same order: the time of a plan is the median over
+    `repeated` runs of the slowest rank's. The plans take turns, with random inputs of the program's dtype on `device`.
+    ValueError on every rank: there are no plans, or as in `execute`. Sends `repeated` + 1 times what the plans send.
+    """
+    if not plans:
+        raise ValueError("fastest: there are no plans to time")
+    calls = [timed(lambda plan=plan: execute(plan, _inputs(plan, device), group), device) for plan in plans]  # type: ignore[misc]
+    if group is None:
+        seconds = [statistics.median(call() for _ in range(repeated)) for call in calls]
+    else:
+        seconds = repetitions(calls, group, device, repeated).median(0).values.tolist()
+    order = sorted(range(len(plans)), key=seconds.__getitem__)
+    return [
+        replace(plans[n], reason=f"measured: {seconds[n]:.3g} s, number {place}") for place, n in enumerate(order, 1)
+    ]
+
+
+def _inputs(plan: Plan, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Random blocks of the inputs at home."""
+    dtype = getattr(torch, plan.program.dtype)
+    shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}
+    wide = {each.name: at_least_fp32(dtype) if each.is_wide else dtype for each in plan.inputs()}
+    return {name: torch.randn(shape, device=device).to(wide[name]) for name, shape in shapes.items()}

@@ -1,0 +1,195 @@
+"""Operators of a graph: their options (placements and layouts), what each costs, and what it costs to change a layout.
+
+A layout names, for each mesh axis, the axis of a tensor that its ranks divide, or None where each holds all of it. The axis
+along which the program keeps a tensor is always cut by the whole mesh, so that a mesh axis divides it in the same way in
+every layout. Costs are those of the steps that lowering makes: the plan of a graph sends what the search has counted.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TypeVar
+
+import numpy as np
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import SPATIAL, WHOLE, Axis, Operand, Program, Result
+from commir.lowering.accounting import account
+from commir.lowering.layouts import Digits, conversions
+from commir.lowering.lower import Schedule
+from commir.lowering.plan import Plan
+from commir.lowering.timeline import seconds
+from commir.scheduling.loop_nest import Illegal, LoopNest
+from commir.scheduling.placements import place
+
+Layout = tuple[str | None, ...]
+Nest = TypeVar("Nest", bound=LoopNest)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node of a graph. inputs: {operand: (producer, {axis of the producer's output: axis of this operand})}.
+
+    Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
+    the graph may be a producer: its output then enters from the layer before, which has the same layouts.
+    """
+
+    name: str
+    program: Program
+    inputs: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+
+    def parameters(self) -> list[Operand]:
+        """The operands that no other operator makes."""
+        return [each for each in self.program.inputs if each.name not in self.inputs and not each.source]
+
+    def arriving(self, operand: str, out: Layout) -> Layout:
+        """The layout of an input that its producer leaves in the layout `out`, in the names of this operator's axes."""
+        renamed = self.inputs[operand][1]
+        return tuple(None if axis is None else renamed.get(axis, axis) for axis in out)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to compute an operator. axes: the loop of each mesh axis. out: the output's layout.
+
+    seconds: of the messages that it sends itself, with its inputs where it needs them. memory: bytes of its parameters on a
+    rank.
+    """
+
+    axes: tuple[str, ...]
+    out: Layout
+    seconds: float
+    memory: int
+
+    def needs(self, operand: Operand) -> Layout:
+        """The layout in which it takes an input."""
+        return tuple(axis if axis in operand.axes else None for axis in self.axes)
+
+    def plan(self, operator: Operator, mesh: Mesh, arriving: Mapping[str, Layout]) -> Plan:
+        """The plan. arriving: the layouts of the inputs that other operators make. Illegal: the layouts do not fit."""
+        program = _with_parameters_anywhere(operator)
+        homes = {each.name: self.needs(each) for each in program.operands if not each.source}
+        return _lowered(program, mesh, self.axes, homes | dict(arriving) | {program.outputs[0].name: self.out})
+
+
+def options_of(
+    operator: Operator, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None
+) -> list[Option]:
+    """Every placement of the mesh axes on the operator's loops, and every layout that it can leave its output in.
+
+    memory: the most bytes of parameters that a rank may hold. allowed: the placements to consider, if not all. ValueError:
+    none fits.
+    """
+    program = operator.program
+    loops = [axis.name for axis in program.axes if axis.kind != WHOLE and axis.size > 1]
+    found = []
+    for axes in allowed or list(product(loops, repeat=len(mesh.axes))):
+        held = sum(_block(program, each, mesh, axes) for each in operator.parameters())
+        if _divides(program, mesh, axes) and (memory is None or held <= memory):
+            for out in product(*_targets(program, mesh, axes)):
+                found += _option(operator, mesh, Option(tuple(axes), out, 0.0, held))
+    if not found:
+        raise ValueError(f"{operator.name}: no placement divides its sizes over {mesh!r}, within memory={memory}")
+    return found
+
+
+def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str | None]]:
+    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results scattered."""
+    (output, *_) = program.outputs
+    loops = [name for name in output.axes if program.axis(name).kind != WHOLE]
+    return [[None] if part.size == 1 else [axis, None] if axis in output.axes else [None, *loops]
+            for part, axis in zip(mesh.axes, axes, strict=True)]  # fmt: skip
+
+
+def _option(operator: Operator, mesh: Mesh, bare: Option) -> list[Option]:
+    """The option with its time, or nothing if it cannot be lowered."""
+    try:
+        return [replace(bare, seconds=bare.plan(operator, mesh, {}).seconds)]
+    except Illegal:
+        return []
+
+
+def _with_parameters_anywhere(operator: Operator) -> Program:
+    """The program without homes of parameters, whose axes need not divide over the whole mesh."""
+    names = {each.name for each in operator.parameters()}
+    inputs = (replace(each, home=None) if each.name in names else each for each in operator.program.inputs)
+    return replace(operator.program, inputs=tuple(inputs))
+
+
+def _lowered(program: Program, mesh: Mesh, axes: Sequence[str], homes: Mapping[str, Layout]) -> Plan:
+    nest = _kept(Schedule(program, mesh), homes)
+    return place(nest, **dict(zip(mesh.names, axes, strict=True))).lower()
+
+
+def _kept(nest: Nest, homes: Mapping[str, Layout]) -> Nest:
+    """The schedule with operands at home in these layouts."""
+    for name, layout in homes.items():
+        for mesh_axis, axis in zip(nest.mesh.names, layout, strict=True):
+            nest = nest.replicate(name, mesh_axis) if axis is None else nest.shard(name, axis, mesh_axis)
+    return nest
+
+
+def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether the ranks along each mesh axis divide its axis."""
+    ranks = {name: math.prod(m.size for m, axis in zip(mesh.axes, axes, strict=True) if axis == name) for name in axes}
+    return all(program.shares(name) % number == 0 for name, number in ranks.items())
+
+
+def _block(program: Program, operand: Operand, mesh: Mesh, axes: Sequence[str]) -> int:
+    """Bytes of a rank's block of an operand."""
+    ranks = math.prod(part.size for part, axis in zip(mesh.axes, axes, strict=True) if axis in operand.axes)
+    return program.nbytes(operand) // ranks
+
+
+class Relayouts:
+    """The time to bring a tensor from one layout to another on a mesh, remembered for equal shapes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def edge(
+        self, producer: Operator, have: Sequence[Option], consumer: Operator, want: Sequence[Option], operand: str
+    ) -> np.ndarray:
+        """The time between every option of the producer and every one of the consumer; infinite where it is not possible."""
+        taken = consumer.program.operand(operand)
+        left, right = _numbered([option.out for option in have]), _numbered([option.needs(taken) for option in want])
+        table = np.array([
+            [self.seconds(consumer.program, taken, consumer.arriving(operand, out), needed) for needed in right[0]]
+            for out in left[0]
+        ])  # fmt: skip
+        return table[np.ix_(left[1], right[1])]
+
+    def seconds(self, program: Program, operand: Operand, have: Layout, want: Layout) -> float:
+        """The time for an operand; infinite if lowering cannot cut it so, or `have` names an axis that it lacks."""
+        dims = tuple(
+            tuple(operand.axes.index(axis) if axis in operand.axes else axis for axis in each) for each in (have, want)
+        )
+        whole = [program.axis(name).kind == WHOLE for name in operand.axes]
+        home = operand.axes.index(operand.home) if operand.home else None
+        key = program.shape(operand), program.itemsize(operand), tuple(whole), home, dims
+        if key not in self._known:
+            self._known[key] = self._seconds(program, operand, have, want)
+        return self._known[key]
+
+    def _seconds(self, program: Program, operand: Operand, have: Layout, want: Layout) -> float:
+        kinds = [program.axis(name).kind for name in operand.axes]
+        sizes = zip(
+            operand.axes, program.shape(operand), [WHOLE if each == WHOLE else SPATIAL for each in kinds], strict=True
+        )
+        x, y = (Operand(name, operand.axes, operand.home, is_wide=operand.is_wide) for name in ("x", "y"))
+        axes, dtype = tuple(Axis(*each) for each in sizes), program.dtype
+        copy = Program("copy", axes, (x,), (y,), (Result("sum", ("y",)),), f"x[{', '.join(x.axes)}]", (), dtype)
+        try:
+            digits = Digits(_kept(LoopNest(copy, self._mesh), {"x": have, "y": want}))
+            steps = [step for step, _ in conversions(digits, x, digits.home(x), digits.home(y))]
+        except Illegal:
+            return math.inf
+        return seconds(self._mesh, steps, account(digits, steps).by_step)
+
+
+def _numbered(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    """The different layouts, and the number of each one's among them."""
+    different = list(dict.fromkeys(layouts))
+    return different, [different.index(each) for each in layouts]

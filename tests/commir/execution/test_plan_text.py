@@ -1,0 +1,174 @@
+"""Plans as text: what is read back, and what is refused. Oracle: the plan that was written, and its hash."""
+
+import hashlib
+import json
+
+import pytest
+
+from commir import Mesh, Plan, Schedule, programs, verify
+from commir.execution.verifier import Refuted
+from commir.ir.mesh import MeshAxis
+from commir.ir.program import Axis, Operand, Program, Result
+from commir.lowering.text import canonical
+from commir.scheduling.placements import Placement, place
+
+VALUES = [None, [], {}, 0, -1, 5, 10**30, 1.5, True, "x", "a\nb", [1], [["x"]]]
+
+
+def some_plans():
+    """Attention with a ring and a split axis, and a scan."""
+    attention, mesh = programs.attention(1, 4, 2, 16, 4), Mesh(x=2, y=2).split("y", c=2)
+    return [
+        place(Schedule(attention, mesh), x=Placement("q", True), c="heads").lower(),
+        place(Schedule(programs.selective_scan(1, 8, 4), Mesh(x=2)), x="seq").lower(),
+    ]
+
+
+PLANS = some_plans()
+
+
+def paths(value, path=()):
+    """The paths of all keys and elements inside a value of JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from paths(inner, (*path, key))
+
+
+def at(value, path):
+    """The value at a path."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changed(text, path, value):
+    """The content of a text with another value at a path."""
+    found = json.loads(text)
+    at(found, path[:-1])[path[-1]] = value
+    return found
+
+
+def with_hash(content):
+    """The text of a content with the hash that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "hash"}
+    return json.dumps(content | {"hash": hashlib.sha256(canonical(content).encode()).hexdigest()})
+
+
+def refusal(text):
+    """The message with which a text is refused, which is one line."""
+    with pytest.raises(ValueError) as caught:
+        Plan.from_json(text)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
+def test_every_changed_value_is_refused(plan):
+    text = plan.to_json()
+    content = json.loads(text)
+    for path in paths(content):
+        for value in VALUES:
+            if value != at(content, path) or type(value) is not type(at(content, path)):
+                refusal(json.dumps(changed(text, path, value)))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
+def test_every_missing_or_added_key_is_refused(plan):
+    text = plan.to_json()
+    for path in ((), *paths(json.loads(text))):
+        inner = at(json.loads(text), path)
+        for key in inner if isinstance(inner, dict) else ():
+            found = json.loads(text)
+            del at(found, path)[key]
+            refusal(json.dumps(found))
+        if isinstance(inner, dict):
+            refusal(json.dumps(changed(text, (*path, "extra"), 1)))
+
+
+def test_keys_that_are_there_twice_are_refused():
+    text = PLANS[0].to_json()
+    assert "is there twice" in refusal(text.replace('"dtype":', '"dtype":"float16","dtype":', 1))
+
+
+def test_primitives_in_another_form_are_refused():
+    """The default names of a tile's digits, left out: the schedule is the same, the text is not."""
+    plan = Schedule(programs.weighted_sum(8, 8), Mesh(x=2)).tile("rows", 2).parallelize("rows.o", "x").lower()
+    assert '["tile","rows",2,"rows.o","rows.i"]' in plan.to_json()
+    assert "primitives" in refusal(plan.to_json().replace(',"rows.o","rows.i"]', "]"))
+
+
+@pytest.mark.parametrize("text", [None, 5, b"abc", "", "[]", "{}", "NaN", "[" * 100_000, '"a\\nb"'])
+def test_other_texts_are_refused(text):
+    assert refusal(text).startswith("this is no plan, or a damaged one: ")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
+def test_a_text_with_the_hash_of_its_changes_is_refused_or_refuted(plan):
+    """A plan that someone else wrote may be wrong in any way: reading and verifying it say so in one line."""
+    text = plan.to_json()
+    for path in paths(json.loads(text)["steps"], ("steps",)):
+        for value in VALUES:
+            try:
+                verify(Plan.from_json(with_hash(changed(text, path, value))))
+            except ValueError as error:
+                assert len(str(error).splitlines()) == 1
+
+
+def test_a_scan_with_another_number_of_blocks_is_refuted():
+    (number,) = (n for n, axis in enumerate(PLANS[1].program.axes) if axis.name == "blocks")
+    plan = Plan.from_json(with_hash(changed(PLANS[1].to_json(), ("program", "axes", number, "size"), 10**30)))
+    with pytest.raises(Refuted, match="axis blocks has size 1000000000000000000000000000000, but seq has 4 blocks"):
+        verify(plan)
+
+
+def test_a_part_may_have_the_name_of_another_level():
+    mesh = Mesh(x=2, y=2).split("y", c=1, d=2).split("x", y=2, e=1)
+    plan = place(Schedule(programs.weighted_sum(8, 8), mesh), y="rows", e="rows", c="cols", d="cols").lower()
+    read = Plan.from_json(plan.to_json())
+    assert read == plan and [axis.level for axis in read.mesh.axes] == ["x", "x", "y", "y"]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Mesh(gpu=4).split("gpu", a=-2, b=-2), "mesh axis a has size -2"),
+        (lambda: Mesh(gpu=1).split("gpu"), "mesh axis gpu needs parts"),
+        (lambda: Mesh(gpu=4).split("gpu", a=2, b=3), r"mesh axis gpu of 4 ranks is not 2 \* 3 = 6"),
+        (lambda: Mesh(node=2, gpu=4).split("gpu", node=4), "the mesh has an axis 'node' already"),
+        (lambda: Mesh(**{"a b": 2}), "'a b' is no name for a mesh axis"),
+        (lambda: Mesh(gpu=True), "mesh axis gpu has size True"),
+        (lambda: Mesh.of_axes([]), "a mesh needs axes with different names, not none"),
+        (lambda: Mesh.of_axes([MeshAxis("a", 2, "x"), MeshAxis("a", 2, "y")]), "with different names, not a, a"),
+        (lambda: Mesh.of_axes([MeshAxis(a, 2, level) for a, level in ("ax", "by", "cx")]), "must be neighbours"),
+    ],
+)
+def test_meshes_that_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def program(a=None, c="c", outputs=("c",), **others):
+    """c[rows] = a[rows], with something changed."""
+    a, c = a or Operand("a", ("rows",)), Operand(c, ("rows",))
+    return Program("copy", (Axis("rows", 4),), (a,), (c,), (Result("sum", outputs),), "a[rows]", **others)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Axis(None, 4), "None is no name for an axis"),
+        (lambda: Axis("rows", True), "axis rows has size True"),
+        (lambda: Operand("a b", ("rows",)), "'a b' is no name for an operand"),
+        (lambda: Operand("a", ("rows",), groups=(("rows", 0),)), "operand a has groups of 0 along rows"),
+        (lambda: Operand("a", ("rows",), groups=(("cols", 2),)), "operand a has groups along cols"),
+        (lambda: program(a=Operand("a", ("rows",), source=("z",))), "operand a is derived from z"),
+        (lambda: program(c="a", outputs=("a",)), "two operands are called a"),
+        (lambda: program(outputs=("c", "d")), "a result of copy names d, which is no output"),
+        (lambda: program(options=(("causal", [1]),)), r"option causal is \[1\]"),
+        (lambda: program(options=(("causal", 1), ("causal", 2))), "two options are called causal"),
+    ],
+)
+def test_programs_that_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

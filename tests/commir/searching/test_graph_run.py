@@ -1,0 +1,101 @@
+"""Layers by the plans of a graph on ranks. Oracles: the layer in torch's operations; the same graph on one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from attention_problems import exact
+from commir import Mesh, search_graph, verify
+from commir.execution.state import Count
+from commir.searching.graph_run import GraphRunner
+from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
+
+LLAMA = dict(batch=2, seq=16, hidden=16, heads=4, kv_heads=4, ffn=32, dtype="float64")
+ZAMBA = dict(batch=2, seq=16, hidden=16, heads=4, dim=8, state=4, attention_heads=4, dtype="float64")
+LAYERS = {"llama": lambda: transformer_layer(**LLAMA), "zamba": lambda: zamba_layer(**ZAMBA)}
+SLOW_NODES = {"node": (1e-5, 1e8), "gpu": (1e-6, 1e11)}
+MESHES = [(2, dict(gpu=2)), (4, dict(node=2, gpu=2)), (8, dict(node=2, gpu=4))]
+
+
+def given_to(operators, seed=0):
+    """{operator: {input: whole tensor}} for parameters, and for the input of the layer."""
+    generator, given = torch.Generator().manual_seed(seed), {}
+    for each in operators:
+        names = [operand.name for operand in each.parameters()] + ["x0"] * (each.name == "residual_in")
+        shapes = {name: each.program.shape(each.program.operand(name)) for name in names}
+        given[each.name] = {
+            name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+        }
+        if each.name == "scan":
+            given[each.name] = {name: -x.abs() for name, x in given[each.name].items()}
+    return given
+
+
+def llama(given):
+    """The layer in torch's operations."""
+    x = given["residual_in"]["x0"]
+    heads = [(x @ given[f"in_{name}"]["b"]).unflatten(-1, (4, 4)) for name in "qkv"]
+    y = x + exact(*heads, causal=True)[0].flatten(2) @ given["out_attention"]["b"]
+    gate, up = (y @ given[name]["b"] for name in ("in_gate", "in_up"))
+    return y + (torch.nn.functional.silu(gate) * up) @ given["out_mlp"]["b"]
+
+
+def run_layer(rank, operators, plans, given):
+    """(this rank's block of the layer's output, bytes sent)."""
+    local, count = {}, Count()
+    for name, whole in given.items():
+        plan, there = plans[name], rank % plans[name].mesh.ranks
+        shapes = {each.name: torch.zeros(plan.program.shape(each), dtype=torch.float64) for each in plan.inputs()}
+        shards = plan.shard(shapes | whole, there)
+        local[name] = {key: shards[key] for key in whole}
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return GraphRunner(operators, plans, group)(local, count)["residual_out"], count.sent
+
+
+@pytest.mark.parametrize("best", [search_graph, best_3d_parallel])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("world, mesh", MESHES)
+@pytest.mark.parametrize("memory", [None, 1100])
+def test_layers_on_ranks(ranks, world, mesh, name, best, memory):
+    """With a limit of memory, no rank can hold all of a product's parameters."""
+    operators, mesh = LAYERS[name](), Mesh(speeds=SLOW_NODES if "node" in mesh else None, **mesh)
+    found = best(operators, mesh, memory and 8 * memory // world)
+    plans, given = found.plans(), given_to(operators)
+    for plan in plans.values():
+        verify(plan)
+    results = ranks(run_layer, world, operators, plans, given)
+    assert {sent for _, sent in results} == {sum(plan.bytes_per_rank for plan in plans.values())}
+    last = plans["residual_out"]
+    whole = last.unshard([{"y": block} for block, _ in results])["y"]
+    alone = search_graph(operators, Mesh(gpu=1))
+    expected = llama(given) if name == "llama" else run_layer(0, operators, alone.plans(), given)[0]
+    assert (whole - expected).abs().max() <= 1e-13 * max(1.0, expected.abs().max())
+
+
+def test_what_a_graph_is_predicted_to_take():
+    """The times of its plans; where messages of several operands are sent together, less."""
+    for name in LAYERS:
+        found = search_graph(LAYERS[name](), Mesh(gpu=4))
+        assert sum(plan.seconds for plan in found.plans().values()) == pytest.approx(found.seconds)
+
+
+def different(rank, operators, plans, given):
+    try:
+        run_layer(rank, operators, plans, given)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_wrong_block_on_one_rank(ranks, world):
+    operators = LAYERS["llama"]()
+    plans, given = search_graph(operators, Mesh(gpu=world)).plans(), given_to(operators)
+    smaller = search_graph(operators, Mesh(gpu=world // 2)).plans()
+
+    def run(rank):
+        mine = given | ({"in_up": {"b": given["in_up"]["b"].float()}} if rank == world - 1 else {})
+        return different(rank, operators, plans, mine), different(rank, operators, smaller, given)
+
+    for blocks, group in ranks(run, world):
+        assert f"ranks of the group [{world - 1}] were asked something else than rank 0" in blocks
+        assert f"the group has {world} ranks, and the mesh of residual_in {world // 2}" in group
