@@ -34,8 +34,7 @@ class Chunks:
 
     def positions(self, number: int) -> dict[str, Tensor]:
         """{axis: the elements of the whole axis that are in a chunk}."""
-        sizes = [[((self._axis, n), size) for n, size in enumerate(self._digits.sizes[self._axis])]]
-        return {self._axis: select(self._plan.positions(self._axis), sizes, self._fixed(number)).reshape(-1)}
+        return {self._axis: self._plan.elements(self._axis, self._fixed(number))}
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """{operand: all its chunks} where a rank holds whole chunks, as it does if ranks divide the axis outside of them."""

@@ -4,12 +4,15 @@ Every function takes the state of a rank and a step, and is a generator as `stat
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand, Result
+from commir.lowering.accounting import AHEAD
 from commir.lowering.blocks import is_received_in_place
 from commir.lowering.steps import AllReduce, AllToAll, Gather, Place, ReduceScatter, Slice, Swap
 
@@ -27,24 +30,19 @@ def all_to_all(state: RankState, step: AllToAll) -> Run:
     state.count.hold(*new)
     joined = [_Joined(state, name, x, place, size) for x, (name, _, place) in zip(new, step.moves, strict=True)]
     _write_all(joined, own, [piece[own] for piece in pieces])
-    for distance in range(1, size):
-        to, source = (own + distance) % size, (own - distance) % size
-        into = [each.receiver(source) for each in joined]
-        arrived = yield from state.exchange(step.axis, [piece[to] for piece in pieces], distance, into)
-        _write_all(joined, source, arrived)
-        _drop_copies(state, joined, arrived)
+    yield from _collect(state, step.axis, lambda to: [piece[to] for piece in pieces], joined)
     state.replace(names, new)
 
 
 def gather(state: RankState, step: Gather) -> Run:
-    """Join the blocks of all ranks along the axis. A rank passes on what it received last."""
-    names = [name for name, _ in step.moves]
-    passed = state.read(names)
-    new = [_joined_buffer(x, state.size(step.axis), joined) for x, (_, joined) in zip(passed, step.moves, strict=True)]
+    """Join the blocks of all ranks along the axis."""
+    size, names = state.size(step.axis), [name for name, _ in step.moves]
+    blocks = state.read(names)
+    new = [_joined_buffer(x, size, joined) for x, (_, joined) in zip(blocks, step.moves, strict=True)]
     state.count.hold(*new)
-    size = state.size(step.axis)
     joined = [_Joined(state, name, x, place, size) for x, (name, place) in zip(new, step.moves, strict=True)]
-    yield from _pass_around(state, step.axis, passed, joined)
+    _write_all(joined, state.coordinates[step.axis], blocks)
+    yield from _collect(state, step.axis, lambda to: blocks, joined)
     state.replace(names, new)
 
 
@@ -99,28 +97,48 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     state.count.drop(*rows)
     whole = [torch.empty_like(x) for x in rows]
     state.count.hold(*whole)
-    passed = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
+    rounded = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
     joined = [_Joined(None, name, x, ROWS, size) for name, x in zip(names, whole, strict=True)]
-    yield from _pass_around(state, step.axis, passed, joined)
+    _write_all(joined, own, rounded)
+    yield from _collect(state, step.axis, lambda to: rounded, joined)
     state.count.drop(*total, *whole)
     new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
 
 
-def _pass_around(state: RankState, axis: str, passed: list[Tensor], joined: "list[_Joined]") -> Run:
-    """Write this rank's blocks `passed`, and those of all others along the axis, into `joined` at their places."""
-    size, own, is_own = state.size(axis), state.coordinates[axis], True
-    _write_all(joined, own, passed)
-    for distance in range(1, size):
-        source = (own + distance) % size
-        arrived = yield from state.exchange(axis, passed, -1, [each.receiver(source) for each in joined])
-        if not is_own:
-            _drop_copies(state, joined, passed)
-        _write_all(joined, source, arrived)
-        passed, is_own = arrived, False
-    if not is_own:
-        _drop_copies(state, joined, passed)
+def _collect(state: RankState, axis: str, leaving: Callable[[int], list[Tensor]], joined: "list[_Joined]") -> Run:
+    """Exchange tensors with all other ranks along an axis. leaving: those for each of them. joined: where theirs belong."""
+    size, own = state.size(axis), state.coordinates[axis]
+    is_in_place = not any(each.has_copies for each in joined)
+
+    def arrived(source: int, blocks: list[Tensor]) -> None:
+        _write_all(joined, source, blocks)
+        _drop_copies(state, joined, blocks)
+
+    receivers = {source: [each.receiver(source) for each in joined] for source in range(size) if source != own}
+    yield from _exchange_with_all(state, axis, leaving, receivers, arrived, size if is_in_place else AHEAD)
+
+
+def _exchange_with_all(
+    state: RankState, axis: str, leaving: Callable[[int], list[Tensor]], receivers: Mapping[int, Any],
+    arrived: Callable[[int, list[Tensor]], None], ahead: int,
+) -> Run:  # fmt: skip
+    """Exchange tensors with all other ranks along an axis, of which at most `ahead` are on their way at a time.
+
+    leaving: those for each rank. receivers: {rank: what its tensors are received into} as in `begin_exchange`. arrived: is
+    called for each rank in turn with its tensors.
+    """
+    size, own, under_way = state.size(axis), state.coordinates[axis], deque[tuple[int, Any, list[Tensor]]]()
+    for distance in range(1, size + ahead):
+        if distance < size:
+            to, source = (own + distance) % size, (own - distance) % size
+            handle, blocks = yield from state.begin_exchange(axis, leaving(to), distance, receivers.get(source))
+            under_way.append((source, handle, blocks))
+        if under_way and distance >= ahead:
+            source, handle, blocks = under_way.popleft()
+            yield handle
+            arrived(source, blocks)
 
 
 class _Joined:
@@ -161,14 +179,16 @@ def _combine_pieces(
     state: RankState, axis: str, outputs: list[Operand], pieces: list[list[Tensor]], total: list[Tensor]
 ) -> Run:
     """Combine this rank's piece of every other rank's partial result into `total`."""
-    size, own = state.size(axis), state.coordinates[axis]
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
-    for distance in range(1, size):
-        to = (own + distance) % size
-        leaving = [state.on_wire(output, piece[to]) for output, piece in zip(outputs, pieces, strict=True)]
-        arrived = yield from state.exchange(axis, leaving, distance)
-        monoid.combine(total, arrived)
-        state.count.drop(*arrived)
+
+    def leaving(to: int) -> list[Tensor]:
+        return [state.on_wire(output, piece[to]) for output, piece in zip(outputs, pieces, strict=True)]
+
+    def arrived(source: int, blocks: list[Tensor]) -> None:
+        monoid.combine(total, blocks)
+        state.count.drop(*blocks)
+
+    yield from _exchange_with_all(state, axis, leaving, {}, arrived, AHEAD)
 
 
 def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) -> list[Tensor]:

@@ -164,15 +164,9 @@ def _check_shapes(program: Program, inputs: Mapping[str, Tensor], indices: Mappi
 
 def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
     """For each loop axis, the elements of the whole tensor that the tile sees."""
+    fixed = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.parallel.items()} | dict(fixed)
     axes = [axis for axis in state.digits.sizes if state.program.axis(axis).kind != WHOLE]
-    return {axis: _index(state, axis, fixed) for axis in axes}
-
-
-def _index(state: RankState, axis: str, fixed: Fixed) -> Tensor:
-    """The elements of the whole tensor, along an axis, that the tile sees."""
-    held = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.digits.parallel().items()}
-    sizes = [[((axis, number), size) for number, size in enumerate(state.digits.sizes[axis])]]
-    return select(state.positions(axis), sizes, _local(held | dict(fixed), sizes)).reshape(-1)
+    return {axis: state.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
 
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:

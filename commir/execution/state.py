@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from commir.ir.program import Operand, Program
-from commir.lowering.blocks import local_sizes
+from commir.lowering.blocks import chosen, local_sizes
+from commir.lowering.layouts import Piece
 from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
 from commir.lowering.steps import Key, register_key
@@ -75,7 +76,7 @@ class RankState:
         self.plan, self.digits, self.program = plan, plan.digits, plan.program
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
-        self.loops = loops_of(self.digits)
+        self.loops, self.parallel = loops_of(self.digits), self.digits.parallel()
         self.travels = {each.name: travelling(self.digits, self.loops, each) for each in self.program.operands}
         self.sizes = {
             each.name: local_sizes(self.digits, each, self.digits.needed(each)) for each in self.program.operands
@@ -89,9 +90,11 @@ class RankState:
         self._dtype = inputs[self.program.inputs[0].name].dtype
         self.count.hold(*(owned if chunk else inputs.values()))
 
-    def positions(self, axis: str) -> Tensor:
-        """The element of the whole tensor that has each number along an axis."""
-        return self._chunk[axis] if axis in self._chunk else self.plan.positions(axis)
+    def elements(self, axis: str, fixed: Mapping[Piece, int]) -> Tensor:
+        """The elements of the whole tensor, along an axis, that have these blocks of some digits."""
+        if axis in self._chunk:
+            return chosen(self._chunk[axis], self.digits, axis, fixed)
+        return self.plan.elements(axis, fixed)
 
     # Registers
 
@@ -154,10 +157,10 @@ class RankState:
         self.count.sent += sum(x.nbytes for x, _ in sends)
         return Messages([(x.contiguous(), to) for x, to in sends], receives)
 
-    def exchange(
+    def begin_exchange(
         self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None
     ) -> Run:
-        """Send tensors `distance` further along an axis; returns those of the rank as far before.
+        """Begin to send tensors `distance` further along an axis; returns (handle, those of the rank as far before).
 
         into: contiguous tensors to receive into; None: a new one, which is counted, and which the caller drops.
         """
@@ -170,5 +173,4 @@ class RankState:
         self.count.hold(*new)
         to, source = self.peer(axis, distance), self.peer(axis, -distance)
         handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
-        yield handle
-        return arriving
+        return handle, arriving

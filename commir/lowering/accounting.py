@@ -18,6 +18,8 @@ from .layouts import Digits
 from .loops import loops_of, travelling
 from .steps import Key, Step, register_key
 
+AHEAD = 2  # how many exchanges of a collective are under way at a time, where arriving tensors are copied
+
 
 @dataclass(frozen=True)
 class Message:
@@ -143,14 +145,15 @@ class _Ledger:
         piece = sum(self._nbytes(name) // size for name in names)
         self._send(step.axis, piece, size - 1)
         copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        self._replace(names, lambda count: count, sum(self._nbytes(name) // size for name in copied))
+        transit = min(AHEAD, size - 1) * sum(self._nbytes(name) // size for name in copied)
+        self._replace(names, lambda count: count, transit)
 
     def gather(self, step: kinds.Gather) -> None:
         names, size = [name for name, _ in step.moves], self._size(step.axis)
         block = sum(map(self._nbytes, names))
         self._send(step.axis, block, size - 1)
         copied = [name for name, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = min(2, size - 1) * sum(map(self._nbytes, copied))
+        transit = min(AHEAD, size - 1) * sum(map(self._nbytes, copied))
         self._replace(names, lambda count: count * size, transit)
 
     def slice(self, step: kinds.Slice) -> None:
@@ -229,7 +232,7 @@ class _Ledger:
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
         )
         self._send(step.axis, wire, size - 1)
-        self._replace([output.name for output in outputs], lambda count: count // size, wire)
+        self._replace([output.name for output in outputs], lambda count: count // size, min(AHEAD, size - 1) * wire)
 
     def all_reduce(self, step: kinds.AllReduce) -> None:
         size, outputs = self._size(step.axis), self._outputs(step.result)
@@ -243,10 +246,11 @@ class _Ledger:
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
         )
         self._send(step.axis, wire, 2 * (size - 1))
-        self._hold(size * wide + wide + wire)  # rows, this rank's piece, and a piece that arrives
-        self.held -= size * wide + wire
-        self._hold(size * wide + min(2, size - 1) * wire)  # the combined rows, and pieces on their way
-        self.held -= (size + 1) * wide + min(2, size - 1) * wire
+        transit = min(AHEAD, size - 1) * wire
+        self._hold(size * wide + wide + transit)  # rows, this rank's piece, and pieces that arrive
+        self.held -= size * wide + transit
+        self._hold(size * wide + transit)  # the combined rows, and pieces that arrive
+        self.held -= (size + 1) * wide + transit
 
     def round(self, step: kinds.Round) -> None:
         for output in self._outputs(step.result):

@@ -52,6 +52,12 @@ def select(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
     return x[tuple(fixed.get(piece, slice(None)) for dim in sizes for piece, _ in dim)]
 
 
+def chosen(x: Tensor, digits: Digits, axis: str, fixed: Mapping[Piece, int]) -> Tensor:
+    """The elements of x (size of an axis,) that have these blocks of some of its digits."""
+    sizes = [[((axis, number), size) for number, size in enumerate(digits.sizes[axis])]]
+    return select(x, sizes, fixed).reshape(-1)
+
+
 def flat(view: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
     """The result of `select` with one dimension per axis again."""
     return view.reshape([math.prod(size for piece, size in dim if piece not in fixed) for dim in sizes])

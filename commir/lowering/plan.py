@@ -13,9 +13,9 @@ from commir.scheduling.loop_nest import Digit, LoopNest
 from commir.scheduling.placements import known_as
 
 from .accounting import Account, account
-from .blocks import block, positions, put_block, reordered
+from .blocks import block, chosen, positions, put_block, reordered
 from .explain import lines_of_messages
-from .layouts import Digits
+from .layouts import Digits, Piece
 from .steps import Compute, Step
 from .text import canonical, content, digest, parse
 from .timeline import seconds
@@ -96,8 +96,19 @@ class Plan:
             self._positions[axis] = positions(self.digits, axis)
         return self._positions[axis]
 
+    def elements(self, axis: str, fixed: Mapping[Piece, int]) -> torch.Tensor:
+        """The elements of the whole tensor, along an axis, that have these blocks of some digits; remembered."""
+        key = axis, tuple(sorted(fixed.items()))
+        if key not in self._elements:
+            self._elements[key] = chosen(self.positions(axis), self.digits, axis, fixed)
+        return self._elements[key]
+
     @cached_property
     def _positions(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    @cached_property
+    def _elements(self) -> dict[object, torch.Tensor]:
         return {}
 
     @property

@@ -7,6 +7,8 @@ They share no memory with the inputs, so that a caller may write into them.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -42,14 +44,33 @@ def _attention(program: Program, inputs: Tensors, indices: Tensors) -> dict[str,
     """(out, lse) of some queries over some keys, by the kernels of attention2d."""
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
     scale, calls = program.option("scale"), _Calls(program, indices)
-    q, k, v = calls.q.sort(q), calls.kv.sort(k), calls.kv.sort(v)
+    k, v = calls.kv.sort(k), calls.kv.sort(v)
     if calls.is_one_tile(q, k):
         out, lse = attend(q, k, v, calls.all[0].causal, scale)
     else:
+        out, lse = _attend_in_calls(q, k, v, list(split_calls(calls.of_unsorted_queries(), tile_length(q))), scale)
+    return {"out": out.transpose(0, 1), "lse": lse.transpose(0, 1)}
+
+
+def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: list[KernelCall], scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of kernel calls, merged. The first for some queries is copied, if others have the same or none of them."""
+    slots = sorted({(call.q.start, call.q.stop) for call in calls})
+    ends = [0, *(stop for _, stop in slots)]
+    is_covered = [start for start, _ in slots] == ends[:-1] and ends[-1] == len(q)
+    if is_covered:
+        out = q.new_empty(q.shape, dtype=at_least_fp32(q.dtype))
+        lse = out.new_empty(q.shape[:-1])
+    else:
         out, lse = empty_result(q)
-        for call in split_calls(calls.all, tile_length(q)):
-            merge(out[call.q], lse[call.q], *attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale))
-    return {"out": calls.q.unsort(out).transpose(0, 1), "lse": calls.q.unsort(lse).transpose(0, 1)}
+    fresh = set(slots) if is_covered else set()
+    for call in calls:
+        rows, found = call.q, attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale)
+        if (rows.start, rows.stop) in fresh:
+            fresh.remove((rows.start, rows.stop))
+            out[rows], lse[rows] = found
+        else:
+            merge(out[rows], lse[rows], *found)
+    return out, lse
 
 
 def _attention_backward(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
@@ -76,46 +97,75 @@ class _Calls:
     """The kernel calls for a tile whose queries and keys are at any positions; under a causal mask both are sorted first."""
 
     def __init__(self, program: Program, indices: Tensors) -> None:
-        if program.option("causal"):
+        self._is_causal = bool(program.option("causal"))
+        if self._is_causal:
             self.q, self.kv = _Runs(indices["q"]), _Runs(indices["kv"])
-            length = math.gcd(*(number for runs in (self.q, self.kv) for run in runs.all for number in run[:2]))
-            self.all = kernel_calls(self.q.segments(length), self.kv.segments(length), True)
+            self.all = _causal_calls(self.q.all, self.kv.all)
         else:  # any order is as good
             self.q = self.kv = _Runs(torch.arange(1))
             self.all = [KernelCall(slice(0, len(indices["q"])), slice(0, len(indices["kv"])), False)]
 
+    def of_unsorted_queries(self) -> list[KernelCall]:
+        """The calls if only the keys are sorted: those of each run of queries, which need not be copied then."""
+        if not self._is_causal or self.q.is_sorted:
+            return self.all
+        found = list[KernelCall]()
+        for run in self.q.all:
+            for call in _causal_calls((run,), self.kv.all):
+                rows = slice(run.start + call.q.start, run.start + call.q.stop)
+                found.append(KernelCall(rows, call.kv, call.causal))
+        return found
+
     def is_one_tile(self, q: Tensor, k: Tensor) -> bool:
-        """Whether one kernel call covers all queries and all keys, and is small enough."""
+        """Whether one kernel call covers all queries in their order, and all keys, and is small enough."""
         whole = KernelCall(slice(0, len(q)), slice(0, len(k)), self.all[0].causal) if self.all else None
-        return self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
+        return self.q.is_sorted and self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
+
+
+class _Run(NamedTuple):
+    """Consecutive positions in a tile. start: the first one's slot."""
+
+    first: int
+    length: int
+    start: int
+
+    @property
+    def slots(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+
+@lru_cache(maxsize=4096)  # a rank makes the same tiles in every pass
+def _causal_calls(q: tuple[_Run, ...], kv: tuple[_Run, ...]) -> list[KernelCall]:
+    """The causal calls between runs of queries and of keys, as if each were sorted by position."""
+    length = math.gcd(*(number for run in (*q, *kv) for number in run[:2]))
+
+    def segments(runs: tuple[_Run, ...]) -> list[Segment]:
+        return [Segment(n, length, length) for run in runs for n in range(run.first, run.first + run.length, length)]
+
+    return kernel_calls(segments(q), segments(kv), True)
 
 
 class _Runs:
-    """Runs of consecutive positions in a tile. all: (first position, length, slots in the tile), sorted by position."""
+    """Runs of consecutive positions in a tile, sorted by position."""
 
     def __init__(self, positions: Tensor) -> None:
         breaks = (positions.diff() != 1).nonzero().flatten() + 1
         starts = [0, *breaks.tolist(), len(positions)]
-        runs = [(int(positions[a]), b - a, slice(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
-        self.all = sorted(runs, key=lambda run: run[0])
-        self._is_sorted = self.all == runs
-
-    def segments(self, length: int) -> list[Segment]:
-        """The sorted positions as segments of equal length, which divides every run."""
-        return [Segment(n, length, length) for first, count, _ in self.all for n in range(first, first + count, length)]
+        runs = [_Run(int(positions[a]), b - a, a) for a, b in zip(starts, starts[1:], strict=False)]
+        self.all = tuple(sorted(runs))
+        self.is_sorted = list(self.all) == runs
 
     def sort(self, x: Tensor) -> Tensor:
         """The slots of x, its first dimension, sorted by position."""
-        return x if self._is_sorted else torch.cat([x[slots] for _, _, slots in self.all])
+        return x if self.is_sorted else torch.cat([x[run.slots] for run in self.all])
 
     def unsort(self, x: Tensor) -> Tensor:
         """The inverse of `sort`."""
-        if self._is_sorted:
+        if self.is_sorted:
             return x
         found = torch.empty_like(x)
-        parts = x.split([count for _, count, _ in self.all])
-        for (_, _, slots), part in zip(self.all, parts, strict=True):
-            found[slots] = part
+        for run, part in zip(self.all, x.split([run.length for run in self.all]), strict=True):
+            found[run.slots] = part
         return found
 
 
