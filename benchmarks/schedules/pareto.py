@@ -45,6 +45,7 @@ def plot(plans: list[Plan], front: list[Plan]) -> None:
         axis.scatter(*points([plan for plan in plans if kind(plan) == name]), marker=marker, s=40, label=name)
     axis.step(*points(front), where="post", color="black", linewidth=1, label="Pareto front")
     axis.set(xlabel="predicted time (ms)", ylabel="memory of a rank (MB)", xscale="log", yscale="log")
+    axis.set_xlim(0.95 * front[0].seconds * 1e3, 8 * front[0].seconds * 1e3)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})

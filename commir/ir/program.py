@@ -186,8 +186,11 @@ class Program:
         """How many points of all axes are computed: half of them under a causal mask."""
         return math.prod(axis.size for axis in self.axes) * (0.5 if dict(self.options).get("causal") else 1.0)
 
-    def shares(self, name: str) -> int:
-        """The number that ranks must divide to share an axis: its size, in the operand in which it is smallest."""
+    def most_blocks(self, name: str) -> int:
+        """The most blocks that an axis can be cut into; the number of ranks that share it must divide this.
+
+        It is the axis's size in the operand that has the fewest elements along it: of heads, the number of key/value heads.
+        """
         return self.axis(name).size // max(operand.divisor(name) for operand in self.operands)
 
     def axis(self, name: str) -> Axis:

@@ -59,7 +59,7 @@ class Digits:
         return found
 
     def needed(self, operand: Operand) -> Layout:
-        """The layout of an input when the loops begin, and that of an output that they do not reduce."""
+        """The layout of an input when the loops begin, and that in which they leave an output, or its partial results."""
         found: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
         scan = self.nest.program.scan
@@ -129,32 +129,53 @@ def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
     All-to-alls come first, then slices and swaps, which keep blocks small, and then gathers, beginning with the outermost
     mesh axis, whose links are the slowest, while blocks are smallest.
     """
-    have = dict(have)
     while have != want:
-        step, have = _next_conversion(digits, operand, have, want)
+        found = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
+        step, have = next(each for each in found if each is not None)
         yield step, dict(have)
 
 
-def _next_conversion(digits: Digits, operand: Operand, have: Layout, want: Layout) -> tuple[Step, Layout]:
-    names = digits.nest.mesh.names
+Conversion = tuple[Step, Layout]  # a step, and the layout after it
+
+
+def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
+    """For a digit on a mesh axis, another one that is local; neither may be needed or held elsewhere."""
     held, wanted = set(have.values()), set(want.values())
-    for m in names:
+    for m in digits.nest.mesh.names:
         if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
             after = {**have, m: want[m]}
             cut = digits.place(operand, want[m], have)
             return AllToAll(m, ((operand.name, cut, digits.place(operand, have[m], after)),)), after
-    for m in names:
-        if m in want and m not in have and want[m] not in held:
+    return None
+
+
+def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
+    """A block of a local digit, along a mesh axis whose ranks all have the same."""
+    for m in digits.nest.mesh.names:
+        if m in want and m not in have and want[m] not in have.values():
             return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
-    for m in names:
-        target = next((other for other in names if want.get(other) == have.get(m) is not None and other != m), None)
-        if target and digits.nest.mesh.size(target) == digits.nest.mesh.size(m):
+    return None
+
+
+def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
+    """A digit that is needed on another mesh axis of the same size, for what is on that one."""
+    mesh = digits.nest.mesh
+    for m in mesh.names:
+        target = next(
+            (other for other in mesh.names if want.get(other) == have.get(m) is not None and other != m), None
+        )
+        if target and mesh.size(target) == mesh.size(m):
             after = {name: piece for name, piece in have.items() if name not in (m, target)}
             after[target] = have[m]
             if target in have:
                 after[m] = have[target]
             return Swap((m, target), (operand.name,)), after
-    m = next(m for m in names if m in have and have[m] != want.get(m))
+    return None
+
+
+def _gather(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion:
+    """All blocks of a digit that should not be on its mesh axis."""
+    m = next(m for m in digits.nest.mesh.names if m in have and have[m] != want.get(m))
     after = {name: piece for name, piece in have.items() if name != m}
     return Gather(m, ((operand.name, digits.place(operand, have[m], after)),)), after
 

@@ -60,8 +60,8 @@ class Candidate:
             ):
                 continue
             ranks = math.prod(part.size for part in self.parts if part.placement.axis == axis.name)
-            for number in range(2, min(program.shares(axis.name) // ranks, MOST_CHUNKS) + 1):
-                if program.shares(axis.name) // ranks % number == 0:
+            for number in range(2, min(program.most_blocks(axis.name) // ranks, MOST_CHUNKS) + 1):
+                if program.most_blocks(axis.name) // ranks % number == 0:
                     yield replace(self, chunks=(axis.name, number))
 
     def __str__(self) -> str:
@@ -72,13 +72,13 @@ class Candidate:
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
     """All candidates whose sizes divide, in a fixed order.
 
-    The mesh has as many parts as the program has loops, but at least MOST_PARTS, and one more if it has several levels; axes
-    of one rank do not count. Such an axis has only one placement.
+    The mesh has as many parts as the program has loops, but at least MOST_PARTS, or one more if it has several levels. Axes
+    of one rank do not count, and have only one placement.
     """
     options = _options(program, mesh)
     levels = sum(axis.size > 1 for axis in mesh.axes)
     loops = len({placement.axis for placement, _ in options})
-    most = max(max(MOST_PARTS, loops) + (levels > 1), levels) + len(mesh.axes) - levels
+    most = max(MOST_PARTS + (levels > 1), loops, levels) + len(mesh.axes) - levels
     for split in product(*(_factorizations(axis.size) for axis in mesh.axes)):
         if sum(map(len, split)) <= most:
             yield from _placed(program, mesh, split, options)
@@ -102,7 +102,7 @@ def _placed(
         for placement, shifted in options if size > 1 else options[:1]:
             ranks = used.get(placement.axis, 1) * size
             is_repeated = parts and parts[-1].axis == axis.name and parts[-1].placement == placement
-            if not is_repeated and program.shares(placement.axis) % ranks == 0:
+            if not is_repeated and program.most_blocks(placement.axis) % ranks == 0:
                 part = Part(name, size, axis.name, axis.level, placement, shifted if placement.is_streamed else None)
                 yield from extended((*parts, part), {**used, placement.axis: ranks})
 

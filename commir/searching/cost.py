@@ -159,7 +159,7 @@ class CostModel:
         ]
         before = 1
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
-            tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_new(operand, rings))
+            tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_first_on(rings, operand))
             before *= part.size
 
 
@@ -186,10 +186,9 @@ class _Tally:
         known = self.collectives.setdefault((part.name, kind), [0, count])
         known[0] += nbytes
 
-    def is_new(self, operand: Operand, rings: list[Part]) -> bool:
-        """Whether an operand is the first that travels along these rings; others travel with it."""
-        key = tuple(part.name for part in rings), operand.name in self.outputs
-        first = self.travelling.setdefault(key, operand.name)
+    def is_first_on(self, rings: list[Part], operand: Operand) -> bool:
+        """Whether an operand is the first that was asked for these rings; other inputs travel in its messages."""
+        first = self.travelling.setdefault(tuple(part.name for part in rings), operand.name)
         return first == operand.name or operand.name in self.outputs
 
     def ring(self, part: Part, nbytes: int, count: int, is_message: bool) -> None:

@@ -133,7 +133,7 @@ def _kept(nest: Nest, homes: Mapping[str, Layout]) -> Nest:
 def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Whether the ranks along each mesh axis divide its axis."""
     ranks = {name: math.prod(m.size for m, axis in zip(mesh.axes, axes, strict=True) if axis == name) for name in axes}
-    return all(program.shares(name) % number == 0 for name, number in ranks.items())
+    return all(program.most_blocks(name) % number == 0 for name, number in ranks.items())
 
 
 def _block(program: Program, operand: Operand, mesh: Mesh, axes: Sequence[str]) -> int:

@@ -97,6 +97,14 @@ def a_wrong_shape(rank, chosen, inputs):
     execute(chosen[0], {name: x[:, : 4 - (rank == 1)] for name, x in local.items()}, dist.group.WORLD)
 
 
+def no_tensor(rank, chosen, inputs):
+    execute(chosen[0], {**chosen[0].shard(inputs, rank), **({"q": None} if rank == 1 else {})}, dist.group.WORLD)
+
+
+def no_inputs(rank, chosen, inputs):
+    execute(chosen[0], None if rank == 1 else chosen[0].shard(inputs, rank), dist.group.WORLD)
+
+
 def a_larger_mesh(rank, chosen, inputs):
     execute(plans(cases(4)[0].program, mesh_of(4))[0], inputs, dist.group.WORLD)
 
@@ -107,6 +115,8 @@ def a_larger_mesh(rank, chosen, inputs):
     [
         (another_plan, "asked something else than rank 0"),
         (a_wrong_shape, "this rank's block of q has shape"),
+        (no_tensor, "q is None, and no tensor"),
+        (no_inputs, "inputs are {name: tensor}, not None"),
         (a_larger_mesh, "ranks, and the mesh of the plan 4"),
     ],
 )

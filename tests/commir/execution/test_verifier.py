@@ -11,6 +11,7 @@ from commir import In, Mesh, Out, Schedule, grid, interpret, programs, verify
 from commir.execution.verifier import Refuted, smallest, unscheduled
 from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
 from commir.scheduling.placements import Placement, place
+from commir.searching.search import all_plans
 from loop_programs import cases, mesh_of, plans, random_inputs, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]
@@ -29,6 +30,24 @@ def test_lowered_plans_pass(sizes, number):
 @pytest.mark.parametrize("sizes", MESHES + LARGE)
 def test_all_lowered_plans_on_up_to_twelve_ranks_pass(sizes, number):
     for plan in plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)):
+        verify(plan)
+
+
+SEARCHED = [Mesh(g=ranks) for ranks in range(2, 13)]
+SEARCHED += [
+    Mesh(n=nodes, g=size) for nodes, size in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 5), (2, 6), (3, 4))
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("mesh", SEARCHED, ids=str)
+def test_every_plan_that_a_search_can_emit_passes(mesh, number):
+    """Without chunks; those are in test_chunks."""
+    program = cases(mesh.ranks)[number].program
+    found = all_plans(program, mesh)
+    assert found
+    for plan in found:
         verify(plan)
 
 

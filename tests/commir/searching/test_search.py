@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from commir import Mesh, Schedule, pareto, programs, search, verify
+from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
 from commir.scheduling.placements import known_as, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from commir.searching.search import all_plans
 from loop_programs import cases, mesh_of
+from sparsefusion import Fabric
+from sparsefusion.fabric.curve import Curve
 
-MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=2, g=4)]
+MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=2, g=4), Mesh(n=1, g=4), Mesh(g=4).split("g", a=2, b=2)]
 DTYPES = ["float32", "bfloat16"]
 
 
@@ -43,7 +46,7 @@ def test_closed_forms_are_those_of_the_plans(mesh, dtype):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_best_plan_is_the_best_of_all(mesh):
     """With a latency and a time of tiles, so that overlapping and few messages pay."""
-    mesh = mesh.with_speeds({name: (1e-4, 1e8 / (1 + number)) for number, name in enumerate(mesh.names)})
+    mesh = mesh.with_speeds({axis.level: (1e-4, 1e8 / (1 + number)) for number, axis in enumerate(mesh.axes)})
     program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
     best = search(program, mesh, top=3, point_seconds=1e-10, call_seconds=1e-5)
     model = CostModel(program, mesh, 1e-10, 1e-5)
@@ -160,6 +163,43 @@ def test_the_pareto_front(mesh):
         assert not any(s <= plan.seconds * (1 - 1e-8) and m < plan.memory for s, m in every)
     for seconds, memory in every:
         assert any(plan.seconds <= seconds * (1 + 1e-8) and plan.memory <= memory for plan in front)
+
+
+def test_plans_that_send_nothing():
+    """The best of several takes no time, which the reasons of the others are compared with."""
+    best, *others = search(programs.attention(4, 2, 2, 64, 8), Mesh(g=1).split("g", a=1))
+    assert best.seconds == best.bytes_per_rank == 0
+    local = Operand("x", ("rows", "cols"), "rows")
+    program = programs.weighted_sum(8, 8)
+    program = replace(program, inputs=(replace(local, name="a"), Operand("b", ("cols",))))
+    best, *others = search(program, Mesh(g=2))
+    assert best.seconds == 0 and others and "s more than the best predicted time" in others[0].reason
+
+
+def test_parts_have_names_of_their_own():
+    found = search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4, gpu0=2))
+    assert all(len(set(plan.mesh.names)) == len(plan.mesh.names) for plan in found)
+
+
+def test_an_axis_of_one_rank_adds_no_candidates():
+    program = programs.attention(1, 4, 4, 64, 8)
+    counts = [len(list(candidates(program, mesh))) for mesh in (Mesh(gpu=4), Mesh(node=1, gpu=4), Mesh(gpu=4, tp=1))]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_as_many_parts_as_loops():
+    program = programs.attention(2, 2, 2, 64, 8)
+    placed = [{part.placement.axis for part in each.parts} for each in candidates(program, Mesh(gpu=16))]
+    assert {"batch", "heads", "q", "kv"} in placed
+
+
+def test_a_fabric_gives_the_speed_of_all_levels():
+    """Also of parts of a level that was split before."""
+    curves = tuple(Curve.fit("p2p", ranks, [(1e3, 1e-5), (1e6, 1e-3)]) for ranks in (2, 4))
+    mesh, program = Mesh(node=2, gpu=4).split("gpu", a=2, b=2), programs.attention(1, 8, 8, 1024, 8)
+    best, *_ = search(program, mesh, fabric=Fabric(curves))
+    assert set(best.mesh.speeds) == {"node", "gpu"}
+    assert best.seconds > best.bytes_per_rank / 1e9
 
 
 def test_sizes_that_do_not_divide():

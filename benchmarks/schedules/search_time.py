@@ -1,0 +1,81 @@
+"""How long commir's searches take, by the number of ranks (about 1 min; on one core).
+
+The claim: attention on 64 ranks is searched in less than 0.5 s and on 512 in less than 2 s, and a chain of 30 products in
+less than 1 s. Medians of several searches in one process; the first is not counted.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.support.tables import markdown, publish
+from commir import Mesh, programs, search, search_graph, verify
+from commir.ir.program import Program
+from commir.searching.candidates import candidates
+from commir.searching.layers import transformer_layer, zamba_layer
+from commir.searching.operator_options import Operator
+
+REPETITIONS = 5
+NODES = {"node": (1e-5, 12.5e9), "gpu": (3e-6, 450e9)}
+MESHES = [Mesh(gpu=ranks) for ranks in (4, 8, 16, 64, 512)]
+MESHES += [Mesh(node=nodes, gpu=8, speeds=NODES) for nodes in (2, 8, 64)]
+ATTENTION = {
+    "32/8 heads": programs.attention(1, 32, 8, 2**20, 128, dtype="bfloat16"),
+    "batch 16, 32/8 heads": programs.attention(16, 32, 8, 2**20, 128, dtype="bfloat16"),
+}
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """The median time of a function."""
+    times = []
+    for _ in range(REPETITIONS + 1):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def attention_row(name: str, program: Program, mesh: Mesh) -> list[str]:
+    """A row: candidates, the time of the search, that with a limit of memory, and that of verifying the best plan."""
+    best = search(program, mesh)[0]
+    limit = int(0.8 * best.memory)
+    row = [f"attention, {name}, {mesh!r}", f"{len(list(candidates(program, mesh))):,}"]
+    row += [
+        f"{seconds(lambda: search(program, mesh)):.3f} s",
+        f"{seconds(lambda: search(program, mesh, memory=limit)):.3f} s",
+    ]
+    return [*row, f"{seconds(lambda: verify(best)):.3f} s" if mesh.ranks <= 64 else ""]
+
+
+def chain(length: int) -> list[Operator]:
+    """Products, each of the one before."""
+    program, renamed = programs.all_gather_matmul(4096, 4096, 4096, "bfloat16"), {"rows": "rows", "cols": "inner"}
+    return [Operator(f"p{n}", program, {"a": (f"p{n - 1}", renamed)} if n else {}) for n in range(length)]
+
+
+def graph_row(name: str, operators: list[Operator], mesh: Mesh) -> list[str]:
+    """A row: the number of operators, and the time of the search."""
+    return [
+        f"{name}, {mesh!r}",
+        f"{len(operators)} operators",
+        f"{seconds(lambda: search_graph(operators, mesh)):.3f} s",
+        "",
+        "",
+    ]
+
+
+def main() -> None:
+    """Measure and publish the table."""
+    torch.set_num_threads(1)
+    rows = [attention_row(name, program, mesh) for name, program in ATTENTION.items() for mesh in MESHES]
+    for mesh in (Mesh(gpu=8), Mesh(node=8, gpu=8, speeds=NODES), Mesh(pod=2, node=4, gpu=8)):
+        rows += [graph_row("Llama layer", transformer_layer(), mesh), graph_row("Zamba2 layer", zamba_layer(), mesh)]
+        rows.append(graph_row("chain of products", chain(30), mesh))
+    header = ["program and mesh", "candidates", "search", "with a limit of memory", "verifying the best plan"]
+    publish("search-time", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
