@@ -33,7 +33,6 @@ from sparsefusion.foundation.command_line import Failure
 from .agreement import first_line, run_on_every_rank, run_on_rank_0
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KEPT_CHECKPOINTS = 2
 
 
 def save_training(
@@ -44,8 +43,9 @@ def save_training(
     requirements: dict[str, Any],
     decay_steps: int = 0,
     write_more: Callable[[Path], None] | None = None,
+    keep: int = 2,
 ) -> None:
-    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `KEPT_CHECKPOINTS`.
+    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `keep` checkpoints.
 
     requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
     `Options.decay_steps`. write_more: writes additional files of this rank into the folder it is given. Failure on every
@@ -74,7 +74,7 @@ def save_training(
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(directory) if path != final]
-        for old in others[: max(0, len(others) - KEPT_CHECKPOINTS + 1)]:
+        for old in others[: max(0, len(others) - keep + 1)]:
             _remove(old)
 
     run_on_rank_0(begin, failure)

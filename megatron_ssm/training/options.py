@@ -17,7 +17,7 @@ CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field of `Options` with its help text; more: choices, required."""
+    """A field of `Options` with its help text; more: choices, required, flag_alone (the value of a flag without one)."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -33,7 +33,10 @@ class Options:
         "", "directory for checkpoints, and at the end for the model in Hugging Face format", required=True
     )
     log: str = _option("", "file for JSON lines, one per logged step")
-    resume: bool = _option(False, "continue from the newest checkpoint in --out")
+    resume: str = _option(
+        "", "continue from the newest checkpoint in --out; auto: or begin, if there is none", choices=("", "newest", "auto"),
+        flag_alone="newest",
+    )  # fmt: skip
     valid_data_path: tuple[str, ...] = _option((), "held-out text files or folders (default: a share of the documents)")
     held_out: float = _option(0.05, "share of the documents' bytes to hold out without --valid-data-path")
     document_separator: str = _option("", "a line that separates documents within a file")
@@ -86,6 +89,7 @@ class Options:
     gradient_density_warmup: int = _option(0, "steps in which the density falls from 0.25 to --gradient-density")
     seed: int = _option(1234, "random seed of initialization and data order")
 
+    keep: int = _option(2, "number of checkpoints to keep, the newest")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
     exit_interval: int = _option(0, "save a checkpoint and exit after a step that is a multiple of this (0: never)")
     log_interval: int = _option(10, "steps between logged steps")
@@ -172,7 +176,7 @@ _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",
                      "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval", "shared_blocks",
-                     "adapter_rank", "num_attention_heads"), 1),
+                     "adapter_rank", "num_attention_heads", "keep"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget"), 0),
@@ -199,6 +203,10 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
             arguments |= dict(nargs="+", metavar="PATH")
         else:
             arguments |= dict(type=type(option.default), choices=option.metadata.get("choices"))
+        if alone := option.metadata.get("flag_alone"):
+            arguments |= dict(nargs="?", const=alone)
+            no: dict[str, Any] = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS, dest=option.name)
+            parser.add_argument(flag(f"no_{option.name}"), action="store_const", const="", **no)
         parser.add_argument(flag(option.name), **arguments)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     parsed = vars(parser.parse_args(argv))
@@ -243,6 +251,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
 def _of_type(value: Any, option: Field, where: str) -> Any:
     """A YAML value as the option's type. (YAML reads 3e-3 as text.)"""
     kind = type(option.default)
+    if isinstance(value, bool) and (alone := option.metadata.get("flag_alone")):
+        return alone if value else ""
     if kind is tuple:
         return tuple(_converted(item, str, where) for item in (value if isinstance(value, list) else [value]))
     value = _converted(value, kind, where)

@@ -105,7 +105,8 @@ class Inputs:
         check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
         requirements = _resume_requirements(options, config, corpus)
-        checkpoint = newest_checkpoint(out / "checkpoints", requirements) if options.resume else None
+        begins = not options.resume or (options.resume == "auto" and not find_checkpoints(out / "checkpoints"))
+        checkpoint = None if begins else newest_checkpoint(out / "checkpoints", requirements)
         if checkpoint and checkpoint[1] > options.train_iters:
             path, step = checkpoint
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
@@ -198,7 +199,8 @@ def _save_checkpoint(trainer: Trainer, inputs: Inputs, step: int) -> None:
     """Write a training checkpoint, with gradients that sparse reduction has not sent yet."""
     directory, decay_steps = inputs.out / "checkpoints", trainer.options.decay_steps
     write_more = functools.partial(write_pending, trainer=trainer)
-    save_training(directory, step, trainer.model, trainer.optimizer, inputs.requirements, decay_steps, write_more)
+    more = decay_steps, write_more, trainer.options.keep
+    save_training(directory, step, trainer.model, trainer.optimizer, inputs.requirements, *more)
 
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:

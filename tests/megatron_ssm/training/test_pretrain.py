@@ -181,6 +181,21 @@ def test_a_run_goes_on_with_other_context_ranks(ranks, here, tp, cp):
         assert (weights()[name] - tensor).abs().max() <= 1e-10
 
 
+def test_one_command_begins_a_run_and_continues_it(here):
+    """With --resume auto, also from YAML; --keep says how many checkpoints remain."""
+    often = "--save-interval", "1", "--keep", "3"
+    pretrain(options("--resume", "auto", "--exit-interval", "2", *often))
+    assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    Path("run.yaml").write_text("resume: auto")
+    pretrain(options("--config", "run.yaml", *often))
+    assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == [f"step-00000{n}" for n in (2, 3, 4)]
+    pretrain(options("--resume", "auto", *often))  # has done all its steps
+    pretrain(options("--out", "straight", "--log", "straight.jsonl"))
+    assert [line["loss"] for line in logged()] == [line["loss"] for line in logged("straight.jsonl")]
+    for name, tensor in weights("straight").items():
+        assert torch.equal(weights()[name], tensor)
+
+
 @pytest.mark.parametrize("dp", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_sparse_gradients_are_resumed_bitwise(ranks, here, dp):
     """A checkpoint holds the gradients that have not been sent; fewer replicas, and a dense run, resume from it too."""
@@ -411,7 +426,7 @@ def test_the_command_line_overrides_the_yaml_file_and_that_the_defaults(here):
     lines = "data: text, out: out, lr: 3e-4, train-iters: 7, bf16: true, resume: yes, seq_length: 5"
     Path("run.yaml").write_text(lines.replace(", ", "\n") + "\nvalid_data_path: [a, b]")
     read = parse_options(["--config", "run.yaml", "--seq-length", "9", "--no-resume", "--data", "x", "y"])
-    assert read == Options(data=("x", "y"), out="out", lr=3e-4, train_iters=7, bf16=True, resume=False, seq_length=9,
+    assert read == Options(data=("x", "y"), out="out", lr=3e-4, train_iters=7, bf16=True, resume="", seq_length=9,
                            valid_data_path=("a", "b"))  # fmt: skip
 
 
