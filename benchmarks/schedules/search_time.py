@@ -7,6 +7,7 @@ less than 1 s. Medians of several searches in one process; the first is not coun
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from benchmarks.support.tables import markdown, publish
 from commir import Mesh, programs, search, search_graph, verify
 from commir.ir.program import Program
 from commir.searching.candidates import candidates
-from commir.searching.layers import transformer_layer, zamba_layer
+from commir.searching.layers import matrix_product, transformer_layer, zamba_layer
 from commir.searching.operator_options import Operator
 
 REPETITIONS = 5
@@ -51,8 +52,8 @@ def attention_row(name: str, program: Program, mesh: Mesh) -> list[str]:
 
 def chain(length: int) -> list[Operator]:
     """Products, each of the one before."""
-    program, renamed = programs.all_gather_matmul(4096, 4096, 4096, "bfloat16"), {"rows": "rows", "cols": "inner"}
-    return [Operator(f"p{n}", program, {"a": (f"p{n - 1}", renamed)} if n else {}) for n in range(length)]
+    first = replace(matrix_product("p0", 1, 4096, 4096, 4096, "bfloat16", ""), inputs={})
+    return [first, *(matrix_product(f"p{n}", 1, 4096, 4096, 4096, "bfloat16", f"p{n - 1}") for n in range(1, length))]
 
 
 def graph_row(name: str, operators: list[Operator], mesh: Mesh) -> list[str]:

@@ -1,7 +1,7 @@
 """`differentiable`: attention by a plan, with a gradient by the plan of the backward program with the same placement."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import attention, is_self_attention
-from commir.scheduling.placements import in_chunks, place, placements_of
+from commir.scheduling.placements import in_chunks, is_placed, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
@@ -25,13 +25,18 @@ def backward_plan(plan: Plan) -> Plan:
     """The plan of the gradients of an attention plan that `place` made, on the same mesh.
 
     q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again. ValueError:
-    the plan is not one of attention, or keeps q, k, v or out elsewhere than the program does.
+    the plan is not one of attention, was not made by `place` (and `in_chunks`), or keeps q, k, v or out elsewhere than the
+    program does.
     """
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
         raise ValueError(f"{program.name} has no backward program; only `programs.attention` has")
     if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
+    nest = replace(plan.schedule.of_one_chunk(), homes=())
+    chunks = [digit for digit in plan.schedule.digits if digit.name == plan.schedule.chunked]
+    if not is_placed(nest) or any(plan.schedule.digits_of(digit.axis)[-2] != digit for digit in chunks):
+        raise ValueError(f"{plan.schedule}: only schedules that `place` and `in_chunks` make have a backward plan")
     sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}
     kv_heads = sizes["heads"] // program.operand("k").divisor("heads")
     causal, scale = (program.option(name) for name in ("causal", "scale"))

@@ -196,6 +196,8 @@ class LoopNest:
         """
         found, rule = self.digit(digit), f"chunk({digit})"
         self._refuse_bound(digit, "chunk another digit")
+        if self.chunked is not None:
+            raise Illegal(f"{rule}: {self.chunked} is chunked already, and a schedule has chunks of one digit")
         if found == self.digits_of(found.axis)[-1]:
             raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
         if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):

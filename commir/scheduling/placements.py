@@ -126,9 +126,15 @@ def is_placed(nest: LoopNest) -> bool:
 
 
 def _form(nest: LoopNest) -> tuple[Any, ...]:
-    """A schedule without the names of its digits, and without digits of size 1."""
+    """A schedule without the names of its digits, where neighbouring digits that are inside the tile are one."""
     used = {name: ("rank", m) for name, m in nest.parallel} | {name: ("ring", m) for name, m in nest.shifts}
-    digits = [(digit.axis, digit.size, used.get(digit.name)) for digit in nest.digits if digit.size > 1]
+    digits: list[tuple[str, int, Any]] = []
+    for digit in (each for each in nest.digits if each.size > 1):
+        role = used.get(digit.name, digit.name if digit.name in (*nest.order, nest.chunked) else None)
+        if digits and digits[-1][0] == digit.axis and digits[-1][2] is role is None:
+            digits[-1] = digit.axis, digits[-1][1] * digit.size, None
+        else:
+            digits.append((digit.axis, digit.size, role))
     loops = [(nest.digit(name).axis, used.get(name)) for name in nest.order if nest.digit(name).size > 1]
     return digits, loops, nest.homes, nest.chunked
 

@@ -50,16 +50,14 @@ class Candidate:
         return in_chunks(placed, *self.chunks) if self.chunks else placed
 
     def in_chunks(self, program: Program) -> "Iterator[Candidate]":
-        """The same placement with chunks of each axis that may have them, the fewest first."""
-        shifted = {part.shifted for part in self.parts}
+        """The same placement in chunks of each axis that indexes all outputs: at most MOST_CHUNKS, the fewest first.
+
+        Some do not fit after all, as a chunk is a part of each rank's own blocks.
+        """
         for axis in () if program.scan is not None else program.axes:
-            if (
-                axis.kind == WHOLE
-                or axis.name in shifted
-                or any(axis.name not in output.axes for output in program.outputs)
-            ):
+            if axis.kind == WHOLE or any(axis.name not in output.axes for output in program.outputs):
                 continue
-            ranks = math.prod(part.size for part in self.parts if part.placement.axis == axis.name)
+            ranks = math.prod(part.size for part in self.parts if axis.name in (part.placement.axis, part.shifted))
             for number in range(2, min(program.most_blocks(axis.name) // ranks, MOST_CHUNKS) + 1):
                 if program.most_blocks(axis.name) // ranks % number == 0:
                     yield replace(self, chunks=(axis.name, number))
@@ -72,8 +70,8 @@ class Candidate:
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
     """All candidates whose sizes divide, in a fixed order.
 
-    The mesh has as many parts as the program has loops, but at least MOST_PARTS, or one more if it has several levels. Axes
-    of one rank do not count, and have only one placement.
+    The mesh has at most as many parts as the program has loops, or MOST_PARTS (one more if it has several levels) if that is
+    more. Axes of one rank do not count, and have only one placement.
     """
     options = _options(program, mesh)
     levels = sum(axis.size > 1 for axis in mesh.axes)

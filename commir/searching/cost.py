@@ -62,13 +62,6 @@ class CostModel:
         """The least that a candidate of this cost holds in chunks: operands at home, and what a chunk needs."""
         return self._kept + (cost.memory - self._inputs) / chunks
 
-    def passing_seconds(self, parts: tuple[Part, ...]) -> float:
-        """The time of passing states between the ranks that share a scanned axis."""
-        tally = _Tally(parts, self.mesh)
-        if self.program.scan is not None:
-            self._add_scan(tally, self.program.scan)
-        return tally.total(0.0).seconds
-
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
         itemsize = self.program.itemsize(operand)
         parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]

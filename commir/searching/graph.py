@@ -2,8 +2,10 @@
 
 Each operator has options: a placement of the mesh's axes, and the layout in which it leaves its output. An option costs what
 it sends itself; an edge costs what turns the producer's layout into the consumer's. The least sum is found exactly, without
-enumeration. Computing costs the same in all options, because every rank always has its share of the loops; so only messages
-count.
+enumeration. Only messages count: every rank always has an equal share of the loops, but for a causal mask.
+
+Each edge is priced by itself. Where several inputs of an operator travel together, or arrive in layouts that cut its axes
+differently, the operator's plan takes a little less, or more.
 """
 
 import math
@@ -14,9 +16,13 @@ import numpy as np
 
 from commir.ir.mesh import Mesh
 from commir.lowering.plan import Plan
+from commir.scheduling.loop_nest import Illegal
 
 from .elimination import minimize
+from .graph_checks import check_graph
 from .operator_options import Operator, Option, Relayouts, options_of
+
+MOST_TRIES = 50  # to find a combination that can be lowered
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,15 @@ class GraphPlan:
             each.name: self.chosen[each.name].plan(each, self.mesh, self._arriving(each)) for each in self.operators
         }
 
+    def first_illegal(self) -> str | None:
+        """The first operator whose inputs arrive in layouts of which lowering cannot cut all at once, if there is one."""
+        for each in self.operators:
+            try:
+                self.chosen[each.name].plan(each, self.mesh, self._arriving(each))
+            except Illegal:
+                return each.name
+        return None
+
     def _arriving(self, operator: Operator) -> dict[str, tuple[str | None, ...]]:
         return {
             operand: operator.arriving(operand, self.chosen[producer].out)
@@ -57,11 +72,11 @@ def search_graph(
 ) -> GraphPlan:  # fmt: skip
     """The options of all operators with the least time of messages.
 
-    memory: the most bytes of parameters that a rank may hold of one operator. allowed: {operator: the loops of the mesh axes
-    that it may take}, to compare with a fixed layout. ValueError: an operator has no option, two have one name, or an input
-    names an unknown producer or axis, or no layouts fit together.
+    memory: the most bytes of parameters that a rank may hold of any one operator. allowed: {operator: the loops of the mesh
+    axes that it may take}, to compare with a fixed layout. ValueError: an operator has no option, two have one name, an
+    input does not fit what its producer makes, `allowed` names no operator or no loops, or no layouts fit together.
     """
-    _check(operators)
+    check_graph(operators, mesh, allowed or {})
     options = _all_options(operators, mesh, memory, allowed or {})
     relayouts, by_name = Relayouts(mesh), {each.name: each for each in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
@@ -70,14 +85,32 @@ def search_graph(
             ends = by_name[producer], options[producer], consumer, options[consumer.name]
             costs = relayouts.edge(*ends, operand)
             edges[producer, consumer.name] = edges.get((producer, consumer.name), 0) + costs
-    names = list(by_name)
-    own = [np.array([option.seconds for option in options[name]]) for name in names]
-    picks, total = minimize(own, {(names.index(a), names.index(b)): costs for (a, b), costs in edges.items()})
-    if math.isinf(total):
-        raise ValueError(f"no layouts of the operators on {mesh!r} can be turned into one another")
-    chosen = {name: options[name][pick] for name, pick in zip(names, picks, strict=True)}
-    paid = {(a, b): float(costs[picks[names.index(a)], picks[names.index(b)]]) for (a, b), costs in edges.items()}
-    return GraphPlan(tuple(operators), mesh, chosen, total, paid)
+    return _cheapest(operators, mesh, options, edges)
+
+
+def _cheapest(
+    operators: Sequence[Operator], mesh: Mesh, options: Mapping[str, list[Option]],
+    edges: dict[tuple[str, str], np.ndarray],
+) -> GraphPlan:  # fmt: skip
+    """The least sum that can be lowered: inputs of one operator may arrive in layouts that cut its axes differently."""
+    names = [each.name for each in operators]
+    own = {name: np.array([option.seconds for option in options[name]]) for name in names}
+    for _ in range(MOST_TRIES):
+        numbered = {(names.index(a), names.index(b)): costs for (a, b), costs in edges.items()}
+        chosen, total = minimize(list(own.values()), numbered)
+        if math.isinf(total):
+            break
+        picks = dict(zip(names, chosen, strict=True))
+        paid = {(a, b): float(costs[picks[a], picks[b]]) for (a, b), costs in edges.items()}
+        plan = GraphPlan(
+            tuple(operators), mesh, {name: options[name][pick] for name, pick in picks.items()}, total, paid
+        )
+        failing = plan.first_illegal()
+        if failing is None:
+            return plan
+        changed = max((edge for edge in edges if edge[1] == failing), key=paid.__getitem__)
+        edges[changed][picks[changed[0]], picks[failing]] = math.inf
+    raise ValueError(f"no layouts of the operators on {mesh!r} can be turned into one another")
 
 
 def _all_options(
@@ -93,23 +126,3 @@ def _all_options(
             known[key] = options_of(each, mesh, memory, placements)
         found[each.name] = known[key]
     return found
-
-
-def _check(operators: Sequence[Operator]) -> None:
-    by_name = {each.name: each for each in operators}
-    if len(by_name) < len(operators):
-        names = [each.name for each in operators]
-        raise ValueError(f"two operators are called {next(name for name in names if names.count(name) > 1)}")
-    for consumer in operators:
-        for operand, (producer, renamed) in consumer.inputs.items():
-            taken = consumer.program.operand(operand)
-            if producer not in by_name or producer == consumer.name:
-                what = "itself" if producer == consumer.name else f"{producer}, which is no operator of the graph"
-                raise ValueError(f"{consumer.name} takes {operand} from {what}")
-            made = by_name[producer].program.outputs[0]
-            for before, after in renamed.items():
-                if before not in made.axes or after not in taken.axes:
-                    raise ValueError(
-                        f"{consumer.name} takes {operand} from {producer} with {before} as {after}: {made.name} "
-                        f"has {', '.join(made.axes)}, and {operand} {', '.join(taken.axes)}"
-                    )

@@ -11,6 +11,7 @@ from commir.execution.state import Count, RankState
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small
+from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operator_options import Operator
 
@@ -30,8 +31,9 @@ class GraphRunner:
         """{operator: this rank's block of its output}.
 
         given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
-        counter: as in `execute`. ValueError on every rank: a block has the wrong shape, the ranks' plans or blocks differ,
-        or the group has another number of ranks than the mesh. Gathers 16 bytes of each rank, and sends what the plans do.
+        counter: as in `execute`; what `count` holds is that of the operator at work. ValueError on every rank: a block has
+        the wrong shape, the ranks' plans or blocks differ, or the group has another number of ranks than the mesh. Gathers
+        16 bytes of each rank, and sends what the plans do.
         """
         device = next((x.device for each in given.values() for x in each.values()), torch.device("cpu"))
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
@@ -41,9 +43,15 @@ class GraphRunner:
             for operand, (producer, _) in operator.inputs.items():
                 if producer in outputs:
                     inputs[operand] = self._block(plan, operand, outputs[producer])
-            plan.check(inputs, is_local=True)
+            try:
+                plan.check(inputs, is_local=True)
+            except ValueError as error:
+                raise ValueError(f"{operator.name}: {error}") from None
+            count = count or Count()
+            kept = count.held
             with torch.no_grad():
                 found = run(RankState(plan, self._rank, inputs, count), self.group, counter)
+            count.held = kept
             outputs[operator.name] = found[plan.program.outputs[0].name]
         return outputs
 
@@ -56,6 +64,7 @@ class GraphRunner:
         return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
 
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
-        """A producer's block with the shape of this operand's, whose axes may be others: (heads, dim) for columns."""
+        """A producer's block in the shape and dtype of this operand's, whose axes may be others: (heads, dim) for cols."""
         taken = plan.program.operand(operand)
-        return made.reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))
+        block = made.reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))
+        return block.to(at_least_fp32(made.dtype)) if taken.is_wide else block

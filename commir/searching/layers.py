@@ -23,7 +23,7 @@ SILU = "{0} * sigmoid({0})"
 
 def transformer_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, ffn: int = 14336,
-    dtype: str = "bfloat16",
+    dtype: str = "bfloat16", causal: bool = True,
 ) -> list[Operator]:  # fmt: skip
     """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
 
@@ -31,18 +31,18 @@ def transformer_layer(
     """
     sizes = batch, seq, hidden
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
-    layer += _attention_block("residual_in", *sizes, heads, kv_heads, hidden // heads, dtype)
+    layer += _attention_block("residual_in", *sizes, heads, kv_heads, hidden // heads, dtype, causal)
     layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
-    layer += [_product(name, *sizes, ffn, dtype, "residual_middle") for name in ("in_gate", "in_up")]
+    layer += [matrix_product(name, *sizes, ffn, dtype, "residual_middle") for name in ("in_gate", "in_up")]
     text = SILU.format("x0") + " * x1"
     layer.append(_elementwise("gate_mlp", (batch, seq, ffn), dtype, text, {"x0": "in_gate", "x1": "in_up"}))
-    layer.append(_product("out_mlp", batch, seq, ffn, hidden, dtype, "gate_mlp"))
+    layer.append(matrix_product("out_mlp", batch, seq, ffn, hidden, dtype, "gate_mlp"))
     return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mlp")]
 
 
 def zamba_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 2560, heads: int = 80, dim: int = 64, state: int = 64,
-    attention_heads: int = 32, dtype: str = "bfloat16",
+    attention_heads: int = 32, dtype: str = "bfloat16", causal: bool = True,
 ) -> list[Operator]:  # fmt: skip
     """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals.
 
@@ -52,11 +52,11 @@ def zamba_layer(
     sizes, inner = (batch, seq, hidden), heads * dim
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     width = hidden // attention_heads
-    layer += _attention_block("residual_in", *sizes, attention_heads, attention_heads, width, dtype)
+    layer += _attention_block("residual_in", *sizes, attention_heads, attention_heads, width, dtype, causal)
     layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
     columns = {"x": (inner, "heads"), "dt": (heads, "heads"), "B": (state, "state"), "C": (state, "state")}
     counts = {name: count for name, (count, _) in columns.items()} | {"z": inner}
-    layer += [_product(f"in_{name}", *sizes, count, dtype, "residual_middle") for name, count in counts.items()]
+    layer += [matrix_product(f"in_{name}", *sizes, count, dtype, "residual_middle") for name, count in counts.items()]
     inputs = {
         name: (f"in_{name}", {"batch": "batch", "rows": "seq", "cols": axis}) for name, (_, axis) in columns.items()
     }
@@ -64,7 +64,7 @@ def zamba_layer(
     gated = _elementwise("gate_mixer", (batch, seq, inner), dtype, "x0 * " + SILU.format("x1"), {"x1": "in_z"})
     back = {"batch": "batch", "seq": "rows", "heads": "cols"}
     layer.append(replace(gated, inputs={**gated.inputs, "x0": ("scan", back)}))
-    layer.append(_product("out_mixer", batch, seq, inner, hidden, dtype, "gate_mixer"))
+    layer.append(matrix_product("out_mixer", batch, seq, inner, hidden, dtype, "gate_mixer"))
     return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mixer")]
 
 
@@ -91,12 +91,12 @@ def _loop(role: str, operator: str) -> str:
 
 
 def _attention_block(
-    source: str, batch: int, seq: int, hidden: int, heads: int, kv_heads: int, dim: int, dtype: str
+    source: str, batch: int, seq: int, hidden: int, heads: int, kv_heads: int, dim: int, dtype: str, causal: bool
 ) -> list[Operator]:
     """Projections to q, k and v, attention, and the output projection."""
-    block = [_product(f"in_{name}", batch, seq, hidden, count * dim, dtype, source) for name, count in
+    block = [matrix_product(f"in_{name}", batch, seq, hidden, count * dim, dtype, source) for name, count in
              (("q", heads), ("k", kv_heads), ("v", kv_heads))]  # fmt: skip
-    program = attention(batch, heads, kv_heads, seq, dim, causal=True, dtype=dtype, order="contiguous")
+    program = attention(batch, heads, kv_heads, seq, dim, causal, dtype=dtype, order="contiguous")
     rows = {
         "q": {"batch": "batch", "rows": "q", "cols": "heads"},
         "kv": {"batch": "batch", "rows": "kv", "cols": "heads"},
@@ -108,7 +108,7 @@ def _attention_block(
     return [*block, output]
 
 
-def _product(name: str, batch: int, rows: int, inner: int, cols: int, dtype: str, source: str) -> Operator:
+def matrix_product(name: str, batch: int, rows: int, inner: int, cols: int, dtype: str, source: str) -> Operator:
     """A product with parameters, of a tensor (batch, rows, cols of its producer)."""
     renamed = {"batch": "batch", "rows": "rows", "cols": "inner"}
     return Operator(name, _matmul(batch, rows, inner, cols, dtype), {"a": (source, renamed)})

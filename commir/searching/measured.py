@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -20,11 +21,14 @@ def fastest(
 
     Every rank of `group` calls it with the same plans, and gets the same order: the time of a plan is the median over
     `repeated` runs of the slowest rank's. The plans take turns, with random inputs of the program's dtype on `device`.
-    ValueError on every rank: there are no plans, or as in `execute`. Sends `repeated` + 1 times what the plans send.
+    ValueError on every rank: there are no plans or repetitions, or as in `execute`. Sends `repeated` + 1 times what the
+    plans send.
     """
     if not plans:
         raise ValueError("fastest: there are no plans to time")
-    calls = [timed(lambda plan=plan: execute(plan, _inputs(plan, device), group), device) for plan in plans]  # type: ignore[misc]
+    if repeated < 1:
+        raise ValueError(f"fastest: repeated={repeated}; a plan must run at least once")
+    calls = [timed(partial(execute, plan, _inputs(plan, device), group), device) for plan in plans]
     if group is None:
         seconds = [statistics.median(call() for _ in range(repeated)) for call in calls]
     else:

@@ -2,7 +2,7 @@
 
 A layout names, for each mesh axis, the axis of a tensor that its ranks divide, or None where each holds all of it. The axis
 along which the program keeps a tensor is always cut by the whole mesh, so that a mesh axis divides it in the same way in
-every layout. Costs are those of the steps that lowering makes: the plan of a graph sends what the search has counted.
+every layout. Costs are those of the steps that lowering makes for each operator, and for each of its inputs by itself.
 """
 
 import math
@@ -70,7 +70,10 @@ class Option:
         """The plan. arriving: the layouts of the inputs that other operators make. Illegal: the layouts do not fit."""
         program = _with_parameters_anywhere(operator)
         homes = {each.name: self.needs(each) for each in program.operands if not each.source}
-        return _lowered(program, mesh, self.axes, homes | dict(arriving) | {program.outputs[0].name: self.out})
+        for name in program.results[0].outputs:
+            axes = program.operand(name).axes
+            homes[name] = tuple(axis if axis in axes else None for axis in self.out)
+        return _lowered(program, mesh, self.axes, homes | dict(arriving))
 
 
 def options_of(

@@ -11,7 +11,7 @@ from commir.lowering.plan import Plan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import known_as
 
-from .candidates import Candidate, candidates
+from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel
 
 TOP = 8  # how many plans are returned
@@ -129,7 +129,10 @@ def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candid
         return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
     plans += _lowered(program, mesh, model, (part for each in ranked for part in each.in_chunks(program)))
     least = min(plans, key=lambda plan: plan.memory)
-    return f"memory={memory}: no plan of {program.name} on {mesh!r} holds less than {least.memory} bytes ({least.schedule})"
+    return (
+        f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
+        f"{least.memory} bytes ({least.schedule})"
+    )
 
 
 def _reason(found: list[Plan], number: int) -> str:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from attention_problems import Problem
-from commir import Mesh, Plan, Schedule, differentiable, execute, interpret, programs, verify
+from commir import Mesh, Plan, Schedule, differentiable, execute, interpret, programs, search, verify
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.loop_nest import Illegal
@@ -116,6 +116,10 @@ def test_what_cannot_have_chunks():
         schedule.tile("kv", 2).chunk("kv.o")
     with pytest.raises(Illegal, match="attention has no loop 'dim' that could have chunks"):
         in_chunks(ring, "dim", 2)
+    with pytest.raises(
+        Illegal, match=r"chunk\(batch\.o\): heads\.chunk is chunked already, and a schedule has chunks of one"
+    ):
+        in_chunks(ring, "heads", 2).tile("batch", 2).chunk("batch.o")
     with pytest.raises(Illegal, match=r"q\.x is parallelized on x already; chunk another digit"):
         ring.chunk("q.x")
     with pytest.raises(Illegal, match=r"heads\.chunk is chunked already; tile it before that"):
@@ -128,3 +132,23 @@ def test_what_cannot_have_chunks():
         place(schedule, x="heads").tile("q", 2, "q.o", "q.i").chunk("q.o").lower()
     with pytest.raises(Illegal, match=r"chunk\(batch\.chunk\): selective_scan has a scan, and no chunks"):
         in_chunks(place(Schedule(programs.selective_scan(2, 48, 4), Mesh(x=2)), x="seq"), "batch", 2).lower()
+
+
+def test_gradients_of_other_schedules_are_refused():
+    """Of blocks that `place` would put elsewhere; their plans are right."""
+    schedule = Schedule(programs.attention(1, 8, 8, 48, 8), Mesh(x=2))
+    tiled = schedule.tile("heads", 2, "h.c", "h.r").tile("h.r", 2, "h.x", "h.i").parallelize("h.x", "x")
+    for plan in (tiled.lower(), tiled.chunk("h.c").lower()):
+        verify(plan)
+        with pytest.raises(ValueError, match="only schedules that `place` and `in_chunks` make have a backward plan"):
+            backward_plan(plan)
+
+
+def test_queries_that_travel_have_chunks_too():
+    """Keys and values stay where they are, so nothing is sent again."""
+    program = programs.attention(1, 1, 1, 1024, 16, dtype="bfloat16")
+    whole = place(Schedule(program, Mesh(g=2)), g=RING_Q)
+    plan = in_chunks(whole, "q", 16).lower()
+    verify(plan)
+    assert plan.bytes_per_rank == whole.lower().bytes_per_rank
+    assert search(program, Mesh(g=2), memory=plan.memory)[0].bytes_per_rank <= plan.bytes_per_rank

@@ -1,6 +1,7 @@
 """Layouts of whole graphs. Oracle: enumeration of all combinations; the messages of lowered conversions."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +12,7 @@ from commir.lowering.layouts import Digits, conversions
 from commir.scheduling.placements import place
 from commir.searching.elimination import minimize
 from commir.searching.graph import search_graph
-from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
+from commir.searching.layers import best_3d_parallel, matrix_product, transformer_layer, zamba_layer
 from commir.searching.operator_options import Operator, Relayouts, options_of
 
 MESHES = [Mesh(gpu=4), Mesh(node=2, gpu=4, speeds={"node": (1e-5, 1e9), "gpu": (1e-6, 1e11)}), Mesh(gpu=8)]
@@ -42,16 +43,11 @@ def test_the_least_sum_of_random_graphs(seed):
 
 def chain(generator, length):
     """Products, each of the one before, with an input that an earlier one makes too."""
-    operators = [product_of("p0", generator, {})]
+    operators = [replace(matrix_product("p0", 2, 8, 8, 8, "float64", ""), inputs={})]
     for number in range(1, length):
         source = f"p{generator.randrange(number)}"
-        operators.append(product_of(f"p{number}", generator, {"a": (source, {"rows": "rows", "cols": "inner"})}))
+        operators.append(matrix_product(f"p{number}", 2, 8, 8, 8, "float64", source))
     return operators
-
-
-def product_of(name, generator, inputs):
-    program = programs.all_gather_matmul(8, 8, 8, dtype=generator.choice(["float32", "bfloat16"]))
-    return Operator(name, program, inputs)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -142,5 +138,34 @@ def test_errors():
         search_graph([Operator("alone", program, {"a": ("alone", {})})], mesh)
     with pytest.raises(ValueError, match="two operators are called alone"):
         search_graph([Operator("alone", program)] * 2, mesh)
-    with pytest.raises(ValueError, match="b takes a from a with depth as rows: c has rows, cols, and a rows, inner"):
-        search_graph([Operator("a", program), Operator("b", program, {"a": ("a", {"depth": "rows"})})], mesh)
+    with pytest.raises(ValueError, match="allowed names b, which is no operator"):
+        search_graph([Operator("alone", program)], mesh, allowed={"b": [("rows",)]})
+    with pytest.raises(ValueError, match=r"allowed\['alone'\] is \[\]; it needs a loop for each axis of Mesh"):
+        search_graph([Operator("alone", program)], mesh, allowed={"alone": []})
+
+
+def edge(renamed, consumer, operand="a"):
+    """The message of the error of an edge from a product c (rows 8, cols 8), kept along cols."""
+    graph = [
+        Operator("first", programs.all_gather_matmul(8, 8, 8)),
+        Operator("second", consumer, {operand: ("first", renamed)}),
+    ]
+    with pytest.raises(ValueError, match=f"^second takes {operand} from first: ") as raised:
+        search_graph(graph, Mesh(gpu=4))
+    return str(raised.value).partition(": ")[2]
+
+
+def test_edges_that_do_not_fit():
+    """Blocks would be read in another order than they were written in."""
+    matmul, scatter = programs.all_gather_matmul, programs.matmul_reduce_scatter
+    assert edge({"depth": "rows"}, matmul(8, 8, 8)) == "depth as rows, but c has rows, cols, and a rows, inner"
+    straight = {"rows": "rows", "cols": "inner"}
+    assert edge(straight, matmul(8, 8, 8)) == "c is kept along cols, a along rows; they must be the same axis"
+    assert "its axes are {'rows': 8, 'cols': 8} of c, and {'rows': 8, 'inner': 16} of a" in edge(
+        straight, scatter(8, 8, 16)
+    )
+    transposed = {"cols": "inner", "rows": "cols"}
+    assert edge(transposed, scatter(8, 8, 8), "b").startswith("its axes are {'rows': 8, 'cols': 8} of c")
+    assert edge(straight, scatter(8, 8, 8, "bfloat16")) == "it is float32, and matmul_reduce_scatter needs bfloat16"
+    zigzag = programs.attention(1, 1, 1, 8, 8)
+    assert edge({"rows": "heads", "cols": "q"}, zigzag, "q") == "cols is in contiguous order, q in zigzag order"

@@ -12,9 +12,14 @@ from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_l
 
 LLAMA = dict(batch=2, seq=16, hidden=16, heads=4, kv_heads=4, ffn=32, dtype="float64")
 ZAMBA = dict(batch=2, seq=16, hidden=16, heads=4, dim=8, state=4, attention_heads=4, dtype="float64")
-LAYERS = {"llama": lambda: transformer_layer(**LLAMA), "zamba": lambda: zamba_layer(**ZAMBA)}
+GROUPED = LLAMA | dict(heads=4, kv_heads=2)
+LAYERS = {
+    "llama": lambda: transformer_layer(**LLAMA),
+    "llama with groups": lambda: transformer_layer(**GROUPED),
+    "zamba": lambda: zamba_layer(**ZAMBA),
+}
 SLOW_NODES = {"node": (1e-5, 1e8), "gpu": (1e-6, 1e11)}
-MESHES = [(2, dict(gpu=2)), (4, dict(node=2, gpu=2)), (8, dict(node=2, gpu=4))]
+MESHES = [(2, dict(gpu=2)), (4, dict(node=2, gpu=2)), (8, dict(node=2, gpu=4)), (8, dict(pod=2, node=2, gpu=2))]
 
 
 def given_to(operators, seed=0):
@@ -34,7 +39,7 @@ def given_to(operators, seed=0):
 def llama(given):
     """The layer in torch's operations."""
     x = given["residual_in"]["x0"]
-    heads = [(x @ given[f"in_{name}"]["b"]).unflatten(-1, (4, 4)) for name in "qkv"]
+    heads = [(x @ given[f"in_{name}"]["b"]).unflatten(-1, (-1, 4)) for name in "qkv"]
     y = x + exact(*heads, causal=True)[0].flatten(2) @ given["out_attention"]["b"]
     gate, up = (y @ given[name]["b"] for name in ("in_gate", "in_up"))
     return y + (torch.nn.functional.silu(gate) * up) @ given["out_mlp"]["b"]
@@ -68,15 +73,23 @@ def test_layers_on_ranks(ranks, world, mesh, name, best, memory):
     last = plans["residual_out"]
     whole = last.unshard([{"y": block} for block, _ in results])["y"]
     alone = search_graph(operators, Mesh(gpu=1))
-    expected = llama(given) if name == "llama" else run_layer(0, operators, alone.plans(), given)[0]
+    expected = llama(given) if name.startswith("llama") else run_layer(0, operators, alone.plans(), given)[0]
     assert (whole - expected).abs().max() <= 1e-13 * max(1.0, expected.abs().max())
 
 
 def test_what_a_graph_is_predicted_to_take():
-    """The times of its plans; where messages of several operands are sent together, less."""
+    """The times of its plans; where messages of several operands are sent together, one latency may be enough for them."""
     for name in LAYERS:
         found = search_graph(LAYERS[name](), Mesh(gpu=4))
         assert sum(plan.seconds for plan in found.plans().values()) == pytest.approx(found.seconds)
+        slow = search_graph(LAYERS[name](), Mesh(gpu=4, speeds={"gpu": (1.0, 1e9)}))
+        assert sum(plan.seconds for plan in slow.plans().values()) <= slow.seconds * (1 + 1e-9)
+
+
+def test_layouts_that_cannot_be_lowered_together_are_not_chosen():
+    """One key/value head: q would arrive cut along heads, and k cannot be cut so."""
+    operators = transformer_layer(2, 24, 24, heads=12, kv_heads=1, ffn=48, dtype="float64")
+    assert search_graph(operators, Mesh(n=2, g=2), 2400).plans()
 
 
 def different(rank, operators, plans, given):

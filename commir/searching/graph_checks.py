@@ -1,0 +1,62 @@
+"""What `search_graph` refuses: operators and edges that do not fit together."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from commir.ir.mesh import Mesh
+from commir.ir.program import Operand, Program
+
+from .operator_options import Operator
+
+
+def check_graph(operators: Sequence[Operator], mesh: Mesh, allowed: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
+    """ValueError: two operators have one name, an edge does not fit, or `allowed` is wrong. See `search_graph`."""
+    by_name = {each.name: each for each in operators}
+    if len(by_name) < len(operators):
+        names = [each.name for each in operators]
+        raise ValueError(f"two operators are called {next(name for name in names if names.count(name) > 1)}")
+    for name, placements in allowed.items():
+        if name not in by_name:
+            raise ValueError(f"allowed names {name}, which is no operator of the graph")
+        if not placements or any(len(each) != len(mesh.axes) for each in placements):
+            raise ValueError(f"allowed[{name!r}] is {placements!r}; it needs a loop for each axis of {mesh!r}")
+    for consumer in operators:
+        for operand, (producer, renamed) in consumer.inputs.items():
+            taken = consumer.program.operand(operand)
+            if producer not in by_name or producer == consumer.name:
+                what = "itself" if producer == consumer.name else f"{producer}, which is no operator of the graph"
+                raise ValueError(f"{consumer.name} takes {operand} from {what}")
+            if wrong := _misfit(by_name[producer].program, consumer.program, taken, renamed):
+                raise ValueError(f"{consumer.name} takes {operand} from {producer}: {wrong}")
+
+
+def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mapping[str, str]) -> str:
+    """The rule that an edge breaks, or nothing. renamed: {axis of what the producer makes: axis of the operand}."""
+    made = producer.outputs[0]
+    for before, after in renamed.items():
+        if before not in made.axes or after not in taken.axes:
+            axes = f"{made.name} has {', '.join(made.axes)}, and {taken.name} {', '.join(taken.axes)}"
+            return f"{before} as {after}, but {axes}"
+        orders = producer.axis(before).order, consumer.axis(after).order
+        if orders[0] != orders[1]:
+            return f"{before} is in {orders[0]} order, {after} in {orders[1]} order"
+    if renamed.get(made.home or "") != taken.home:
+        return f"{made.name} is kept along {made.home}, {taken.name} along {taken.home}; they must be the same axis"
+    sizes = _blocks(made, producer.shape(made), renamed), _blocks(taken, consumer.shape(taken), renamed.values())
+    if [renamed.get(axis, axis) for axis in sizes[0]] != list(sizes[1]) or list(sizes[0].values()) != list(
+        sizes[1].values()
+    ):
+        return f"its axes are {sizes[0]} of {made.name}, and {sizes[1]} of {taken.name}"
+    if producer.dtype != consumer.dtype:
+        return f"it is {producer.dtype}, and {consumer.name} needs {consumer.dtype}"
+    return ""
+
+
+def _blocks(operand: Operand, shape: Sequence[int], named: Collection[str]) -> dict[str, int]:
+    """{axis: its size, with those of the axes behind it that the edge does not name} in the order of the dimensions."""
+    sizes: dict[str, int] = {}
+    for axis, size in zip(operand.axes, shape, strict=True):
+        if axis in named or not sizes:
+            sizes[axis] = size
+        else:
+            sizes[list(sizes)[-1]] *= size
+    return sizes
