@@ -104,9 +104,23 @@ def join(
     check_world(tensor, world, context)
     if world > 1 and not dist.is_initialized():
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        rank = int(os.environ["RANK"])
-        dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world)
+        rank, store = int(os.environ["RANK"]), None if init_method else _store_of_restart(world, timeout)
+        dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world, store=store)
     return world
+
+
+def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | None:
+    """torchrun's store with keys of their own for ranks that it has restarted on one node; None otherwise.
+
+    Without them, gloo reads the addresses of the ranks before, and waits for them. On several nodes, whose numbers of
+    restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store.
+    """
+    restarts, environment = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), os.environ
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not restarts or not is_shared or environment.get("LOCAL_WORLD_SIZE") != str(world):
+        return None
+    address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return dist.PrefixStore(f"restart {restarts}", dist.TCPStore(*address, world, is_master=False, timeout=timeout))
 
 
 def replicas(

@@ -1,5 +1,7 @@
 """Process groups. Oracle: the sizes with which Megatron's parallel_state was initialized."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -69,3 +71,42 @@ def test_replicas_that_do_not_divide_the_world():
         ValueError, match=r"^6 ranks do not .* 2 tensor-parallel x 2 context-parallel ranks \(6 % 4 = 2\)"
     ):
         check_world(2, 6, 2)
+
+
+RESTARTED = """
+import os
+
+import torch
+import torch.distributed as dist
+
+from megatron_ssm.parallel.groups import join
+
+world = join(1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os._exit(1)
+    dist.barrier()  # fails, as rank 1 has ended
+total = torch.ones(1)
+dist.all_reduce(total)
+os.write(1, f"rank {os.environ['RANK']} of {world}: {total.item():g}\\n".encode())  # print writes the newline by itself
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_torchrun_has_restarted_meet_again(tmp_path):
+    """One rank ends by itself; all are started again, with other addresses."""
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "1",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
