@@ -29,7 +29,6 @@ def all_to_all(state: RankState, step: AllToAll) -> Run:
     new = [_joined_buffer(piece[own], size, joined) for piece, (_, _, joined) in zip(pieces, step.moves, strict=True)]
     state.count.hold(*new)
     joined = [_Joined(state, name, x, place, size) for x, (name, _, place) in zip(new, step.moves, strict=True)]
-    _write_all(joined, own, [piece[own] for piece in pieces])
     yield from _collect(state, step.axis, lambda to: [piece[to] for piece in pieces], joined)
     state.replace(names, new)
 
@@ -41,7 +40,6 @@ def gather(state: RankState, step: Gather) -> Run:
     new = [_joined_buffer(x, size, joined) for x, (_, joined) in zip(blocks, step.moves, strict=True)]
     state.count.hold(*new)
     joined = [_Joined(state, name, x, place, size) for x, (name, place) in zip(new, step.moves, strict=True)]
-    _write_all(joined, state.coordinates[step.axis], blocks)
     yield from _collect(state, step.axis, lambda to: blocks, joined)
     state.replace(names, new)
 
@@ -99,7 +97,6 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     state.count.hold(*whole)
     rounded = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
     joined = [_Joined(None, name, x, ROWS, size) for name, x in zip(names, whole, strict=True)]
-    _write_all(joined, own, rounded)
     yield from _collect(state, step.axis, lambda to: rounded, joined)
     state.count.drop(*total, *whole)
     new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
@@ -108,8 +105,10 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
 
 
 def _collect(state: RankState, axis: str, leaving: Callable[[int], list[Tensor]], joined: "list[_Joined]") -> Run:
-    """Exchange tensors with all other ranks along an axis. leaving: those for each of them. joined: where theirs belong."""
+    """Bring together what all ranks along an axis have for this one. leaving: this rank's tensors for each. joined: where
+    those of each belong."""
     size, own = state.size(axis), state.coordinates[axis]
+    _write_all(joined, own, leaving(own))
     is_in_place = not any(each.has_copies for each in joined)
 
     def arrived(source: int, blocks: list[Tensor]) -> None:

@@ -61,18 +61,18 @@ class Kernels:
 class RankState:
     """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
 
-    chunk: None, or, if the plan is that of a chunk, {its axis: its elements}; inputs with this axis are then copies, which
-    are dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes: {operand:
-    its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns. in_flight:
-    {message: (handle, tensors that arrive, tensors that leave)}. saved: if it is a dictionary, the blocks of inputs before
-    they are gathered, and those of outputs before they are brought home.
+    chunk_elements: None, or, for the plan of a chunk, {its axis: its elements}; inputs with this axis are copies then,
+    which are dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
+    {operand: its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns.
+    in_flight: {message: (handle, tensors that arrive, tensors that leave)}. saved: if it is a dictionary, the blocks of
+    inputs before they are gathered, and those of outputs before they are brought home.
     """
 
     def __init__(
         self, plan: Plan, rank: int, inputs: Mapping[str, Tensor], count: Count | None = None,
-        kernels: Kernels | None = None, chunk: Mapping[str, Tensor] | None = None,
+        kernels: Kernels | None = None, chunk_elements: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self._chunk = rank, chunk or {}
+        self.rank, self._chunk_elements = rank, chunk_elements or {}
         self.plan, self.digits, self.program = plan, plan.digits, plan.program
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
@@ -85,15 +85,15 @@ class RankState:
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
-        owned = [x for name, x in inputs.items() if set(self._chunk) & set(self.program.operand(name).axes)]
+        owned = [x for name, x in inputs.items() if set(self._chunk_elements) & set(self.program.operand(name).axes)]
         self._home = set(map(id, inputs.values())) - set(map(id, owned))
         self._dtype = inputs[self.program.inputs[0].name].dtype
-        self.count.hold(*(owned if chunk else inputs.values()))
+        self.count.hold(*(owned if chunk_elements else inputs.values()))
 
     def elements(self, axis: str, fixed: Mapping[Piece, int]) -> Tensor:
         """The elements of the whole tensor, along an axis, that have these blocks of some digits."""
-        if axis in self._chunk:
-            return chosen(self._chunk[axis], self.digits, axis, fixed)
+        if axis in self._chunk_elements:
+            return chosen(self._chunk_elements[axis], self.digits, axis, fixed)
         return self.plan.elements(axis, fixed)
 
     # Registers

@@ -37,9 +37,9 @@ class Account:
     by_step: tuple[tuple[Message, ...], ...]
     peak: int
 
-    def repeated(self, times: int, kept: int) -> "Account":
-        """Of steps that are taken so many times, while a rank keeps `kept` bytes besides."""
-        by_step = tuple(tuple(replace(each, count=each.count * times) for each in step) for step in self.by_step)
+    def in_chunks(self, number: int, kept: int) -> "Account":
+        """The account of a plan, from that of one of its `number` chunks; a rank keeps `kept` bytes besides."""
+        by_step = tuple(tuple(replace(each, count=each.count * number) for each in step) for step in self.by_step)
         return Account(by_step, kept + self.peak)
 
     @property

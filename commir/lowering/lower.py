@@ -38,8 +38,10 @@ class Schedule(LoopNest):
         if (scan := self.program.scan) is not None:
             nest = replace(nest, program=self.program.resized(**{scan.blocks: math.prod(block_sizes(nest))}))
         _check_parallel(nest)
-        Digits(nest)  # Illegal: chunks do not fit
-        return Plan(nest, tuple(steps_of(Digits(nest.of_one_chunk()))))
+        digits = Digits(nest)
+        if nest.chunked is not None:
+            digits = Digits(nest.of_one_chunk())
+        return Plan(nest, tuple(steps_of(digits)))
 
 
 def steps_of(digits: Digits) -> Iterator[Step]:

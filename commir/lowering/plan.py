@@ -72,7 +72,7 @@ class Plan:
             for each in (*self.inputs(), *self.program.outputs)
             if axis in each.axes
         )
-        return account(self.of_one_chunk.digits, self.steps, owned).repeated(self.schedule.chunks, kept)
+        return account(self.of_one_chunk.digits, self.steps, owned).in_chunks(self.schedule.chunks, kept)
 
     @property
     def bytes_per_rank(self) -> int:

@@ -267,8 +267,8 @@ class LoopNest:
         if self.chunked is None:
             return self
         digit = self.digit(self.chunked)
-        part = replace(self.program.axis(digit.axis), order="contiguous")
-        part = replace(part, size=part.size // digit.size)
+        whole = self.program.axis(digit.axis)
+        part = replace(whole, size=whole.size // digit.size, order="contiguous")
         axes = tuple(part if axis.name == part.name else axis for axis in self.program.axes)
         program = replace(self.program, axes=axes)
         return replace(self, program=program, digits=tuple(each for each in self.digits if each != digit), chunked=None)

@@ -163,13 +163,9 @@ def _name_of_attention(chosen: list[Placement]) -> str:
         return rings if True in streamed else "all-gather"
     if axes == ("q", "heads") and True in streamed:
         return "USP"
-    grid = {
-        ("kv", "q"): "Attention2D",
-        ("q", "kv"): "Attention2D",
-        ("kv", "q", "heads"): "3-D",
-        ("q", "kv", "heads"): "3-D",
-    }
-    return grid[axes] + ", overlapped" * (True in streamed) if axes in grid else ""
+    if set(axes[:2]) == {"q", "kv"} and axes[2:] in ((), ("heads",)):
+        return ("3-D" if axes[2:] else "Attention2D") + ", overlapped" * (True in streamed)
+    return ""
 
 
 # {matrix product: the loop that ranks share, and the schedule's name without a ring}

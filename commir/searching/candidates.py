@@ -15,7 +15,7 @@ from commir.lowering.lower import Schedule
 from commir.scheduling.placements import Placement, in_chunks, place, streamed_axis
 
 MOST_PARTS = 3  # of a mesh with one level, for a program with at most three loops
-MOST_CHUNKS = 64
+MOST_CHUNKS = 64  # more save little memory, and send many small messages
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Parts of the mesh from the outermost to the innermost. chunks: (axis, number of chunks), or None."""
+    """Parts of the mesh from the outermost to the innermost. chunked: the axis that has chunks, or "". chunks: how many."""
 
     parts: tuple[Part, ...]
-    chunks: tuple[str, int] | None = None
+    chunked: str = ""
+    chunks: int = 1
 
     def schedule(self, program: Program, mesh: Mesh) -> Schedule:
         """The schedule. Illegal: it does not fit the program after all."""
@@ -47,7 +48,7 @@ class Candidate:
             if list(mine) != [axis]:
                 mesh = mesh.split(axis, **mine)
         placed = place(Schedule(program, mesh), **{part.name: part.placement for part in self.parts})
-        return in_chunks(placed, *self.chunks) if self.chunks else placed
+        return in_chunks(placed, self.chunked, self.chunks) if self.chunked else placed
 
     def in_chunks(self, program: Program) -> "Iterator[Candidate]":
         """The same placement in chunks of each axis that indexes all outputs: at most MOST_CHUNKS, the fewest first.
@@ -60,10 +61,10 @@ class Candidate:
             ranks = math.prod(part.size for part in self.parts if axis.name in (part.placement.axis, part.shifted))
             for number in range(2, min(program.most_blocks(axis.name) // ranks, MOST_CHUNKS) + 1):
                 if program.most_blocks(axis.name) // ranks % number == 0:
-                    yield replace(self, chunks=(axis.name, number))
+                    yield replace(self, chunked=axis.name, chunks=number)
 
     def __str__(self) -> str:
-        chunks = f"; {self.chunks[0]} in {self.chunks[1]} chunks" if self.chunks else ""
+        chunks = f"; {self.chunked} in {self.chunks} chunks" if self.chunked else ""
         return "; ".join(f"{part.name} ({part.size}): {part.placement}" for part in self.parts) + chunks
 
 

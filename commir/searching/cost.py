@@ -41,7 +41,7 @@ class CostModel:
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
-        points = self.program.points / _turns(candidate) / self.mesh.ranks / (candidate.chunks or ("", 1))[1]
+        points = self.program.points / _turns(candidate) / self.mesh.ranks / candidate.chunks
         return self._call_seconds + points * self._point_seconds
 
     def cost(self, candidate: Candidate) -> Cost:

@@ -46,24 +46,23 @@ class GraphPlan:
 
         Illegal: an operator's inputs arrive in layouts of which lowering cannot cut all at once.
         """
-        return {
-            each.name: self.chosen[each.name].plan(each, self.mesh, self._arriving(each)) for each in self.operators
-        }
+        return {each.name: self._plan_of(each) for each in self.operators}
 
     def first_illegal(self) -> str | None:
         """The first operator whose inputs arrive in layouts of which lowering cannot cut all at once, if there is one."""
         for each in self.operators:
             try:
-                self.chosen[each.name].plan(each, self.mesh, self._arriving(each))
+                self._plan_of(each)
             except Illegal:
                 return each.name
         return None
 
-    def _arriving(self, operator: Operator) -> dict[str, tuple[str | None, ...]]:
-        return {
+    def _plan_of(self, operator: Operator) -> Plan:
+        arriving = {
             operand: operator.arriving(operand, self.chosen[producer].out)
             for operand, (producer, _) in operator.inputs.items()
         }
+        return self.chosen[operator.name].plan(operator, self.mesh, arriving)
 
 
 def search_graph(
@@ -92,7 +91,11 @@ def _cheapest(
     operators: Sequence[Operator], mesh: Mesh, options: Mapping[str, list[Option]],
     edges: dict[tuple[str, str], np.ndarray],
 ) -> GraphPlan:  # fmt: skip
-    """The least sum that can be lowered: inputs of one operator may arrive in layouts that cut its axes differently."""
+    """The least sum that can be lowered.
+
+    Inputs of one operator may arrive in layouts that cut its axes differently; one of these edges is then forbidden, and the
+    least sum of the others is found, at most MOST_TRIES times.
+    """
     names = [each.name for each in operators]
     own = {name: np.array([option.seconds for option in options[name]]) for name in names}
     for _ in range(MOST_TRIES):

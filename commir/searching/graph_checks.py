@@ -42,9 +42,7 @@ def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mappi
     if renamed.get(made.home or "") != taken.home:
         return f"{made.name} is kept along {made.home}, {taken.name} along {taken.home}; they must be the same axis"
     sizes = _blocks(made, producer.shape(made), renamed), _blocks(taken, consumer.shape(taken), renamed.values())
-    if [renamed.get(axis, axis) for axis in sizes[0]] != list(sizes[1]) or list(sizes[0].values()) != list(
-        sizes[1].values()
-    ):
+    if [(renamed.get(axis, axis), size) for axis, size in sizes[0].items()] != list(sizes[1].items()):
         return f"its axes are {sizes[0]} of {made.name}, and {sizes[1]} of {taken.name}"
     if producer.dtype != consumer.dtype:
         return f"it is {producer.dtype}, and {consumer.name} needs {consumer.dtype}"

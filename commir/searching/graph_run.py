@@ -37,7 +37,7 @@ class GraphRunner:
         """
         device = next((x.device for each in given.values() for x in each.values()), torch.device("cpu"))
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
-        outputs: dict[str, Tensor] = {}
+        outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
             plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
             for operand, (producer, _) in operator.inputs.items():
@@ -47,7 +47,6 @@ class GraphRunner:
                 plan.check(inputs, is_local=True)
             except ValueError as error:
                 raise ValueError(f"{operator.name}: {error}") from None
-            count = count or Count()
             kept = count.held
             with torch.no_grad():
                 found = run(RankState(plan, self._rank, inputs, count), self.group, counter)

@@ -177,13 +177,13 @@ class Relayouts:
         return self._known[key]
 
     def _seconds(self, program: Program, operand: Operand, have: Layout, want: Layout) -> float:
-        kinds = [program.axis(name).kind for name in operand.axes]
-        sizes = zip(
-            operand.axes, program.shape(operand), [WHOLE if each == WHOLE else SPATIAL for each in kinds], strict=True
+        axes = tuple(
+            Axis(name, size, WHOLE if program.axis(name).kind == WHOLE else SPATIAL)
+            for name, size in zip(operand.axes, program.shape(operand), strict=True)
         )
         x, y = (Operand(name, operand.axes, operand.home, is_wide=operand.is_wide) for name in ("x", "y"))
-        axes, dtype = tuple(Axis(*each) for each in sizes), program.dtype
-        copy = Program("copy", axes, (x,), (y,), (Result("sum", ("y",)),), f"x[{', '.join(x.axes)}]", (), dtype)
+        tile, results = f"x[{', '.join(x.axes)}]", (Result("sum", ("y",)),)
+        copy = Program("copy", axes, (x,), (y,), results, tile, (), program.dtype)
         try:
             digits = Digits(_kept(LoopNest(copy, self._mesh), {"x": have, "y": want}))
             steps = [step for step, _ in conversions(digits, x, digits.home(x), digits.home(y))]

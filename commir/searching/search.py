@@ -31,8 +31,8 @@ def search(
 
     fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
     memory: the most bytes that a rank may hold (`Plan.memory`); candidates that hold more are also tried in chunks
-    (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is
-    call_seconds + point_seconds for each point of its loops (see `measure_tile`); 0: only messages are counted.
+    (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of its
+    loops (see `measure_tile`); 0: only messages are counted.
 
     ValueError: no placement divides the program's sizes, or none holds so little memory.
     """
@@ -43,9 +43,9 @@ def search(
         ((model.cost(each), each) for each in candidates(program, mesh)),
         key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
     )
-    found = _exact(program, mesh, model, ranked, memory, top)
+    found = _exact(model, ranked, memory, top)
     if not found:
-        raise ValueError(_refusal(program, mesh, model, [each for _, each in ranked], memory))
+        raise ValueError(_refusal(model, [each for _, each in ranked], memory))
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
@@ -56,7 +56,7 @@ def all_plans(
     model, chosen = CostModel(program, mesh, point_seconds, call_seconds), list(candidates(program, mesh))
     if with_chunks:
         chosen += [part for each in chosen for part in each.in_chunks(program)]
-    return _lowered(program, mesh, model, chosen)
+    return _lowered(model, chosen)
 
 
 def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
@@ -72,42 +72,39 @@ def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_second
     return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
 
 
-def _exact(
-    program: Program, mesh: Mesh, model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int
-) -> list[Plan]:
+def _exact(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int) -> list[Plan]:
     """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
     found: list[Plan] = []
     for cost, candidate in ranked:
         if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
             break
-        fitting = _fitting(program, mesh, model, cost, candidate, memory)
-        found = sorted([*found, *fitting], key=_order)[: top + 1]
+        found = sorted([*found, *_fitting(model, cost, candidate, memory)], key=_order)[: top + 1]
     return found[:top]
 
 
-def _fitting(
-    program: Program, mesh: Mesh, model: CostModel, cost: Cost, candidate: Candidate, memory: int | None
-) -> list[Plan]:
-    """The plan of a candidate, if it does not hold too much, or else those with the fewest chunks that do not."""
-    if memory is None or cost.memory <= memory:
-        plans = _lowered(program, mesh, model, [candidate])
-        if memory is None or any(plan.memory <= memory for plan in plans):
-            return plans
-    found: dict[str, list[Plan]] = {}
-    for each in candidate.in_chunks(program):
-        axis, number = each.chunks or ("", 1)
-        if not found.get(axis) and memory is not None and model.memory_in_chunks(cost, number) <= memory:
-            plans = _lowered(program, mesh, model, [each])
-            found[axis] = [plan for plan in plans if plan.memory <= memory]
-    return [plan for plans in found.values() for plan in plans]
+def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None) -> list[Plan]:
+    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits."""
+    if memory is None:
+        return _lowered(model, [candidate])
+    if cost.memory <= memory:
+        whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
+        if whole:
+            return whole
+    found: dict[str, Plan] = {}
+    for each in candidate.in_chunks(model.program):
+        if each.chunked not in found and model.memory_in_chunks(cost, each.chunks) <= memory:
+            for plan in _lowered(model, [each]):
+                if plan.memory <= memory:
+                    found[each.chunked] = plan
+    return list(found.values())
 
 
-def _lowered(program: Program, mesh: Mesh, model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
+def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
     """The plans of candidates, without those that do not divide after all."""
     plans = []
     for candidate in chosen:
         with suppress(Illegal):
-            plan = candidate.schedule(program, mesh).lower()
+            plan = candidate.schedule(model.program, model.mesh).lower()
             plans.append(replace(plan, tile_seconds=model.tile_seconds(candidate)))
     return plans
 
@@ -122,12 +119,12 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(program: Program, mesh: Mesh, model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
-    plans = _lowered(program, mesh, model, ranked)
+def _refusal(model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
+    program, mesh, plans = model.program, model.mesh, _lowered(model, ranked)
     if not plans:
         sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
         return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
-    plans += _lowered(program, mesh, model, (part for each in ranked for part in each.in_chunks(program)))
+    plans += _lowered(model, (part for each in ranked for part in each.in_chunks(program)))
     least = min(plans, key=lambda plan: plan.memory)
     return (
         f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
@@ -142,7 +139,7 @@ def _reason(found: list[Plan], number: int) -> str:
         return "the only plan that fits"
     best, other = found[:2]
     if other.seconds > best.seconds * (1 + 1e-6):
-        return f"fastest by prediction; the next takes {_times(other, best)} its time: {other.schedule}"
+        return f"fastest by prediction; the next takes {_times(other, best)} this time: {other.schedule}"
     return f"as fast by prediction as the next, with fewer bytes, messages or less memory: {other.schedule}"
 
 

@@ -115,11 +115,11 @@ def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | N
     Without them, gloo reads the addresses of the ranks before, and waits for them. On several nodes, whose numbers of
     restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store.
     """
-    restarts, environment = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), os.environ
-    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not restarts or not is_shared or environment.get("LOCAL_WORLD_SIZE") != str(world):
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not restarts or not is_shared or os.environ.get("LOCAL_WORLD_SIZE") != str(world):
         return None
-    address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.PrefixStore(f"restart {restarts}", dist.TCPStore(*address, world, is_master=False, timeout=timeout))
 
 

@@ -199,8 +199,8 @@ def _save_checkpoint(trainer: Trainer, inputs: Inputs, step: int) -> None:
     """Write a training checkpoint, with gradients that sparse reduction has not sent yet."""
     directory, decay_steps = inputs.out / "checkpoints", trainer.options.decay_steps
     write_more = functools.partial(write_pending, trainer=trainer)
-    more = decay_steps, write_more, trainer.options.keep
-    save_training(directory, step, trainer.model, trainer.optimizer, inputs.requirements, *more)
+    state = trainer.model, trainer.optimizer
+    save_training(directory, step, *state, inputs.requirements, decay_steps, write_more, trainer.options.keep)
 
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
