@@ -12,12 +12,14 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,11 +37,22 @@ from .agreement import first_line, run_on_every_rank, run_on_rank_0
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@dataclass(frozen=True)
+class GatheredState:
+    """What stands in place of an optimizer whose parameters and moments are divided over replicas, as DeepSpeed's are.
+
+    state: for each parameter {"model": the parameter, "exp_avg": ..., "exp_avg_sq": ...} in this rank's part of the model,
+    at least fp32; parameters that other replicas write may be missing.
+    """
+
+    state: dict[nn.Parameter, dict[str, torch.Tensor]]
+
+
 def save_training(
     directory: str | Path,
     step: int,
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | GatheredState,
     requirements: dict[str, Any],
     decay_steps: int = 0,
     write_more: Callable[[Path], None] | None = None,
@@ -163,7 +176,9 @@ def _read_training(path: Path) -> tuple[int, int, dict[str, Any]]:
     return step, decay_steps, saved
 
 
-def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer) -> None:
+def load_training(
+    path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState
+) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     ValueError on every rank if it is damaged, cannot be read by one of them, or belongs to another model. Errors that the
@@ -175,7 +190,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """
     failure = f"{path} is damaged or of another model"
     reader = run_on_every_rank(lambda: _open_reader(path), failure, ValueError, compared=Path(path).name)
-    _reset_optimizer(optimizer, step)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _reset_optimizer(optimizer, step)
     state = _state(model, optimizer)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -208,15 +224,17 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             optimizer.state[parameter] = state
 
 
-def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _state(model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> dict[str, torch.Tensor]:
     """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these."""
     state = {"rng": torch.get_rng_state()}
     for parameter in model.parameters():
         field = field_of(parameter)
-        state[f"model.{field.name}"] = _distributed(parameter.detach(), field, model.ranks)
-        for moment in MOMENTS if parameter.requires_grad else ():
-            tensor = optimizer.state[parameter][moment]
-            state[f"{moment}.{field.name}"] = _distributed(tensor, field, model.ranks)
+        if isinstance(optimizer, GatheredState):
+            tensors = optimizer.state.get(parameter, {})
+        else:
+            moments = {name: optimizer.state[parameter][name] for name in MOMENTS if parameter.requires_grad}
+            tensors = {"model": parameter.detach(), **moments}
+        state |= {f"{name}.{field.name}": _distributed(each, field, model.ranks) for name, each in tensors.items()}
     return state
 
 

@@ -22,7 +22,6 @@ from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
 from megatron_ssm.checkpoints.training import (
     find_checkpoints,
-    load_training,
     newest_checkpoint,
     save_training,
     saved_decay_steps,
@@ -52,7 +51,7 @@ from .data import Batches, Tokens
 from .memory_budget import check_memory_budget
 from .options import Options
 from .progress import Progress, is_due
-from .trainer import Trainer, evaluate
+from .trainer import Trainer
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
 LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device"}
@@ -161,7 +160,8 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device)
         progress.print_line(_summary(model, groups, inputs))
         _resume(trainer, inputs, progress)
         if _train(trainer, inputs, progress) == options.train_iters:
-            _write_model(model, inputs, progress)
+            with trainer.whole_parameters():
+                _write_model(model, inputs, progress)
 
 
 def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> None:
@@ -170,7 +170,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> None:
         set_aside(inputs.out / "checkpoints")
         return
     progress.print_decay(inputs.saved_decay_steps)
-    load_training(*inputs.checkpoint, trainer.model, trainer.optimizer)
+    trainer.load(*inputs.checkpoint)
     if has_pending(inputs.checkpoint[0]):
         read_pending(inputs.checkpoint[0], trainer)
 
@@ -184,7 +184,7 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress) -> int:
         held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
         progress.end_step(step, result, is_logged=held_out is not None)
         if held_out is not None:
-            progress.add_evaluation(step, evaluate(trainer.model, held_out, trainer.groups, options))
+            progress.add_evaluation(step, trainer.evaluate(held_out))
         progress.write_log()
         if is_last or leaves or is_due(step, options.save_interval):
             _save_checkpoint(trainer, inputs, step)
@@ -199,7 +199,7 @@ def _save_checkpoint(trainer: Trainer, inputs: Inputs, step: int) -> None:
     """Write a training checkpoint, with gradients that sparse reduction has not sent yet."""
     directory, decay_steps = inputs.out / "checkpoints", trainer.options.decay_steps
     write_more = functools.partial(write_pending, trainer=trainer)
-    state = trainer.model, trainer.optimizer
+    state = trainer.model, trainer.checkpoint_state()
     save_training(directory, step, *state, inputs.requirements, decay_steps, write_more, trainer.options.keep)
 
 

@@ -1,4 +1,4 @@
-"""The training loop: tensor x context x data parallelism with torch's DDP, and AdamW.
+"""The training loop: tensor x context x data parallelism with torch's DDP, and AdamW. It is the base of the other engines.
 
 Every step depends on the options and on its number, never on the number of ranks: 1 rank and 8 ranks see the same global
 batch and compute the same loss and gradient norm. Replicas read different sequences; the context ranks of a replica share
@@ -7,13 +7,17 @@ each of its sequences, and its tensor-parallel ranks read the same tokens.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_ssm.checkpoints.training import GatheredState, load_training
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
@@ -40,36 +44,56 @@ def learning_rate(options: Options, step: int) -> float:
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW (see `ops.fused_adam`). Weight decay applies to matrices, not to A_log, D, norms and biases."""
+    betas = (options.adam_beta1, options.adam_beta2)
+    return fused_adam.adamw(decay_groups(model, options), lr=options.lr, betas=betas, eps=options.adam_eps)
+
+
+def decay_groups(model: Model, options: Options) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups: those with weight decay, and those without."""
     parameters = list(model.parameters())
     decayed = [p for p in parameters if field_of(p).has_weight_decay]
     others = [p for p in parameters if not field_of(p).has_weight_decay]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (options.adam_beta1, options.adam_beta2)
-    return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
+    return [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
+
+
+def whole_gradients(model: Model) -> Gradients:
+    """(parameter, its gradient) of the parameters that have one."""
+    return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
 
 
 @torch.no_grad()
-def grad_norm(model: Model) -> torch.Tensor:
+def grad_norm(
+    model: Model, gradients: Gradients | None = None, divided_over: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """The 2-norm of the whole model's gradient: a scalar tensor, the same on every rank.
 
+    gradients: (parameter, the part of its gradient that this rank holds); None: `whole_gradients`. divided_over: the ranks
+    over which these parts are divided, of any shapes; None: this rank holds whole gradients.
+
     Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
-    1/c of the squares. All-reduces one element over the tensor-parallel ranks.
+    1/c of the squares. All-reduces one element over `divided_over`, and one over the tensor-parallel ranks.
     """
     ranks = model.ranks
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            total += parameter.grad.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
+    for parameter, gradient in whole_gradients(model) if gradients is None else gradients:
+        total += gradient.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
+    if divided_over is not None:
+        dist.all_reduce(total, group=divided_over)
     return ranks.all_reduce_exact(total, ranks.group).sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(model: Model, norm: torch.Tensor, limit: float) -> None:
-    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do; limit 0 is no limit."""
+def clip_gradients(model: Model, norm: torch.Tensor, limit: float, gradients: Gradients | None = None) -> None:
+    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do; limit 0 is no limit.
+
+    gradients: see `grad_norm`.
+    """
     if limit and norm > limit:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_((limit / (norm + 1e-6)).to(parameter.grad.dtype))
+        for _, gradient in whole_gradients(model) if gradients is None else gradients:
+            gradient.mul_((limit / (norm + 1e-6)).to(gradient.dtype))
 
 
 def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -85,16 +109,17 @@ def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> t
     return model.loss(schedule.shard(inputs), schedule.shard(labels), seq=inputs.shape[1])
 
 
-class _Loss(nn.Module):
-    """A module whose forward pass is the model's loss, so that DDP can wrap it."""
+class SequenceLoss(nn.Module):
+    """A module whose forward pass is the model's loss, so that an engine can wrap it. bf16: under autocast."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, bf16: bool = False):
         super().__init__()
-        self.model = model
+        self.model, self.bf16 = model, bf16
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """See `sequence_loss`."""
-        return sequence_loss(self.model, inputs, labels)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
+            return sequence_loss(self.model, inputs, labels)
 
 
 @dataclass
@@ -109,20 +134,18 @@ class Step:
 class Trainer:
     """A model in training, over tensor-parallel, context and data-parallel ranks (see `Groups`).
 
-    report: is called on rank 0 with the lines that sparse gradient reduction reports. fusion: the sparse gradient reduction,
-    or None. pending_gradients: {name: flat gradient} that an earlier run with sparse reduction had not sent yet; they are
-    added to the next step's gradients.
+    The other engines are subclasses. They replace how gradients are averaged over `groups.data_context`, and where gradients
+    and the optimizer's state are; this one does it with torch's DistributedDataParallel, and every rank holds them whole.
+
+    report: is called on rank 0 with the lines that sparse gradient reduction reports. loss: the module that computes the loss
+    and averages gradients. fusion: the sparse gradient reduction, or None. pending_gradients: {name: flat gradient} that an
+    earlier run with sparse reduction had not sent yet; they are added to the next step's gradients.
     """
 
     def __init__(self, model: Model, groups: Groups, options: Options, report: Callable[[str], object] = print):
         self.model, self.groups, self.options = model, groups, options
         self.accumulation = options.accumulation(groups.data_ranks)
-        self.optimizer = adamw(model, options)
-        self.loss: nn.Module = _Loss(model)
-        if groups.data_context is not None:
-            self.loss = DistributedDataParallel(
-                self.loss, process_group=groups.data_context, gradient_as_bucket_view=True
-            )
+        self.loss, self.optimizer = self._set_up(SequenceLoss(model, options.bf16))
         self.fusion: SparseFusion | None = None
         self.pending_gradients: dict[str, torch.Tensor] = {}
         if groups.data_context is not None and options.gradient_mode != "dense":
@@ -132,6 +155,14 @@ class Trainer:
                 copied=lambda parameter: field_of(parameter).copies(groups.tensor_ranks) > 1,
                 report=lambda line: report(line) if groups.rank == 0 else None,
             ).attach(self.loss)  # fmt: skip
+
+    def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The module that averages the gradients of the loss, and the optimizer."""
+        optimizer = adamw(self.model, self.options)
+        if self.groups.data_context is None:
+            return loss, optimizer
+        group = self.groups.data_context
+        return DistributedDataParallel(loss, process_group=group, gradient_as_bucket_view=True), optimizer
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.
@@ -149,20 +180,36 @@ class Trainer:
                 problem = str(error).partition(": ")[2].partition(". ")[0]
                 raise Failure(f"step {step + 1}: {problem}, so training stops") from None
         self._add_pending_gradients()
-        norm = grad_norm(self.model)
+        norm = self._norm()
         loss, rate = float(total), learning_rate(self.options, step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Failure(f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops")
-        clip_gradients(self.model, norm, self.options.clip_grad)
+        self._clip(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        fused_adam.zero_gradients(self.optimizer)
+        self._update()
         return Step(loss, float(norm), rate)
+
+    def evaluate(self, tokens: Tokens) -> float:
+        """See `evaluate`."""
+        return evaluate(self.model, tokens, self.groups, self.options)
+
+    def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
+        """What `save_training` takes as the optimizer; all ranks call it together."""
+        return self.optimizer
+
+    def load(self, path: Path, step: int) -> None:
+        """Continue from a training checkpoint of any engine; see `load_training`."""
+        load_training(path, step, self.model, self.optimizer)
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager:
+        """Within this context, each rank's model holds its part of all parameters, as `save` needs them."""
+        return contextlib.nullcontext()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) under the names that `fusion` uses."""
-        loss = self.loss.module if isinstance(self.loss, DistributedDataParallel) else self.loss
+        loss = self.loss if isinstance(self.loss, SequenceLoss) else self.loss.module
+        assert isinstance(loss, nn.Module)
         return loss.named_parameters()
 
     def _add_pending_gradients(self) -> None:
@@ -173,25 +220,42 @@ class Trainer:
 
     def _backward(self, inputs: torch.Tensor, labels: torch.Tensor, is_last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; returns its share of the loss. Replicas average after the last one."""
-        model, device = self.model, self.model.device
         average: contextlib.AbstractContextManager = contextlib.nullcontext()
         if isinstance(self.loss, DistributedDataParallel) and not is_last:
             average = self.loss.no_sync()
         with average:
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.options.bf16):
-                loss = self.loss(inputs.to(device), labels.to(device)) / self.accumulation
+            loss = self._share_of_loss(inputs, labels)
             # The loss is a mean over the tokens of all data x context ranks, so their gradients add up; DDP averages them.
             (loss * self.groups.data_context_ranks).backward()
-        return loss.detach().to(at_least_fp32(model.dtype))
+        return loss.detach()
+
+    def _share_of_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The share of one micro-batch in the loss of the step."""
+        device = self.model.device
+        return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
+
+    def _norm(self) -> torch.Tensor:
+        return grad_norm(self.model)
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        clip_gradients(self.model, norm, self.options.clip_grad)
+
+    def _update(self) -> None:
+        """Update the parameters, and set the gradients to zero."""
+        self.optimizer.step()
+        fused_adam.zero_gradients(self.optimizer)
 
 
 @torch.no_grad()
-def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options) -> float:
+def evaluate(
+    model: Model, tokens: Tokens, groups: Groups, options: Options, loss: nn.Module | None = None
+) -> float:
     """Nats per byte of a held-out text, the same on every rank.
 
     The text is read in windows of seq_length tokens, each from an empty state. Replicas share the windows; all ranks call it
-    together with the same tokens.
+    together with the same tokens. loss: the module that computes the loss (None: `SequenceLoss`).
     """
+    loss = loss or SequenceLoss(model, options.bf16)
     inputs, labels = windows(tokens, options.seq_length)
     rows, ranks = options.micro_batch_size, groups.data_ranks
     missing = -len(inputs) % (rows * ranks)
@@ -200,7 +264,6 @@ def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options) -> 
     nats = 0.0
     for start in range(0, len(inputs), rows * ranks):
         mine = slice(start + groups.data_rank * rows, start + (groups.data_rank + 1) * rows)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=options.bf16):
-            mean = sequence_loss(model, inputs[mine].to(model.device), labels[mine].to(model.device))
+        mean = loss(inputs[mine].to(model.device), labels[mine].to(model.device))
         nats += float(mean) * int((labels[start : start + rows * ranks] != IGNORE_INDEX).sum())
     return nats / tokens.text_bytes
