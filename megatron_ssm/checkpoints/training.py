@@ -176,9 +176,7 @@ def _read_training(path: Path) -> tuple[int, int, dict[str, Any]]:
     return step, decay_steps, saved
 
 
-def load_training(
-    path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState
-) -> None:
+def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     ValueError on every rank if it is damaged, cannot be read by one of them, or belongs to another model. Errors that the

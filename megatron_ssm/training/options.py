@@ -15,6 +15,8 @@ from sparsefusion.foundation.command_line import Parser, did_you_mean
 # Schedules of attention2d. auto: the one that sends the fewest bytes.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
+ENGINES = ("torch", "deepspeed")
+
 
 def _option(default: Any, help: str, **more: Any) -> Any:
     """A field of `Options` with its help text; more: choices, required, flag_alone (the value of a flag without one)."""
@@ -63,6 +65,8 @@ class Options:
     context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
+    engine: str = _option("torch", "what averages gradients and updates parameters", choices=ENGINES)
+    deepspeed_config: str = _option("", 'DeepSpeed\'s JSON file; values that are "auto" come from these options')
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
@@ -112,8 +116,19 @@ class Options:
             raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
         if not 0 < self.gradient_density <= 1:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
+        self._check_engine()
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed {self.seed} is not a 64-bit integer")
+
+    def _check_engine(self) -> None:
+        """ValueError if an option does not work with the engine."""
+        if (self.engine == "deepspeed") != bool(self.deepspeed_config):
+            rule = "needs" if self.engine == "deepspeed" else "has no use for"
+            raise ValueError(f"--engine {self.engine} {rule} --deepspeed-config")
+        if self.engine == "deepspeed" and self.params_dtype != "float32":
+            raise ValueError(f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32")
+        if self.engine == "deepspeed" and self.memory_budget:
+            raise ValueError("--memory-budget has a formula for --engine torch only")
 
     @property
     def decay_steps(self) -> int:

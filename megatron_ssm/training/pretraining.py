@@ -48,13 +48,16 @@ from sparsefusion.collectives.counted import all_gather_small
 
 from .corpus import Corpus
 from .data import Batches, Tokens
+from .deepspeed_settings import read_settings
+from .engines import make_trainer
 from .memory_budget import check_memory_budget
 from .options import Options
 from .progress import Progress, is_due
 from .trainer import Trainer
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
-LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device"}
+LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log",
+                 "device"}  # fmt: skip
 
 
 def pretrain(options: Options) -> None:
@@ -81,7 +84,7 @@ class Inputs:
 
     requirements: what a run that resumes from this one's checkpoints must have in common with it (JSON values). checkpoint:
     the one from which this run resumes, and its step; None for a new run. saved_decay_steps: `Options.decay_steps` of the
-    run that wrote the checkpoint (0: unknown).
+    run that wrote the checkpoint (0: unknown). deepspeed: the configuration of DeepSpeed's engine; None for another one.
     """
 
     out: Path
@@ -91,6 +94,7 @@ class Inputs:
     requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
     saved_decay_steps: int
+    deepspeed: dict[str, Any] | None
 
     @classmethod
     def read(cls, options: Options) -> "Inputs":
@@ -103,6 +107,10 @@ class Inputs:
         check_memory_budget(options, config)
         check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
+        deepspeed = None
+        if options.engine == "deepspeed":
+            data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
+            deepspeed = read_settings(options, data_ranks, config.hidden_size)
         requirements = _resume_requirements(options, config, corpus)
         begins = not options.resume or (options.resume == "auto" and not find_checkpoints(out / "checkpoints"))
         checkpoint = None if begins else newest_checkpoint(out / "checkpoints", requirements)
@@ -111,7 +119,7 @@ class Inputs:
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
         _check_log(options.log)
         decay_steps = saved_decay_steps(checkpoint[0]) if checkpoint else 0
-        return cls(out, corpus, config, batches, requirements, checkpoint, decay_steps)
+        return cls(out, corpus, config, batches, requirements, checkpoint, decay_steps, deepspeed)
 
     @property
     def start(self) -> int:
@@ -129,6 +137,7 @@ class Inputs:
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "requirements": self.requirements,
             "saved decay steps": self.saved_decay_steps,
+            "DeepSpeed's configuration": self.deepspeed,
         }
 
 
@@ -154,7 +163,7 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device)
     torch.manual_seed(options.seed)
     with make_model(options, inputs.config, groups, device) as model:
         progress = Progress(options, inputs.start)
-        trainer = Trainer(model, groups, options, progress.print_line)
+        trainer = make_trainer(model, groups, options, inputs.deepspeed, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
         progress.print_line(_summary(model, groups, inputs))

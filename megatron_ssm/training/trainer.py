@@ -137,9 +137,9 @@ class Trainer:
     The other engines are subclasses. They replace how gradients are averaged over `groups.data_context`, and where gradients
     and the optimizer's state are; this one does it with torch's DistributedDataParallel, and every rank holds them whole.
 
-    report: is called on rank 0 with the lines that sparse gradient reduction reports. loss: the module that computes the loss
-    and averages gradients. fusion: the sparse gradient reduction, or None. pending_gradients: {name: flat gradient} that an
-    earlier run with sparse reduction had not sent yet; they are added to the next step's gradients.
+    report: is called on rank 0 with the lines that sparse gradient reduction reports. loss: the module that computes the
+    loss and averages its gradients. fusion: the sparse gradient reduction, or None. pending_gradients: {name: flat gradient}
+    that an earlier run with sparse reduction had not sent yet; they are added to the next step's gradients.
     """
 
     def __init__(self, model: Model, groups: Groups, options: Options, report: Callable[[str], object] = print):
@@ -247,9 +247,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def evaluate(
-    model: Model, tokens: Tokens, groups: Groups, options: Options, loss: nn.Module | None = None
-) -> float:
+def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options, loss: nn.Module | None = None) -> float:
     """Nats per byte of a held-out text, the same on every rank.
 
     The text is read in windows of seq_length tokens, each from an empty state. Replicas share the windows; all ranks call it

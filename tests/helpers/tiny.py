@@ -7,6 +7,8 @@ import torch
 from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.data import Batches, Tokens
+from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.engines import make_trainer
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.pretraining import make_model
 from megatron_ssm.training.trainer import Trainer
@@ -50,10 +52,12 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
 
 
 def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
-    """A trainer of a new model over these groups (None: one rank)."""
+    """A trainer of a new model over these groups (None: one rank), with the run's engine."""
     groups = groups or Groups()
     config = Config.from_dict(run.new_config(vocab, 0))
-    return Trainer(make_model(run, config, groups, torch.device("cpu")), groups, run)
+    is_deepspeed = run.engine == "deepspeed"
+    settings = read_settings(run, groups.data_ranks, config.hidden_size) if is_deepspeed else None
+    return make_trainer(make_model(run, config, groups, torch.device("cpu")), groups, run, settings)
 
 
 def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:

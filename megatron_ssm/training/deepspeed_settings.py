@@ -1,0 +1,205 @@
+"""The configuration of a DeepSpeed engine: --deepspeed-config, compared with the options and completed from them.
+
+A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have no
+effect, or another one than in `examples/pretrain.py`, are refused by name. Loads no torch.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .options import Options, flag
+
+AUTO = "auto"
+PASSED = {  # keys that DeepSpeed reads as they are
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc", "flops_profiler",
+    "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet", "prescale_gradients",
+    "gradient_predivide_factor", "communication_data_type",
+}  # fmt: skip
+UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}  # the optimizer is always torch's AdamW
+COMPARED = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
+    "bf16", "fp16", "torch_autocast", "zero_optimization",
+}  # fmt: skip
+ZERO_PASSED = {
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+    "allgather_bucket_size", "overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size",
+    "log_trace_cache_warnings", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
+}  # fmt: skip
+
+
+def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
+    """The configuration that `deepspeed.initialize` gets, for `data_ranks` replicas of a model of this width.
+
+    It has no train_batch_size, because DeepSpeed would count context ranks as replicas, and no clipping, because DeepSpeed
+    would count gradients several times of which several tensor-parallel ranks have a copy: the trainer clips.
+    ValueError: DeepSpeed is not installed; the file is missing, or not a JSON object; a value contradicts the options; a key
+    is not supported.
+    """
+    path = options.deepspeed_config
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("--engine deepspeed needs the package deepspeed: pip install 'megatron-ssm[deepspeed]'")
+    given = _read_json(path)
+    try:
+        return _checked(given, options, data_ranks, hidden_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--deepspeed-config {path} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--deepspeed-config {path} is not a JSON object")
+    return given
+
+
+def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
+    _refuse_unknown(given, PASSED | UNUSED | COMPARED, "")
+    settings = {key: given[key] for key in given.keys() & PASSED}
+    for key, value in settings.items():
+        if value == AUTO:
+            raise ValueError(f'{key} is "auto", but no option says what it is')
+    for key, value, expected, why in _shared_values(given, options, data_ranks):
+        if value != AUTO and not _equal(value, expected):
+            raise ValueError(f"{key} {json.dumps(value)} contradicts {why}")
+    zero = _zero(_section(given, "zero_optimization"), hidden_size)
+    is_bf16 = _keeps_bf16_parameters(given, options)
+    _check_stage(zero["stage"], is_bf16, options)
+    return settings | {
+        "train_micro_batch_size_per_gpu": options.micro_batch_size,
+        "gradient_accumulation_steps": options.accumulation(data_ranks),
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": is_bf16},
+        "zero_optimization": zero,
+    }
+
+
+def _shared_values(given: dict[str, Any], options: Options, data_ranks: int) -> Iterator[tuple[str, Any, Any, str]]:
+    """(key, value in the file, the value that the options say, how they say it) of what stands in both."""
+    steps = options.accumulation(data_ranks)
+    batches = (
+        f"--global-batch-size {options.global_batch_size} / (--micro-batch-size {options.micro_batch_size} x {data_ranks} "
+        f"data-parallel ranks) = {steps}"
+    )
+
+    def of_option(key: str, value: Any, name: str) -> tuple[str, Any, Any, str]:
+        expected = getattr(options, name)
+        return key, value, expected, f"{flag(name)} {expected}"
+
+    yield of_option("train_batch_size", given.get("train_batch_size", AUTO), "global_batch_size")
+    micro = "train_micro_batch_size_per_gpu"
+    yield of_option(micro, given.get(micro, AUTO), "micro_batch_size")
+    yield "gradient_accumulation_steps", given.get("gradient_accumulation_steps", AUTO), steps, batches
+    yield of_option("gradient_clipping", given.get("gradient_clipping", AUTO), "clip_grad")
+    optimizer = _section(given, "optimizer")
+    _refuse_unknown(optimizer, {"type", "params"}, "optimizer.")
+    yield "optimizer.type", optimizer.get("type", AUTO), "AdamW", "the optimizer of this script, AdamW"
+    params = _section(optimizer, "params", "optimizer.")
+    _refuse_unknown(params, {"lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode"}, "optimizer.params.")
+    for key, name in {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}.items():
+        yield of_option(f"optimizer.params.{key}", params.get(key, AUTO), name)
+    betas = [options.adam_beta1, options.adam_beta2]
+    why = f"--adam-beta1 {betas[0]} --adam-beta2 {betas[1]}"
+    yield "optimizer.params.betas", params.get("betas", AUTO), betas, why
+    yield "optimizer.params.adam_w_mode", params.get("adam_w_mode", True), True, "the optimizer of this script, AdamW"
+    yield from _precisions(given, options)
+
+
+def _precisions(given: dict[str, Any], options: Options) -> Iterator[tuple[str, Any, Any, str]]:
+    """As `_shared_values`, of the sections about 16-bit numbers."""
+    why = "--bf16" if options.bf16 else "the options, which have no --bf16"
+    for name, other, keys in (
+        ("bf16", "torch_autocast", {"enabled"}),
+        ("torch_autocast", "bf16", {"enabled", "dtype"}),
+    ):
+        section = _section(given, name)
+        _refuse_unknown(section, keys, f"{name}.")
+        if section.get("enabled") is not False or not _section(given, other).get("enabled"):
+            yield f"{name}.enabled", section.get("enabled", AUTO), options.bf16, why
+    dtype = str(_section(given, "torch_autocast").get("dtype", AUTO)).removeprefix("torch.")
+    yield "torch_autocast.dtype", dtype, "bfloat16", "--bf16"
+    yield "fp16.enabled", _section(given, "fp16").get("enabled", AUTO), False, "the options, which have no loss scale"
+
+
+def _keeps_bf16_parameters(given: dict[str, Any], options: Options) -> bool:
+    """Whether DeepSpeed rounds parameters to bf16; otherwise --bf16 is autocast, and parameters stay fp32.
+
+    ValueError if the file asks for both.
+    """
+    bf16, autocast = (_section(given, name).get("enabled", False) for name in ("bf16", "torch_autocast"))
+    if bf16 is True and autocast is True:
+        raise ValueError("bf16.enabled and torch_autocast.enabled are both true: parameters are in bf16, or stay fp32")
+    return options.bf16 and bf16 in (True, AUTO) and autocast is not True
+
+
+def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """The section zero_optimization, with the sizes that transformers puts in place of "auto"."""
+    given = {key: value for key, value in given.items() if not _is_no_offload(key, value)}
+    _refuse_unknown(given, ZERO_PASSED, "zero_optimization.")
+    sizes = {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    for key, value in given.items():
+        if value == AUTO and key not in sizes:
+            raise ValueError(f'zero_optimization.{key} is "auto", but no option says what it is')
+    zero = {key: sizes[key] if value == AUTO else value for key, value in given.items()}
+    stage = zero.setdefault("stage", 0)
+    if isinstance(stage, bool) or stage not in range(4):
+        raise ValueError(f"zero_optimization.stage {json.dumps(stage)} is not 0, 1, 2 or 3")
+    # Otherwise ZeRO 3 replaces torch's linear by one that cannot have empty outputs, such as a part of a small vocabulary.
+    return zero | {"memory_efficient_linear": False}
+
+
+def _is_no_offload(key: str, value: Any) -> bool:
+    """Whether this is an entry of zero_optimization that says that nothing is offloaded."""
+    device = value.get("device", "none") if isinstance(value, dict) else value
+    return key in ("offload_optimizer", "offload_param") and device in ("none", None)
+
+
+def _check_stage(stage: int, is_bf16: bool, options: Options) -> None:
+    """ValueError if an option does not work with a stage of ZeRO."""
+    if is_bf16 and stage == 0:
+        raise ValueError(
+            "bf16.enabled needs zero_optimization.stage 1, 2 or 3; without it, --bf16 computes in bf16, and parameters "
+            "stay fp32"
+        )
+    if options.gradient_mode != "dense" and stage > 1:
+        raise ValueError(
+            f"--gradient-mode {options.gradient_mode} needs zero_optimization.stage 0 or 1: stage {stage} divides gradients "
+            "over the ranks"
+        )
+
+
+def _section(given: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
+    """A section of the file; empty if it is missing."""
+    section = given.get(name, {})
+    if not isinstance(section, dict):
+        raise ValueError(f"{where}{name} {json.dumps(section)} is not an object")
+    return section
+
+
+def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
+    """ValueError if a section has a key that is not supported."""
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where}{key} is not supported by examples/pretrain.py")
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """Whether a JSON value is this one: numbers to rounding, and true is not 1."""
+    if isinstance(expected, list):
+        return isinstance(value, list) and len(value) == len(expected) and all(map(_equal, value, expected))
+    if isinstance(value, bool) or isinstance(expected, bool) or isinstance(expected, str):
+        return type(value) is type(expected) and value == expected
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-9)

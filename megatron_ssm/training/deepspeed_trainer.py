@@ -1,0 +1,233 @@
+"""The training loop over a DeepSpeed engine, with ZeRO 0, 1, 2 or 3. Only this module imports deepspeed.
+
+DeepSpeed averages the gradients, divides them and the optimizer's state over the ranks that hold the same part of the model
+(ZeRO 1 and 2), and the parameters as well (ZeRO 3), and updates its own partitions with torch's AdamW. The trainer computes
+the gradient norm and clips: DeepSpeed's own clipping would count what 1 < copies < ranks tensor-parallel ranks hold several
+times. Checkpoints are those of every engine: parameters and moments are gathered to write them.
+
+Of DeepSpeed's interfaces, these are not documented: `_hp_mapping` and `_index_in_param_group` of a parameter, which
+`deepspeed.utils.safe_get_full_grad` reads (that function would send the whole gradient), and the optimizer's list of
+partitions with the method that links its state to them.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ssm.checkpoints.training import MOMENTS, GatheredState, load_training
+from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.models.model import Model
+from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
+from megatron_ssm.parallel.groups import TIMEOUT, Groups
+
+from .data import Tokens
+from .options import Options
+from .trainer import SequenceLoss, Trainer, clip_gradients, decay_groups, evaluate, grad_norm
+
+
+class DeepSpeedTrainer(Trainer):
+    """A `Trainer` whose `loss` is a DeepSpeed engine. settings: its configuration, of `deepspeed_settings.read_settings`.
+
+    ValueError if DeepSpeed was imported before for another kind of device than the model's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        groups: Groups,
+        options: Options,
+        settings: dict[str, Any],
+        report: Callable[[str], object] = print,
+    ):
+        self._settings = settings
+        self._deepspeed = _import_deepspeed(model.device)
+        if not dist.is_initialized():  # one rank, without a launcher
+            backend = "nccl" if model.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        self._mpu = DeepSpeedGroups(groups)
+        super().__init__(model, groups, options, report)
+
+    def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
+        betas = (self.options.adam_beta1, self.options.adam_beta2)
+        optimizer = torch.optim.AdamW(
+            decay_groups(self.model, self.options), self.options.lr, betas, self.options.adam_eps, fused=True
+        )
+        self._engine, *_ = self._deepspeed.initialize(
+            model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
+        )
+        self._stage = int(self._engine.zero_optimization_stage())
+        for partition in self._partitions():
+            moments = {name: torch.zeros_like(partition) for name in MOMENTS}
+            optimizer.state[partition] = {"step": torch.zeros((), device=partition.device), **moments}
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        return self._engine, optimizer
+
+    def _partitions(self) -> list[torch.Tensor]:
+        """The flat fp32 tensors that the optimizer updates in place of the parameters; none with ZeRO 0."""
+        names = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups",
+                 3: "fp32_partitioned_groups_flat"}  # fmt: skip
+        return getattr(self._engine.optimizer, names[self._stage]) if self._stage else []
+
+    # A step
+
+    def _backward(self, inputs: torch.Tensor, labels: torch.Tensor, is_last: bool) -> torch.Tensor:
+        loss = self._share_of_loss(inputs, labels)
+        # The loss is a mean over the tokens of all data x context ranks, so their gradients add up; DeepSpeed averages them.
+        self._engine.backward(loss * self.groups.data_context_ranks, scale_wrt_gas=False)
+        if not is_last:
+            self._engine.step()  # only counts the micro-batch
+        return loss.detach()
+
+    def _gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, the part of its gradient that this rank holds), after the last micro-batch."""
+        for parameter in self.model.parameters():
+            part = self._part_of_gradient(parameter) if self._is_updated(parameter) else None
+            if part is not None:
+                yield parameter, part
+
+    def _is_updated(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has it: it is not frozen, and this rank's part of it is not empty."""
+        return parameter.requires_grad and 0 not in self._shape(parameter)
+
+    def _part_of_gradient(self, parameter: Any) -> torch.Tensor | None:
+        if self._stage == 0:
+            return parameter.grad
+        if self._stage == 3:
+            return self._deepspeed.utils.safe_get_local_grad(parameter)
+        fragment = getattr(parameter, "_hp_mapping", None)
+        return None if fragment is None else fragment.get_lp_grad_fragment(parameter._index_in_param_group)
+
+    def _norm(self) -> torch.Tensor:
+        return grad_norm(self.model, self._gradients(), self.groups.data_context if self._stage else None)
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        gradients = list(self._gradients())
+        clip_gradients(self.model, norm, self.options.clip_grad, gradients)
+        for parameter, gradient in gradients if self._stage == 3 else ():  # a copy, if it is in bf16
+            self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
+
+    def _add_pending_gradients(self) -> None:
+        for name, parameter in self.named_parameters() if self.pending_gradients else ():
+            pending = self.pending_gradients.pop(name, None)
+            if pending is not None and pending.numel():
+                whole = self._deepspeed.utils.safe_get_full_grad(parameter)
+                self._deepspeed.utils.safe_set_full_grad(parameter, whole + pending.view_as(whole).to(whole))
+
+    def _update(self) -> None:
+        self._engine.step()
+
+    def evaluate(self, tokens: Tokens) -> float:
+        """See `trainer.evaluate`. The engine computes the loss, because ZeRO 3 gathers parameters in its forward pass."""
+        return evaluate(self.model, tokens, self.groups, self.options, self._engine)
+
+    # Checkpoints
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager:
+        """See `Trainer.whole_parameters`. With ZeRO 3, gathers all parameters of this rank's part of the model."""
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        return self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
+
+    def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
+        """See `Trainer.checkpoint_state`.
+
+        With ZeRO, the ranks that hold the same part of the model gather its tensors one by one, in fp32, and each keeps its
+        share of them on the CPU.
+        """
+        if not self._stage:
+            return self.optimizer
+        state, groups = {}, self.groups
+        for index, parameter in enumerate(self.model.parameters()):
+            tensors = self._gathered(parameter)
+            if index % groups.data_context_ranks == groups.data_context_rank:
+                state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return GatheredState(state)
+
+    def _gathered(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The parameter and its moments, whole on every rank that holds this part of the model."""
+        shape, utils = self._shape(parameter), self._deepspeed.utils
+        if not self._is_updated(parameter):
+            with self._whole(parameter):
+                return dict.fromkeys(_entries(parameter), parameter.detach().float().clone().view(shape))
+        tensors = {name: utils.safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+        tensors["model"] = utils.safe_get_full_fp32_param(parameter)
+        return {name: tensor.view(shape) for name, tensor in tensors.items()}
+
+    def load(self, path: Path, step: int) -> None:
+        """See `Trainer.load`. With ZeRO, each rank reads its whole part of the model on the CPU, and keeps its partition."""
+        if not self._stage:
+            return super().load(path, step)
+        state = {
+            parameter: {name: torch.empty(self._shape(parameter)) for name in _entries(parameter)}
+            for parameter in self.model.parameters()
+        }
+        load_training(path, step, self.model, GatheredState(state))
+        for parameter, tensors in state.items():
+            self._set(parameter, {name: tensor.to(self.model.device) for name, tensor in tensors.items()})
+        for partition in self._partitions():
+            self.optimizer.state[partition]["step"].fill_(step)
+
+    @torch.no_grad()
+    def _set(self, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        """Set the parameter, this rank's partition of it, and of its moments."""
+        utils, whole = self._deepspeed.utils, tensors.pop("model")
+        with self._whole(parameter, modifier_rank=0):
+            parameter.copy_(whole)
+        if not self._is_updated(parameter):
+            return
+        if self._stage < 3:
+            utils.safe_set_full_fp32_param(parameter, whole)
+            for name, tensor in tensors.items():
+                utils.safe_set_full_optimizer_state(parameter, tensor, name)
+        else:
+            utils.safe_set_local_fp32_param(parameter, self._shard(whole))
+            for name, tensor in tensors.items():
+                utils.safe_set_local_optimizer_state(parameter, self._shard(tensor), name)
+
+    def _whole(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> contextlib.AbstractContextManager:
+        """Within this context, the parameter is whole; ZeRO 3 takes changes from `modifier_rank`."""
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
+
+    def _shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's partition with ZeRO 3: all are equally long, and the last ones are filled with zeros."""
+        ranks, rank = self._mpu.get_data_parallel_world_size(), self._mpu.get_data_parallel_rank()
+        flat = whole.flatten()
+        return F.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)[rank]
+
+    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape of this rank's part; with ZeRO 3, the parameter itself may have no elements."""
+        return field_of(parameter).local_shape(self.groups.tensor_rank, self.groups.tensor_ranks)
+
+
+def _entries(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of what a checkpoint has of a parameter."""
+    return ("model", *MOMENTS) if parameter.requires_grad else ("model",)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, for this kind of device, with nothing that it would compile.
+
+    On CPUs it would compile an extension for messages in shared memory, under a lock in TORCH_EXTENSIONS_DIR. If an earlier
+    run was killed meanwhile, the lock remains, and it would wait for ever. So its list of operations that it may compile,
+    which it makes by calls of the compiler, is empty. Our tensor-parallel ranks share memory without it.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed
+
+    name = deepspeed.accelerator.get_accelerator().device_name()
+    if name.split(":")[0] != device.type:
+        raise ValueError(f"DeepSpeed works on {name} (DS_ACCELERATOR), the model is on {device.type}")
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed

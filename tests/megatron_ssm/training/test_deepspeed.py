@@ -1,0 +1,254 @@
+"""Training in a DeepSpeed engine, in forked ranks on the CPU. Oracle: torch's engine, with the same weights and data."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from megatron_ssm.checkpoints.training import save_training
+from megatron_ssm.training.data import Tokens
+from megatron_ssm.training.trainer import evaluate
+from sparsefusion.foundation.command_line import Failure
+
+FP32 = 1e-5  # of losses about 4 and gradient norms about 1
+MODELS = {
+    "mamba2": {},
+    "mamba untied": dict(model_type="mamba", untie_embeddings_and_output_weights=True),
+    "mamba2 groups": dict(mamba_num_groups=2),
+}
+DIVIDED = dict(  # small enough to divide the tensors of tiny models
+    stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=500, sub_group_size=3000, reduce_bucket_size=2000
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def deepspeed():
+    """The package, imported before ranks are forked."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    package = pytest.importorskip("deepspeed")
+    package.utils.logger.setLevel("ERROR")
+    return package
+
+
+def run_of(stage, **changes):
+    """The options of a tiny run: `stage` of ZeRO, or torch's engine. Writes DeepSpeed's configuration, in tmp_path."""
+    changes = dict(params_dtype="float32", micro_batch_size=1) | changes
+    if stage == "torch":
+        return tiny.options(**changes)
+    zero = {"stage": stage, **{key: size for key, size in DIVIDED.items() if stage == 3 or "3" not in key}}
+    config = {"zero_optimization": zero, **changes.pop("config", {})}
+    path = changes.pop("folder") / f"zero-{stage}.json"
+    path.write_text(json.dumps(config))
+    return tiny.options(**changes, engine="deepspeed", deepspeed_config=str(path))
+
+
+@functools.cache
+def one_rank(model):
+    """The curve of torch's engine on one rank, with the whole batch at once."""
+    run = run_of("torch", **MODELS[model], micro_batch_size=4)
+    curve = tiny.curve(tiny.trainer(run))
+    assert (curve[1] > run.clip_grad).all(), "clipping was not active"
+    return curve
+
+
+def close(ours, oracle, limit=FP32):
+    """Whether losses agree within `limit`, and gradient norms, the second row if there is one, within three times that."""
+    limits = torch.tensor([limit, 3 * limit])[: len(oracle), None] if oracle.dim() == 2 else limit
+    return bool(((ours - oracle).abs() <= limits).all())
+
+
+# Curves
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "tp, dp, model",
+    [(1, 2, "mamba2"), (2, 1, "mamba untied"), (2, 2, "mamba2 groups"),
+     pytest.param(1, 4, "mamba2", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_curves(ranks, tmp_path, tp, dp, model, stage):
+    """20 clipped steps in micro-batches give the losses and norms of torch's engine."""
+    run = run_of(stage, folder=tmp_path, **MODELS[model])
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp)
+    assert all(torch.equal(curve, curves[0]) for curve in curves)
+    assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "tp, cp, less_memory",
+    [(1, 2, dict(recompute_activations=True)), (2, 2, dict(sequence_parallel=True, recompute_activations=True)),
+     pytest.param(2, 1, dict(sequence_parallel=True), marks=pytest.mark.full)],
+)  # fmt: skip
+def test_context_and_sequence_parallelism(ranks, tmp_path, tp, cp, less_memory, stage):
+    run = run_of(stage, folder=tmp_path, context_parallel_size=cp, **less_memory)
+    curve = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 8), tp * cp)[0]
+    assert close(curve, one_rank("mamba2")[:, :8])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("model", [tiny.ZAMBA, tiny.ZAMBA2_UNTIED, dict(model_type="falcon_mamba", lr=1e-3)])
+def test_curves_of_other_families(ranks, tmp_path, tp, dp, model, stage):
+    """Rounding errors of fp32 grow faster in these. Idle parameters are frozen, and shared blocks used several times."""
+    run, plain = run_of(stage, folder=tmp_path, **model), run_of("torch", **model)
+    ours, torchs = ranks(lambda rank: [tiny.curve(tiny.trainer_on(tp, each))[0] for each in (run, plain)], tp * dp)[0]
+    assert close(ours, torchs, 1e-4)
+
+
+def with_large_gradients(trainer):
+    """The trainer, with gradients of B and C of which several ranks have a copy, so large that the norm shows it."""
+    for name, parameter in trainer.model.named_parameters():
+        if name.endswith((".B", ".C")):
+            parameter.register_hook(lambda gradient: 1000 * gradient)
+    return trainer
+
+
+@pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_counts_each_element_once(ranks, tmp_path, tp, dp, stage):
+    """With two groups on four ranks. One of these holds no part of the vocabulary."""
+    changes, vocab = dict(mamba_num_groups=2, untie_embeddings_and_output_weights=True), 9
+    run = run_of(stage, folder=tmp_path, **changes)
+
+    def train(rank):
+        trainer = with_large_gradients(tiny.trainer_on(tp, run, vocab))
+        return tiny.curve(trainer, 2, vocab=vocab), trainer._engine.get_global_grad_norm()
+
+    oracle = with_large_gradients(tiny.trainer(run_of("torch", **changes, micro_batch_size=4), vocab=vocab))
+    whole = tiny.curve(oracle, 2, vocab=vocab)
+    for curve, theirs in ranks(train, tp * dp):
+        assert torch.allclose(curve, whole, rtol=1e-5, atol=0)
+        # DeepSpeed's own norm of the clipped gradient counts copies several times: it is no longer the limit.
+        assert stage == 0 or tp == 2 or theirs > 1.01 * run.clip_grad
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_divides(ranks, tmp_path, tp, dp, stage):
+    """A rank updates 1/dp of its part, and ZeRO 3 keeps no more of the parameters between steps."""
+    run = run_of(stage, folder=tmp_path)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        elements = sum(parameter.numel() for parameter in tiny.trainer_on(tp, run_of("torch")).model.parameters())
+        tiny.curve(trainer, 1)
+        moments = sum(state["exp_avg"].numel() for state in trainer.optimizer.state.values())
+        return elements, moments, sum(parameter.numel() for parameter in trainer.model.parameters())
+
+    for elements, moments, parameters in ranks(train, tp * dp):
+        assert moments == pytest.approx(elements / dp, rel=0.05)
+        assert parameters == (0 if stage == 3 else elements)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("first, then", [("torch", 1), (2, 3), (3, "torch"), (1, 0), (0, 2), ("torch", 3)])
+def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
+    """A run is continued by another engine, on other ranks where there are several, with the moments."""
+    before, after = (run_of(each, folder=tmp_path) if each != "torch" else run_of(each) for each in (first, then))
+
+    def begin(rank):
+        trainer = tiny.trainer_on(tp, before)
+        tiny.curve(trainer, 3)
+        save_training(tmp_path, 3, trainer.model, trainer.checkpoint_state(), {})
+
+    def go_on(rank):
+        trainer = tiny.trainer_on(dp, after)
+        trainer.load(tmp_path / "step-000003", 3)
+        return tiny.curve(trainer, 8, start=3)
+
+    ranks(begin, tp * dp)
+    assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2")[:, 3:8])
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage):
+    """On the same ranks. Idle parameters, which have no moments, are in the checkpoint too."""
+    run = run_of(stage, folder=tmp_path, **tiny.ZAMBA2_UNTIED)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        tiny.curve(trainer, 2)
+        save_training(tmp_path, 2, trainer.model, trainer.checkpoint_state(), {})
+        straight = tiny.curve(trainer, 4, start=2)
+        again = tiny.trainer_on(tp, run)
+        again.load(tmp_path / "step-000002", 2)
+        assert torch.equal(tiny.curve(again, 4, start=2), straight)
+        with trainer.whole_parameters(), again.whole_parameters():
+            assert all(map(torch.equal, tiny.pieces(trainer).values(), tiny.pieces(again).values()))
+
+    ranks(train, tp * dp)
+
+
+# Evaluation, bf16, and what stops a run
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation(ranks, tmp_path, tp, dp, stage):
+    """Between two steps, which it does not change."""
+    run, text = run_of(stage, folder=tmp_path), Tokens(tiny.stream().ids[:100], 1000)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        before = trainer.evaluate(text)
+        curve = tiny.curve(trainer, 2)
+        trainer.evaluate(text)
+        return before, torch.cat([curve, tiny.curve(trainer, 4, start=2)], 1)
+
+    plain = tiny.trainer(run_of("torch"))
+    for nats, curve in ranks(train, tp * dp):
+        assert nats == pytest.approx(evaluate(plain.model, text, plain.groups, plain.options), rel=1e-6)
+        assert close(curve, one_rank("mamba2")[:, :4])
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stage, section, kept", [
+    (2, {}, torch.float32), (1, {"torch_autocast": {"enabled": True}, "bf16": {"enabled": False}}, torch.float32),
+    (1, {"bf16": {"enabled": "auto"}}, torch.bfloat16), (3, {"bf16": {"enabled": True}}, torch.bfloat16)
+])  # fmt: skip
+def test_bf16(ranks, tmp_path, tp, dp, stage, section, kept):
+    """Autocast is that of torch's engine; in DeepSpeed's own bf16, the parameters that are updated and saved are fp32."""
+    run = run_of(stage, folder=tmp_path, bf16=True, config=section)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        products = []
+        trainer.model.layers[0].mixer.in_proj.register_forward_hook(lambda *hook: products.append(hook[2].dtype))
+        losses, autocast = tiny.curve(trainer, 5)[0], tiny.curve(tiny.trainer_on(tp, run_of("torch", bf16=True)), 5)[0]
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {kept} and {*products} == {
+            torch.bfloat16
+        }
+        state = trainer.checkpoint_state().state.values()
+        assert {tensor.dtype for each in state for tensor in each.values()} == {torch.float32}
+        return losses, autocast
+
+    losses, autocast = ranks(train, tp * dp)[0]
+    assert close(losses, autocast, FP32 if kept == torch.float32 else 0.05)
+    assert not torch.equal(losses, one_rank("mamba2")[0, :5])
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_is_not_finite_stops_every_rank(ranks, tmp_path, tp, dp, stage):
+    """Inf appears in the gradient of the last rank alone."""
+    run = run_of(stage, folder=tmp_path)
+
+    def train(rank):
+        trainer = tiny.trainer_on(tp, run)
+        tiny.curve(trainer, 1)
+        if rank == dist.get_world_size() - 1:
+            trainer.model.layers[0].mixer.D.register_hook(lambda gradient: gradient * float("inf"))
+        with pytest.raises(Failure, match="step 2: loss .*: not finite, so training stops"):
+            tiny.curve(trainer, start=1)
+
+    ranks(train, tp * dp)
