@@ -33,6 +33,7 @@ MEGATRON_FILES = {"megatron_ssm/parallel/groups.py", "megatron_ssm/integrations/
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
     ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
+    ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
 }
 WORLD_NAMES = {"world", "world_size", "tp", "dp", "cp"}  # a test's parameters whose product is its number of ranks
 # Pages of the design, which are not part of the repository.
@@ -136,7 +137,7 @@ def test_megatron_core_is_imported_in_two_files():
 
 
 @pytest.mark.parametrize("packages", OPTIONAL_IMPORTS)
-def test_compiled_kernels_are_imported_in_one_file(packages):
+def test_optional_packages_are_imported_in_one_file(packages):
     assert importers(*packages) == OPTIONAL_IMPORTS[packages]
 
 

@@ -1,0 +1,170 @@
+"""Whole runs of examples/pretrain.py in a DeepSpeed engine, and under its launcher. Oracle: the run with torch's engine."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "pretrain.py"
+TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 4 --log-interval 1 --device cpu --data text""".split()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory with three documents in text/, and a configuration for each stage of ZeRO."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    pytest.importorskip("deepspeed").utils.logger.setLevel("ERROR")
+    words = random.Random(0)
+    Path("text").mkdir()
+    for name in "abc":
+        Path("text", name).write_text(" ".join(words.choice(("the", "state", "space")) for _ in range(100)))
+    for stage in range(4):
+        zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+        Path(f"zero-{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
+
+
+def flags(stage):
+    """The engine's flags: `stage` of ZeRO, or torch."""
+    return [] if stage == "torch" else ["--engine", "deepspeed", "--deepspeed-config", f"zero-{stage}.json"]
+
+
+def train(ranks, count, out, stage, *more):
+    """A run on forked ranks."""
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+        pretrain(parse_options([*TINY, "--out", out, "--log", f"{out}.jsonl", *flags(stage), *more]))
+
+    ranks(run, count)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in Path(f"{out}.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    return load_file(Path(out, "model.safetensors"))
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stages", [("torch", 3, 1), (2, "torch", 0)])
+def test_a_run_goes_on_in_other_engines(ranks, tp, dp, stages):
+    """The losses and the model are those of a run with torch's engine; --resume starts where the engine before stopped."""
+    for step, stage in enumerate(stages, 1):
+        leave = [] if step == 3 else ["--exit-interval", str(step)]
+        resume = ["--resume"] if step > 1 else []
+        train(ranks, tp * dp, "out", stage, "--tensor-model-parallel-size", str(tp), *leave, *resume)
+    train(ranks, tp * dp, "alone", "torch", "--tensor-model-parallel-size", str(tp))
+    assert losses("out") == pytest.approx(losses("alone"), abs=1e-5) and len(losses("out")) == 4
+    for name, tensor in weights("alone").items():
+        assert (weights("out")[name] - tensor).abs().max() <= 1e-4  # of a learning rate of 3e-3
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sparse_gradients_are_resumed(ranks, tp, dp, stage):
+    """Bitwise, with the gradients that have not been sent. Torch's engine takes these too, and so do dense runs."""
+    sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--train-iters", "9"]
+    sparse += ["--tensor-model-parallel-size", str(tp)]
+    train(ranks, tp * dp, "straight", stage, *sparse)
+    train(ranks, tp * dp, "out", stage, *sparse, "--exit-interval", "7")
+    assert len([*Path("out").glob("checkpoints/*7/pending-tensor-*.pt")]) == tp * dp
+    shutil.copytree("out", "elsewhere")
+    train(ranks, tp * dp, "out", stage, *sparse, "--resume")
+    for name, tensor in weights("straight").items():
+        assert torch.equal(weights("out")[name], tensor)
+    last, dense = {}, ["--gradient-mode", "dense"]
+    for engine, more in (("torch", []), ("torch", dense), (2 * stage, dense)):
+        shutil.copytree("elsewhere", "again")
+        train(ranks, tp * dp, "again", engine, *sparse, "--resume", *more)
+        last[engine, bool(more)] = losses("again")[-1]
+        shutil.rmtree("again")
+    assert last["torch", False] == pytest.approx(losses("straight")[-1], abs=0.2)
+    assert last["torch", True] == pytest.approx(last[2 * stage, True], abs=1e-5)
+    assert last["torch", True] != pytest.approx(losses("straight")[-1], abs=1e-4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_configurations_that_differ_between_ranks(ranks, world):
+    """The file may lie elsewhere on each machine; what is in it is compared before anything is made."""
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        stage = 2 if rank == world - 1 else 1
+        with pytest.raises(ValueError) as error:
+            pretrain(parse_options([*TINY, "--global-batch-size", "6", "--out", "out", *flags(stage)]))
+        return str(error.value)
+
+    found = ranks(run, world)
+    assert len(set(found)) == 1 and f"ranks [{world - 1}] were asked something else than rank 0" in found[0]
+
+
+# Under launchers
+
+
+def stale_lock(environment):
+    """Leave the lock of a killed build of DeepSpeed's extension where a build of these processes would wait for it."""
+    program = "from torch.utils.cpp_extension import _get_build_directory as d; print(d('deepspeed_shm_comm', False))"
+    folder = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    lock = Path(folder.stdout.strip(), "lock")
+    lock.touch()
+    return lock
+
+
+def launched(*command):
+    """A command's result, and that it neither took a stale lock nor waited for it."""
+    binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(Path("extensions").resolve()), "PATH": binaries}
+    lock = stale_lock(environment)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert [path for path in Path("extensions").resolve().rglob("*") if path.is_file()] == [lock]
+    return done
+
+
+def test_under_the_deepspeed_launcher():
+    """Two tensor-parallel ranks, with ZeRO 2."""
+    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
+    done = launched(
+        *command, *TINY, "--out", "out", "--log", "out.jsonl", *flags(2), "--tensor-model-parallel-size", "2"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 tensor x 1 data-parallel ranks" in done.stdout and "saved out\n" in done.stdout
+    pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
+    assert losses("out") == pytest.approx(losses("alone"), abs=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "alone"])
+def test_without_the_deepspeed_launcher(launcher):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    run = run if launcher == "torchrun" else [sys.executable]
+    done = launched(*run, SCRIPT, *TINY, "--out", "out", "--log", "out.jsonl", *flags(3))
+    assert (done.returncode, done.stderr) == (0, "")
+    pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
+    assert losses("out") == pytest.approx(losses("alone"), abs=1e-5)
+
+
+@pytest.mark.full
+def test_an_error_under_the_deepspeed_launcher():
+    """One line, and the exit code 2."""
+    Path("zero-1.json").write_text('{"train_batch_size": 5}')
+    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
+    done = launched(*command, *TINY, "--out", "out", *flags(1))
+    assert done.returncode == 2
+    line = "pretrain.py: zero-1.json: train_batch_size 5 contradicts --global-batch-size 4\n"
+    assert line in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,176 @@
+"""DeepSpeed's configuration beside the options. Oracles: the contract, transformers' "auto", and what DeepSpeed reads."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+import tiny
+from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.options import Options, parse_options
+
+RUN = dict(
+    tiny.RUN, params_dtype="float32", micro_batch_size=2, global_batch_size=12, weight_decay=0.1, adam_eps=1e-8
+)  # on 3 replicas
+
+
+def settings(tmp_path, given, ranks=3, **changes):
+    """The configuration that DeepSpeed gets from a file with this object, or this text."""
+    path = tmp_path / "ds.json"
+    path.write_text(given if isinstance(given, str) else json.dumps(given))
+    return read_settings(Options(**{**RUN, **changes}, engine="deepspeed", deepspeed_config=str(path)), ranks, 16)
+
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "offload_optimizer": {"device": "none"},
+    },
+    "steps_per_print": 100,
+}  # fmt: skip
+SAME = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "bf16": {"enabled": False},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.mark.parametrize("given", [{}, AUTO, SAME])
+def test_values_come_from_the_options_or_agree_with_them(tmp_path, given):
+    found = settings(tmp_path, given)
+    expected = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    assert expected.items() <= found.items() and found["bf16"] == {"enabled": False}
+    assert "optimizer" not in found and "fp16" not in found and "train_batch_size" not in found
+
+
+def test_sizes_and_keys_of_deepspeed(tmp_path):
+    """Sizes are those that transformers computes from the width; DeepSpeed reads the result."""
+    found = settings(tmp_path, AUTO)
+    zero = found["zero_optimization"]
+    assert found["steps_per_print"] == 100
+    assert (zero["stage"], zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (3, 256, 230)
+    assert zero["stage3_param_persistence_threshold"] == 160 and "offload_optimizer" not in zero
+    config = pytest.importorskip("deepspeed").DeepSpeedConfig(found)
+    assert (config.gradient_accumulation_steps, config.zero_optimization_stage, config.gradient_clipping) == (2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "section, given, kept",
+    [("bf16", True, True), ("bf16", "auto", True), ("torch_autocast", True, False), ("torch_autocast", "auto", False)],
+)
+def test_where_bf16_is(tmp_path, section, given, kept):
+    """In DeepSpeed's parameters, or in autocast alone."""
+    zero = {"zero_optimization": {"stage": 1}}
+    assert settings(tmp_path, zero, bf16=True)["bf16"] == {"enabled": False}
+    assert settings(tmp_path, zero | {section: {"enabled": given}}, bf16=True)["bf16"] == {"enabled": kept}
+    both = zero | {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    assert settings(tmp_path, both, bf16=True)["bf16"] == {"enabled": False}
+
+
+def params(**changed):
+    return {"optimizer": {"type": "AdamW", "params": changed}}
+
+
+@pytest.mark.parametrize(
+    "given, changes, line",
+    [
+        ({"train_batch_size": 8}, {}, "train_batch_size 8 contradicts --global-batch-size 12"),
+        ({"train_micro_batch_size_per_gpu": 4}, {}, "train_micro_batch_size_per_gpu 4 contradicts --micro-batch-size 2"),
+        ({"gradient_accumulation_steps": 4}, {},
+         "gradient_accumulation_steps 4 contradicts --global-batch-size 12 / (--micro-batch-size 2 x 3 data-parallel ranks) "
+         "= 2"),
+        ({"gradient_clipping": 1.0}, {}, "gradient_clipping 1.0 contradicts --clip-grad 0.5"),
+        (params(lr=0.1), {}, "optimizer.params.lr 0.1 contradicts --lr 0.01"),
+        (params(betas=[0.9, 0.999]), {},
+         "optimizer.params.betas [0.9, 0.999] contradicts --adam-beta1 0.9 --adam-beta2 0.95"),
+        (params(eps=1e-6), {}, "optimizer.params.eps 1e-06 contradicts --adam-eps 1e-08"),
+        (params(weight_decay=0), {}, "optimizer.params.weight_decay 0 contradicts --weight-decay 0.1"),
+        (params(lr=True), dict(lr=1.0), "optimizer.params.lr true contradicts --lr 1.0"),
+        (params(adam_w_mode=False), {},
+         "optimizer.params.adam_w_mode false contradicts the optimizer of this script, AdamW"),
+        ({"optimizer": {"type": "Lamb"}}, {}, 'optimizer.type "Lamb" contradicts the optimizer of this script, AdamW'),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled true contradicts the options, which have no --bf16"),
+        ({"bf16": {"enabled": False}}, dict(bf16=True), "bf16.enabled false contradicts --bf16"),
+        ({"torch_autocast": {"enabled": True}}, {},
+         "torch_autocast.enabled true contradicts the options, which have no --bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, dict(bf16=True),
+         'torch_autocast.dtype "float16" contradicts --bf16'),
+        ({"fp16": {"enabled": True}}, {}, "fp16.enabled true contradicts the options, which have no loss scale"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, dict(bf16=True),
+         "bf16.enabled and torch_autocast.enabled are both true: parameters are in bf16, or stay fp32"),
+        ({"bf16": {"enabled": True}}, dict(bf16=True), "bf16.enabled needs zero_optimization.stage 1, 2 or 3; .*"),
+        ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage 4 is not 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "auto"}}, {}, 'zero_optimization.stage is "auto", but no option says what it is'),
+        ({"zero_optimization": {"stage": 2}}, dict(gradient_mode="layerwise"),
+         "--gradient-mode layerwise needs zero_optimization.stage 0 or 1: stage 2 divides gradients over the ranks"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {},
+         "zero_optimization.offload_optimizer is not supported by examples/pretrain.py"),
+        ({"zero_optimization": True}, {}, "zero_optimization true is not an object"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler is not supported by examples/pretrain.py"),
+        ({"pipeline": {}}, {}, "pipeline is not supported by examples/pretrain.py"),
+        (params(momentum=1), {}, "optimizer.params.momentum is not supported by examples/pretrain.py"),
+        ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
+    ],
+)  # fmt: skip
+def test_contradictions_and_what_is_not_supported(tmp_path, given, changes, line):
+    with pytest.raises(ValueError) as error:
+        settings(tmp_path, given, **changes)
+    pattern = re.escape(line).replace(r"\.\*", ".*")
+    assert re.fullmatch(re.escape(f"{tmp_path / 'ds.json'}: ") + pattern, str(error.value))
+
+
+@pytest.mark.parametrize(
+    "text, line", [("[1]", "is not a JSON object"), ('{"a": ', "is not JSON: .*"), ("{}{}", "is not JSON: .*")]
+)
+def test_files_that_are_no_configuration(tmp_path, text, line):
+    with pytest.raises(ValueError, match=rf"^--deepspeed-config {tmp_path / 'ds.json'} {line}$"):
+        settings(tmp_path, text)
+
+
+def test_a_missing_file():
+    run = Options(**RUN, engine="deepspeed", deepspeed_config="none.json")
+    with pytest.raises(ValueError, match=r"^cannot read --deepspeed-config none.json: No such file or directory$"):
+        read_settings(run, 3, 16)
+
+
+def test_a_missing_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--engine deepspeed needs the package deepspeed: pip install '.*'$"):
+        settings(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        (dict(engine="deepspeed"), "--engine deepspeed needs --deepspeed-config"),
+        (dict(deepspeed_config="ds.json"), "--engine torch has no use for --deepspeed-config"),
+        (dict(engine="deepspeed", deepspeed_config="ds.json", params_dtype="float64"),
+         "--engine deepspeed reduces no float64 gradients: --params-dtype float32"),
+        (dict(engine="deepspeed", deepspeed_config="ds.json", memory_budget=1.0),
+         "--memory-budget has a formula for --engine torch only"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_the_engine(changes, line):
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        replace(Options(), **changes)
+
+
+def test_an_engine_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--data", "x", "--out", "y", "--engine", "deepsped"])
+    assert "argument --engine: invalid choice: 'deepsped'" in capsys.readouterr().err
