@@ -1,6 +1,6 @@
 """Process groups for serving and training.
 
-Only this module and `integrations.specs` import megatron.core: this one when groups are set up, because it takes seconds.
+Only this module, `megatron_ddp` and `integrations.specs` import megatron.core, when it is needed, because it takes seconds.
 """
 
 import datetime
@@ -107,6 +107,13 @@ def join(
         rank, store = int(os.environ["RANK"]), None if init_method else _store_of_restart(world, timeout)
         dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world, store=store)
     return world
+
+
+def join_alone(device: str = "cpu", timeout: datetime.timedelta = TIMEOUT) -> None:
+    """Initialize torch.distributed with this process as its only rank, for frameworks that need it, unless it is."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -25,7 +24,7 @@ from megatron_ssm.checkpoints.training import MOMENTS, GatheredState, load_train
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
-from megatron_ssm.parallel.groups import TIMEOUT, Groups
+from megatron_ssm.parallel.groups import Groups, join_alone
 
 from .data import Tokens
 from .options import Options
@@ -48,9 +47,7 @@ class DeepSpeedTrainer(Trainer):
     ):
         self._settings = settings
         self._deepspeed = _import_deepspeed(model.device)
-        if not dist.is_initialized():  # one rank, without a launcher
-            backend = "nccl" if model.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        join_alone(model.device.type)
         self._mpu = DeepSpeedGroups(groups)
         super().__init__(model, groups, options, report)
 

@@ -26,4 +26,8 @@ def make_trainer(
         from .deepspeed_trainer import DeepSpeedTrainer  # imports deepspeed, which is optional
 
         return DeepSpeedTrainer(model, groups, options, deepspeed, report)
+    if options.engine == "megatron":
+        from .megatron_trainer import MegatronTrainer
+
+        return MegatronTrainer(model, groups, options, report)
     return Trainer(model, groups, options, report)

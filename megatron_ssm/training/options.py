@@ -15,7 +15,7 @@ from sparsefusion.foundation.command_line import Parser, did_you_mean
 # Schedules of attention2d. auto: the one that sends the fewest bytes.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
-ENGINES = ("torch", "deepspeed")
+ENGINES = ("torch", "deepspeed", "megatron")
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -65,7 +65,7 @@ class Options:
     context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
-    engine: str = _option("torch", "what averages gradients and updates parameters", choices=ENGINES)
+    engine: str = _option("torch", "what averages gradients; megatron needs CUDA", choices=ENGINES)
     deepspeed_config: str = _option("", 'DeepSpeed\'s JSON file; values that are "auto" come from these options')
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
@@ -128,7 +128,7 @@ class Options:
         if self.engine == "deepspeed" and self.params_dtype != "float32":
             raise ValueError(f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32")
         if self.engine == "deepspeed" and self.memory_budget:
-            raise ValueError("--memory-budget has a formula for --engine torch only")
+            raise ValueError("--memory-budget has no formula for --engine deepspeed")
 
     @property
     def decay_steps(self) -> int:

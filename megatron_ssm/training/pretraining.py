@@ -69,6 +69,8 @@ def pretrain(options: Options) -> None:
     check_world(tensor, launched_ranks(), context)
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.engine == "megatron" and device != "cuda":
+        raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
     try:
         join(tensor, device, context=context)
         inputs = _read_on_all_ranks(options, device_of_rank(device))

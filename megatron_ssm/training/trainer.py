@@ -212,11 +212,18 @@ class Trainer:
         assert isinstance(loss, nn.Module)
         return loss.named_parameters()
 
+    def _gradients(self) -> Gradients:
+        """(parameter, the part of its gradient that this rank holds), after the last micro-batch."""
+        return whole_gradients(self.model)
+
     def _add_pending_gradients(self) -> None:
         """Add them to the gradients; those of parameters without a gradient wait for a later step."""
-        for name, parameter in self.named_parameters() if self.pending_gradients else ():
-            if name in self.pending_gradients and parameter.grad is not None:
-                parameter.grad += self.pending_gradients.pop(name).view_as(parameter).to(parameter.grad)
+        if self.pending_gradients:
+            gradients = dict(self._gradients())
+            for name, parameter in self.named_parameters():
+                if name in self.pending_gradients and parameter in gradients:
+                    gradient = gradients[parameter]
+                    gradient += self.pending_gradients.pop(name).view_as(gradient).to(gradient)
 
     def _backward(self, inputs: torch.Tensor, labels: torch.Tensor, is_last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; returns its share of the loss. Replicas average after the last one."""
@@ -235,10 +242,10 @@ class Trainer:
         return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
 
     def _norm(self) -> torch.Tensor:
-        return grad_norm(self.model)
+        return grad_norm(self.model, self._gradients())
 
     def _clip(self, norm: torch.Tensor) -> None:
-        clip_gradients(self.model, norm, self.options.clip_grad)
+        clip_gradients(self.model, norm, self.options.clip_grad, self._gradients())
 
     def _update(self) -> None:
         """Update the parameters, and set the gradients to zero."""

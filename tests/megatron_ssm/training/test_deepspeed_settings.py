@@ -162,7 +162,7 @@ def test_a_missing_package(tmp_path, monkeypatch):
         (dict(engine="deepspeed", deepspeed_config="ds.json", params_dtype="float64"),
          "--engine deepspeed reduces no float64 gradients: --params-dtype float32"),
         (dict(engine="deepspeed", deepspeed_config="ds.json", memory_budget=1.0),
-         "--memory-budget has a formula for --engine torch only"),
+         "--memory-budget has no formula for --engine deepspeed"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_the_engine(changes, line):

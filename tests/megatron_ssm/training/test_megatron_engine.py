@@ -1,0 +1,100 @@
+"""Training with Megatron-Core's DDP, on CPU. Oracle: torch's engine, in float64, with the same weights and data.
+
+Megatron's DDP asks CUDA for a device: here it is told the CPU.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import tiny
+from megatron_ssm.checkpoints.training import save_training
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+
+EXACT = 1e-10
+MODELS = {
+    "mamba2": {},
+    "mamba untied": dict(model_type="mamba", untie_embeddings_and_output_weights=True),
+    "mamba2 groups": dict(mamba_num_groups=2),
+    "zamba2 untied": tiny.ZAMBA2_UNTIED,
+}
+
+
+@pytest.fixture(autouse=True)
+def told_the_cpu(monkeypatch):
+    assert not torch.cuda.is_available(), "then Megatron needs no such help"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+@functools.cache
+def one_rank(model):
+    """The curve of torch's engine on one rank, with the whole batch at once."""
+    run = tiny.options(**MODELS[model], micro_batch_size=4)
+    curve = tiny.curve(tiny.trainer(run))
+    assert (curve[1] > run.clip_grad).all(), "clipping was not active"
+    return curve
+
+
+def close(a, b):
+    return bool(((a - b).abs() <= EXACT).all())
+
+
+@pytest.mark.parametrize(
+    "tp, dp, cp, model",
+    [(1, 2, 1, "mamba2"), (2, 1, 1, "mamba untied"), (2, 2, 1, "mamba2 groups"), (1, 1, 2, "mamba2"),
+     (1, 1, 1, "zamba2 untied"), pytest.param(2, 2, 1, "zamba2 untied", marks=pytest.mark.full),
+     pytest.param(4, 1, 1, "mamba2 groups", marks=pytest.mark.full),
+     pytest.param(2, 2, 2, "mamba2", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_curves(ranks, tp, dp, cp, model):
+    """20 clipped steps, in micro-batches."""
+    run = tiny.options(**MODELS[model], engine="megatron", micro_batch_size=1, context_parallel_size=cp)
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp * cp)
+    assert all(torch.equal(curve, curves[0]) for curve in curves)
+    assert close(curves[0], one_rank(model))
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+def test_checkpoints(ranks, tmp_path, tp, dp):
+    """A run is continued by torch's engine, and one of torch's is continued, on other ranks."""
+    torchs, megatrons = (tiny.options(engine=engine) for engine in ("torch", "megatron"))
+
+    def begin(rank, run, folder):
+        trainer = tiny.trainer_on(tp, run)
+        tiny.curve(trainer, 3)
+        save_training(folder, 3, trainer.model, trainer.checkpoint_state(), {})
+
+    def go_on(rank, run, folder):
+        trainer = tiny.trainer_on(1, run)
+        trainer.load(folder / "step-000003", 3)
+        return tiny.curve(trainer, 8, start=3)
+
+    for before, after in ((torchs, megatrons), (megatrons, torchs)):
+        folder = tmp_path / before.engine
+        ranks(begin, tp * dp, before, folder)
+        assert close(ranks(go_on, dp, after, folder)[0], one_rank("mamba2")[:, 3:8])
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+def test_sparse_gradients(ranks, tp, dp):
+    """Those of torch's engine: the first steps are dense, then both send the same selection of every tensor."""
+    sparse = dict(gradient_mode="layerwise", gradient_density=0.05)
+
+    def train(rank):
+        runs = [tiny.options(**sparse, engine=engine, micro_batch_size=1) for engine in ("torch", "megatron")]
+        trainers = [tiny.trainer_on(tp, run) for run in runs]
+        curves = [tiny.curve(trainer, 9) for trainer in trainers]
+        assert all(trainer.fusion.state_dict()["residuals"] for trainer in trainers)
+        return curves
+
+    torchs, megatrons = ranks(train, tp * dp)[0]
+    assert close(torchs[:, :5], one_rank("mamba2")[:, :5]) and not close(torchs, one_rank("mamba2")[:, :9])
+    assert (torchs[0] - megatrons[0]).abs().max() <= 0.05
+
+
+def test_without_cuda_it_is_refused():
+    run = parse_options(["--data", "x", "--out", "y", "--engine", "megatron", "--device", "cpu"])
+    with pytest.raises(ValueError, match=r"^--engine megatron needs --device cuda: Megatron-Core's DDP .*"):
+        pretrain(run)
