@@ -44,7 +44,8 @@ def close(a, b):
 @pytest.mark.parametrize(
     "tp, dp, cp, model",
     [(1, 2, 1, "mamba2"), (2, 1, 1, "mamba untied"), (2, 2, 1, "mamba2 groups"), (1, 1, 2, "mamba2"),
-     (1, 1, 1, "zamba2 untied"), pytest.param(2, 2, 1, "zamba2 untied", marks=pytest.mark.full),
+     pytest.param(1, 1, 1, "zamba2 untied", marks=pytest.mark.full),
+     pytest.param(2, 2, 1, "zamba2 untied", marks=pytest.mark.full),
      pytest.param(4, 1, 1, "mamba2 groups", marks=pytest.mark.full),
      pytest.param(2, 2, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
@@ -56,7 +57,7 @@ def test_curves(ranks, tp, dp, cp, model):
     assert close(curves[0], one_rank(model))
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_checkpoints(ranks, tmp_path, tp, dp):
     """A run is continued by torch's engine, and one of torch's is continued, on other ranks."""
     torchs, megatrons = (tiny.options(engine=engine) for engine in ("torch", "megatron"))
@@ -77,7 +78,7 @@ def test_checkpoints(ranks, tmp_path, tp, dp):
         assert close(ranks(go_on, dp, after, folder)[0], one_rank("mamba2")[:, 3:8])
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_sparse_gradients(ranks, tp, dp):
     """Those of torch's engine: the first steps are dense, then both send the same selection of every tensor."""
     sparse = dict(gradient_mode="layerwise", gradient_density=0.05)
