@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The same under the deepspeed launcher: launch/deepspeed.sh RANKS [options of examples/pretrain.py]
+# Add --engine deepspeed --deepspeed-config examples/deepspeed-zero2.json to train in DeepSpeed's engine too.
 set -euo pipefail
 ranks=${1:?usage: launch/deepspeed.sh RANKS [options of examples/pretrain.py]}
 shift

@@ -37,15 +37,16 @@ from .agreement import first_line, run_on_every_rank, run_on_rank_0
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
+@dataclass
 class GatheredState:
     """What stands in place of an optimizer whose parameters and moments are divided over replicas, as DeepSpeed's are.
 
-    state: for each parameter {"model": the parameter, "exp_avg": ..., "exp_avg_sq": ...} in this rank's part of the model,
-    at least fp32; parameters that other replicas write may be missing.
+    state: for each parameter {"model": the parameter, "exp_avg": ..., "exp_avg_sq": ...}, this rank's part of the model, on
+    the CPU and in fp32; parameters that other replicas write may be missing. steps: how many the optimizer has done.
     """
 
     state: dict[nn.Parameter, dict[str, torch.Tensor]]
+    steps: int = 0
 
 
 def save_training(
@@ -188,7 +189,9 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """
     failure = f"{path} is damaged or of another model"
     reader = run_on_every_rank(lambda: _open_reader(path), failure, ValueError, compared=Path(path).name)
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, GatheredState):
+        optimizer.steps = step
+    else:
         _reset_optimizer(optimizer, step)
     state = _state(model, optimizer)
     try:

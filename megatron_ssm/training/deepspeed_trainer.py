@@ -146,7 +146,7 @@ class DeepSpeedTrainer(Trainer):
             tensors = self._gathered(parameter)
             if index % groups.data_context_ranks == groups.data_context_rank:
                 state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
-        return GatheredState(state)
+        return GatheredState(state, int(self.optimizer.state[self._partitions()[0]]["step"]))
 
     def _gathered(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The parameter and its moments, whole on every rank that holds this part of the model."""
@@ -162,15 +162,17 @@ class DeepSpeedTrainer(Trainer):
         """See `Trainer.load`. With ZeRO, each rank reads its whole part of the model on the CPU, and keeps its partition."""
         if not self._stage:
             return super().load(path, step)
-        state = {
-            parameter: {name: torch.empty(self._shape(parameter)) for name in _entries(parameter)}
-            for parameter in self.model.parameters()
-        }
-        load_training(path, step, self.model, GatheredState(state))
-        for parameter, tensors in state.items():
+        whole = GatheredState(
+            {
+                parameter: {name: torch.empty(self._shape(parameter)) for name in _entries(parameter)}
+                for parameter in self.model.parameters()
+            }
+        )
+        load_training(path, step, self.model, whole)
+        for parameter, tensors in whole.state.items():
             self._set(parameter, {name: tensor.to(self.model.device) for name, tensor in tensors.items()})
         for partition in self._partitions():
-            self.optimizer.state[partition]["step"].fill_(step)
+            self.optimizer.state[partition]["step"].fill_(whole.steps)
 
     @torch.no_grad()
     def _set(self, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
