@@ -32,6 +32,14 @@ def ranks():
     return run_ranks
 
 
+@pytest.fixture(autouse=True)
+def _hide_gpus(request, monkeypatch):
+    """Where there is a GPU, hide it from tests that are not marked `cuda`: commands would choose it by default."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("cuda"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _return_freed_memory():
     """After a module, return freed memory to the system: forking a rank takes time for every page of this process."""
