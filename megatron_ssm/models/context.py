@@ -19,7 +19,7 @@ from commir.scheduling.placements import placements_of
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, agree_in_groups
 from sparsefusion.collectives.counted import Counter, all_gather_small
 from sparsefusion.fabric.cost_model import Fabric
 
@@ -185,23 +185,6 @@ def check_on_context_ranks(model: "Model", check: Callable[[], Result], compared
     """
     if model.context_ranks is None:
         return check()
-    groups = [(model.context_ranks.group, "context ranks"), (model.ranks.group, "tensor-parallel ranks")]
-    results: list[Result] = []
-    error: Exception | None = None
-
-    def arguments() -> tuple:
-        if error is not None:
-            raise error
-        results.append(check())
-        return compared
-
-    for group, whose in groups:
-        if group is None:
-            continue
-        try:
-            agree(partial(all_gather_small, group=group), model.device, arguments, whose)
-        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
-            error = raised
-    if error is not None:
-        raise error
-    return results[0]
+    groups = {model.context_ranks.group: "context ranks", model.ranks.group: "tensor-parallel ranks"}
+    several = {group: whose for group, whose in groups.items() if group is not None}
+    return agree_in_groups(check, lambda *_: compared, several, model.device)
