@@ -4,15 +4,13 @@ The ranks compare outcomes afterwards, so that all raise the same error and none
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import agree_in_groups, check_member
 from sparsefusion.foundation.command_line import Failure
 
 Result = TypeVar("Result")
@@ -32,31 +30,11 @@ def run_and_compare(
     unchanged. ValueError on every rank, with the text of the first failure and its rank, if the action fails on some of them
     only, and if the compared values differ. Each group gathers 16 bytes from each rank (see `agree`), on `device`.
     """
-    several = []
+    groups = tuple(groups)
     for group in groups:
         check_member(group)
-        if group is not None and group.size() > 1:
-            several.append(group)
-    if not several:
-        return action()
-    results: list[Result] = []
-    error: Exception | None = None
-
-    def outcome(group: ProcessGroup) -> object:
-        if error is not None:
-            raise error
-        if not results:
-            results.append(action())
-        return also(group), compared(results[0])
-
-    for group in several:
-        try:
-            agree(partial(all_gather_small, group=group), device, partial(outcome, group))
-        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
-            error = raised
-    if error is not None:
-        raise error
-    return results[0]
+    several = {group: "ranks" for group in groups if group is not None and group.size() > 1}
+    return agree_in_groups(action, lambda result, group: (also(group), compared(result)), several, device)
 
 
 def run_on_every_rank(

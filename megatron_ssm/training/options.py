@@ -12,7 +12,7 @@ from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import Parser, did_you_mean
 
-# Schedules of attention2d. auto: the one that sends the fewest bytes.
+# Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
 
@@ -60,7 +60,11 @@ class Options:
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
-    context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
+    context_schedule: str = _option(
+        "auto",
+        "how these compute attention (zamba, zamba2); search: a verified plan, and also of what state-space layers exchange",
+        choices=CONTEXT_SCHEDULES,
+    )
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attention2d import Attention2D
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
@@ -32,7 +31,7 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.diagnostics.doctor import kernels_line
-from megatron_ssm.models.context import schedule_of
+from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
@@ -216,12 +215,11 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
 
 def make_model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
     """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
-    dtype, schedule = getattr(torch, options.params_dtype), _context_schedule(options, config, groups)
     more: dict[str, Any] = dict(
-        dtype=dtype,
+        dtype=getattr(torch, options.params_dtype),
         device=device,
         reduce=options.reduce,
-        context=schedule,
+        **_context_of(options, config, groups),
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute_activations,
     )
@@ -231,18 +229,16 @@ def make_model(options: Options, config: Config, groups: Groups, device: torch.d
     return initialize_parameters(model, options.seed)
 
 
-def _context_schedule(options: Options, config: Config, groups: Groups) -> Attention2D | None:
-    """How the context ranks share a sequence; None if there is one. ValueError if --context-schedule does not fit them."""
+def _context_of(options: Options, config: Config, groups: Groups) -> dict[str, Any]:
+    """The arguments of `load` that say how the context ranks share a sequence; none if there is one rank.
+
+    ValueError if --context-schedule does not fit them.
+    """
     if groups.context is None:
-        return None
-    return schedule_of(
-        options.context_schedule,
-        groups.context,
-        config,
-        groups.tensor_ranks,
-        options.seq_length,
-        options.micro_batch_size,
-    )
+        return {}
+    name, sizes = options.context_schedule, (groups.tensor_ranks, options.seq_length, options.micro_batch_size)
+    exchange = name == "search" and scan_plan(groups.context, config, *sizes)[1]
+    return {"context": schedule_of(name, groups.context, config, *sizes), "exchange_channels": exchange}
 
 
 def _make_output_directory(path: str) -> Path:
@@ -275,6 +271,12 @@ def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> di
     return json.loads(json.dumps({**shape, **run, **text}))
 
 
+def _exchange_of(model: Model) -> str:
+    """How its context ranks share a sequence."""
+    exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
+    return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
+
+
 def _checksum(tokens: Tokens) -> int:
     array: Any = tokens.ids.numpy()
     return zlib.crc32(array)
@@ -283,7 +285,7 @@ def _checksum(tokens: Tokens) -> int:
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
-    context = "" if groups.context is None else f" {groups.context_ranks} context ({model.schedule}) x"
+    context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
     if inputs.checkpoint:
