@@ -19,6 +19,7 @@ from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .agreement import first_line, run_on_every_rank
+from .shards import new_file
 
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
@@ -44,10 +45,8 @@ def write_pending(directory: Path, trainer: Trainer) -> None:
     path = _path(
         directory, groups.tensor_rank, groups.tensor_ranks, groups.data_context_rank, groups.data_context_ranks
     )
-    try:
-        torch.save(trainer.fusion.state_dict(), path)
-    except RuntimeError as error:  # torch's, if the disk is full
-        raise OSError(str(error)) from None
+    with new_file(path) as file:
+        torch.save(trainer.fusion.state_dict(), file)
 
 
 def has_pending(directory: Path) -> bool:

@@ -18,16 +18,10 @@ import torch.distributed as dist
 
 from attention2d import Attention2D
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, read_training, set_aside
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
-from megatron_ssm.checkpoints.training import (
-    find_checkpoints,
-    load_training,
-    newest_checkpoint,
-    save_training,
-    saved_decay_steps,
-    set_aside,
-)
+from megatron_ssm.checkpoints.training import load_training, save_training
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.blocks import check_sequence_length
@@ -111,7 +105,7 @@ class Inputs:
             path, step = checkpoint
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
         _check_log(options.log)
-        decay_steps = saved_decay_steps(checkpoint[0]) if checkpoint else 0
+        decay_steps = read_training(checkpoint[0]).decay_steps if checkpoint else 0
         return cls(out, corpus, config, batches, requirements, checkpoint, decay_steps)
 
     @property
