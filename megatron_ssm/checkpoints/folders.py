@@ -11,7 +11,11 @@ from .agreement import first_line, run_on_rank_0
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be read. An earlier one of the same run may be intact."""
+    """A checkpoint cannot be read. An earlier one of the same run may be intact. path: of the checkpoint, if it is known."""
+
+    def __init__(self, message: str, path: Path | None = None):
+        super().__init__(message)
+        self.path = path
 
 
 def find_checkpoints(directory: str | Path) -> list[Path]:
@@ -77,11 +81,11 @@ def read_training(path: Path) -> Description:
         counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum) if count is not None)]
         is_valid = all(type(count) is int and count >= 0 for count in counts)
     except OSError as error:
-        raise DamagedCheckpoint(f"cannot read {file}: {first_line(error)}") from None
+        raise DamagedCheckpoint(f"cannot read {file}: {first_line(error)}", path) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         is_valid = False
     if not is_valid:
-        raise DamagedCheckpoint(f"{file} is not a checkpoint's")
+        raise DamagedCheckpoint(f"{file} is not a checkpoint's", path)
     return Description(step, decay_steps, optimizer_steps, checksum, saved)
 
 

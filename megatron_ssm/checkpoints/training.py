@@ -84,6 +84,8 @@ class Snapshot:
         stage: Stage = lambda name, tensor: tensor,
     ) -> "Snapshot":
         """That of a model in training. stage: copies a tensor that will change before it is written."""
+        if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
+            _reset_optimizer(optimizer, 0)  # every step so far was skipped
         training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
         return cls(Path(directory), step, _state(model, optimizer, stage), training, write_more, keep)
 
@@ -126,19 +128,15 @@ class Snapshot:
         """Write the files of all ranks into the folder."""
         needed = sum(tensor.numel() * tensor.element_size() for tensor in self.state.values())
 
-        def measure() -> DiskSpace:
+        def prepare() -> DiskSpace:
             folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
-            return DiskSpace.of(folder, needed)
-
-        space = run_on_every_rank(measure, failure, group=group)
-
-        def write_more() -> None:
+            space = DiskSpace.of(folder, needed)
             with space.explained():
                 if self.write_more:
                     self.write_more(folder)
+            return space
 
-        run_on_every_rank(write_more, failure, group=group)
-        writer = ShardWriter(folder, space)
+        writer = ShardWriter(folder, run_on_every_rank(prepare, failure, group=group))
         try:
             dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # DCP raises it on every rank
@@ -209,13 +207,10 @@ def _cause(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many steps the optimizer (see `fused_adam`) has done, which are fewer than the run's if some were skipped.
-
-    None: it has done none.
-    """
+def _steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the optimizer (see `fused_adam`) has done, which are fewer than the run's if some were skipped."""
     held = optimizer.param_groups if counts_by_group(optimizer) else optimizer.state.values()
-    return next((int(each["step"]) for each in held if "step" in each), None)
+    return next(int(each["step"]) for each in held if "step" in each)
 
 
 def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -90,8 +90,11 @@ class Options:
     seed: int = _option(1234, "random seed of initialization and data order")
 
     keep: int = _option(2, "number of checkpoints to keep, the newest")
+    async_save: bool = _option(False, "write checkpoints while training goes on, from a copy of the state in memory")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
     exit_interval: int = _option(0, "save a checkpoint and exit after a step that is a multiple of this (0: never)")
+    max_skipped_steps: int = _option(5, "steps in a row that may be skipped because a loss or gradient is not finite")
+    lost_rank_timeout: float = _option(15.0, "seconds without a sign of life of a rank until the others end (0: off)")
     log_interval: int = _option(10, "steps between logged steps")
     eval_interval: int = _option(0, "steps between evaluations; the last step evaluates too (0: only that one)")
     device: str = _option("", "cpu or cuda (default: cuda where there is one)", choices=("", "cpu", "cuda"))
@@ -179,7 +182,7 @@ _MINIMUM = {
                      "adapter_rank", "num_attention_heads", "keep"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
-                     "gradient_density_warmup", "memory_budget"), 0),
+                     "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout"), 0),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The progress of a training run: lines on rank 0's terminal, and the JSON lines of --log."""
 
 import json
+import math
 import sys
 import time
 from datetime import timedelta
@@ -20,18 +21,22 @@ from .trainer import Step
 class Progress:
     """Prints a line per logged step (and a progress bar on a terminal) on rank 0, and writes the same to --log.
 
-    start: the step from which the run continues, 0 for a new one. All ranks call every method together; Failure or
-    ValueError on every rank if rank 0 cannot write the log.
+    All ranks call every method together; Failure or ValueError on every rank if rank 0 cannot write the log.
     """
 
-    def __init__(self, options: Options, start: int):
+    def __init__(self, options: Options):
         self.options = options
         self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self._line: dict[str, Any] | None = None  # of the current step, if it is logged
+        self._file: TextIO | None = None
+        self._bar = tqdm(disable=True)
+
+    def begin(self, start: int) -> None:
+        """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on."""
+        options = self.options
         self._throughput = Throughput(options.train_iters - start, options.global_batch_size * options.seq_length)
         is_shown = self._is_first_rank and sys.stderr.isatty()
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
-        self._file: TextIO | None = None
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
 
@@ -67,6 +72,8 @@ class Progress:
         """A step has ended. Print and prepare its line if `is_logged`, at --log-interval, and at the first and last step."""
         self._throughput.count_step()
         self._bar.update()
+        if result.is_skipped:
+            self.print_line(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
         if not (is_logged or is_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
             return
         rate, left = self._throughput.read()
@@ -75,8 +82,10 @@ class Progress:
             f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
         )
         tokens = step * self.options.global_batch_size * self.options.seq_length
-        self._line = dict(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens,
-                          tokens_per_s=rate)  # fmt: skip
+        loss, norm = (value if math.isfinite(value) else None for value in (result.loss, result.grad_norm))
+        self._line = dict(step=step, loss=loss, lr=result.lr, grad_norm=norm, tokens=tokens, tokens_per_s=rate)
+        if result.is_skipped:
+            self._line["skipped"] = True
 
     def add_evaluation(self, step: int, nats: float) -> None:
         """Print the held-out loss after a logged step and add it to the line. Its time does not count as training."""
