@@ -44,12 +44,17 @@ from .data import Batches, Tokens
 from .interruption import Interruption
 from .memory_budget import check_memory_budget
 from .options import Options
+from .profiling import Profiler, utilization
 from .progress import Progress, is_due
 from .saving import Saver, checkpoint_to_resume, resume
+from .tracking import check_trackers
 from .trainer import Trainer, evaluate
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
-LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device"}
+LOCAL_OPTIONS = {
+    "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device", "profile",
+    "tensorboard",
+}  # fmt: skip
 
 
 def pretrain(options: Options) -> None:
@@ -106,6 +111,7 @@ class Inputs:
             path, step = checkpoint
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
         _check_log(options.log)
+        check_trackers(options)
         return cls(out, corpus, config, batches, requirements, checkpoint)
 
     @property
@@ -153,7 +159,7 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device,
         progress.print_line(f"pretrain: {options.describe()}")
         progress.print_line(_summary(model, groups, inputs))
         inputs = _resume(trainer, inputs, progress)
-        progress.begin(inputs.start)
+        progress.begin(inputs.start, utilization(options, model, groups.ranks))
         if _train(trainer, inputs, progress, interruption) == options.train_iters:
             _write_model(model, inputs, progress)
 
@@ -176,34 +182,22 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
+    profiler = Profiler(options, trainer.groups.rank)
     for step in range(inputs.start + 1, options.train_iters + 1):
-        result = trainer.step(inputs.batches, step - 1)
+        with profiler.step(step):
+            result = trainer.step(inputs.batches, step - 1)
         is_last = step == options.train_iters
         held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
         progress.end_step(step, result, is_logged=held_out is not None)
         if held_out is not None:
             progress.add_evaluation(step, evaluate(trainer.model, held_out, trainer.groups, options))
         progress.write_log()
-        if reason := _end_step(saver, interruption, options, step):
+        if reason := saver.end_step(step, interruption):
             progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
             break
     saver.finish()
     progress.close()
     return step
-
-
-def _end_step(saver: Saver, interruption: Interruption, options: Options, step: int) -> str:
-    """Write a checkpoint if one is due or the run leaves after this step; returns why it leaves before its end, or ""."""
-    signal, has_failed = interruption.on_any_rank(saver.has_failed)
-    if has_failed:
-        saver.finish()  # raises the error on every rank
-    is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
-    if is_last or leaves or signal or is_due(step, options.save_interval):
-        saver.save(step)
-        signal = signal or interruption.on_any_rank()[0]
-    if is_last or not (leaves or signal):
-        return ""
-    return f"on {signal}" if signal else "as --exit-interval says"
 
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:

@@ -15,6 +15,7 @@ from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from sparsefusion.foundation.command_line import Printer
 
 from .options import Options
+from .tracking import Trackers
 from .trainer import Step
 
 
@@ -29,20 +30,29 @@ class Progress:
         self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self._line: dict[str, Any] | None = None  # of the current step, if it is logged
         self._file: TextIO | None = None
+        self._trackers: Trackers | None = None
         self._bar = tqdm(disable=True)
 
-    def begin(self, start: int) -> None:
-        """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on."""
+    def begin(self, start: int, utilization: float = 0.0) -> None:
+        """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on.
+
+        utilization: the share of the devices' peak that a token per second is (0: unknown; it is not reported).
+        """
+        self._utilization = utilization
         options = self.options
         self._throughput = Throughput(options.train_iters - start, options.global_batch_size * options.seq_length)
         is_shown = self._is_first_rank and sys.stderr.isatty()
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
+        if options.tensorboard or options.wandb:
+            failure = "cannot begin to write for --tensorboard or --wandb"
+            make = Trackers if self._is_first_rank else lambda options: None
+            self._trackers = run_on_every_rank(lambda: make(options), failure)
 
     @property
     def _log_error(self) -> str:
-        return f"cannot write to --log {self.options.log}"
+        return f"cannot write to --log {self.options.log}"  # the trackers write in threads of their own
 
     def _open_log(self, start: int) -> TextIO | None:
         """The log, on rank 0. A resumed run keeps the lines of the steps before it."""
@@ -77,13 +87,16 @@ class Progress:
         if not (is_logged or is_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
             return
         rate, left = self._throughput.read()
+        used = f"  {rate * self._utilization:.1%} MFU" if self._utilization else ""
         self.print_line(
             f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
-            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s{used}  {timedelta(seconds=round(left))} left"
         )
         tokens = step * self.options.global_batch_size * self.options.seq_length
         loss, norm = (value if math.isfinite(value) else None for value in (result.loss, result.grad_norm))
         self._line = dict(step=step, loss=loss, lr=result.lr, grad_norm=norm, tokens=tokens, tokens_per_s=rate)
+        if self._utilization:
+            self._line["mfu"] = rate * self._utilization
         if result.is_skipped:
             self._line["skipped"] = True
 
@@ -96,7 +109,8 @@ class Progress:
 
     def write_log(self) -> None:
         """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
-        if self._line and self.options.log:
+        options = self.options
+        if self._line and (options.log or options.tensorboard or options.wandb):
             run_on_every_rank(self._write_line, self._log_error)
         self._line = None
 
@@ -104,12 +118,16 @@ class Progress:
         if self._file is not None:
             self._file.write(json.dumps(self._line) + "\n")
             self._file.flush()
+        if self._trackers is not None and self._line is not None:
+            self._trackers.write(self._line)
 
     def close(self) -> None:
         """End the progress bar and close the log."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 class Throughput:

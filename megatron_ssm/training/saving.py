@@ -12,6 +12,8 @@ from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writ
 from megatron_ssm.checkpoints.training import Snapshot, Stage, load_training
 from megatron_ssm.parallel.groups import TIMEOUT
 
+from .interruption import Interruption
+from .progress import is_due
 from .trainer import Trainer
 
 
@@ -25,6 +27,20 @@ class Saver:
     def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any]):
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
         self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
+
+    def end_step(self, step: int, interruption: Interruption) -> str:
+        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
+        signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
+        if has_failed:
+            self.finish()  # raises the error on every rank
+        options = self._trainer.options
+        is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
+        if is_last or leaves or signal or is_due(step, options.save_interval):
+            self.save(step)
+            signal = signal or interruption.on_any_rank()[0]
+        if is_last or not (leaves or signal):
+            return ""
+        return f"on {signal}" if signal else "as --exit-interval says"
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet."""
@@ -40,11 +56,6 @@ class Saver:
             self._directory, step, trainer.model, trainer.optimizer, self._requirements, options.decay_steps,
             pending_writer(trainer, copies=stage is not None), options.keep, **more,
         )  # fmt: skip
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank knows that the checkpoint under way cannot be written."""
-        return self._background is not None and self._background.has_failed
 
     def finish(self) -> None:
         """Wait until no checkpoint is under way."""

@@ -5,6 +5,7 @@ Unlike those of `ranks`, these ranks may die; each is a process with the environ
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,7 +21,17 @@ from megatron_ssm.training.trainer import Trainer
 from sparsefusion.foundation import command_line
 
 CLONE_NEWNET = 0x40000000
-DONE = "done"
+TINY = """--data text --out out --log log.jsonl --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4
+    --seq-length 16 --micro-batch-size 1 --global-batch-size 6 --train-iters 6 --log-interval 1 --save-interval 2
+    --params-dtype float64 --device cpu --lost-rank-timeout 1.5""".split()
+
+
+def write_text():
+    """Write two documents to text/, on which TINY trains."""
+    words = random.Random(0)
+    Path("text").mkdir()
+    for name in "ab":
+        Path("text", name).write_text(" ".join(words.choice(("the", "state", "space")) for _ in range(100)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,9 @@ class Run:
                     raise TimeoutError(f"rank {rank} runs after {timeout} s: {texts('err', len(self.pids))}")
                 else:
                     time.sleep(0.01)  # of a process that may end at any time, there is nothing to wait on
-        return [self.codes[rank] for rank in ranks], time.time() - float(Path("fault-at").read_text())
+        struck = Path("fault-at")
+        seconds = time.time() - float(struck.read_text()) if struck.exists() else 0.0
+        return [self.codes[rank] for rank in ranks], seconds
 
     def end(self):
         """Kill what still runs."""

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,30 +15,23 @@ import torch
 from safetensors.torch import load_file
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from launched import Fault, launched, lines, namespaces_work, texts
+from launched import TINY, Fault, launched, lines, namespaces_work, texts, write_text
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = """--data text --out out --log log.jsonl --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4
-    --seq-length 16 --micro-batch-size 1 --global-batch-size 6 --train-iters 6 --log-interval 1 --save-interval 2
-    --params-dtype float64 --device cpu --lost-rank-timeout 1.5""".split()
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A working directory with two documents in text/."""
     monkeypatch.chdir(tmp_path)
-    words = random.Random(0)
-    Path("text").mkdir()
-    for name in "ab":
-        Path("text", name).write_text(" ".join(words.choice(("the", "state", "space")) for _ in range(100)))
+    write_text()
     return tmp_path
 
 
 def train(world, *more, fault=None):
     """(exit codes, seconds since the fault) of a run that ends by itself."""
     with launched(world, [*TINY, *more], fault) as run:
-        Path("fault-at").write_text("0")
         return run.wait(*range(world))
 
 
