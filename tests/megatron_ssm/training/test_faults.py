@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from launched import TINY, Fault, launched, lines, namespaces_work, texts, write_text
+from benchmarks.support.launched import TINY, Fault, launched, lines, namespaces_work, texts, write_text
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written
 
 ROOT = Path(__file__).resolve().parents[3]

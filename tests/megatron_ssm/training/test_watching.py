@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from launched import TINY, launched, lines, write_text
+from benchmarks.support.launched import TINY, launched, lines, write_text
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
 from megatron_ssm.training.options import parse_options

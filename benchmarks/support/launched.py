@@ -1,6 +1,6 @@
-"""Runs of examples/pretrain.py on forked ranks that tests kill, stop and cut off: what a launcher would start, in 0.1 s.
+"""Runs of examples/pretrain.py on forked ranks that are killed, stopped and cut off: what a launcher would start, in 0.1 s.
 
-Unlike those of `ranks`, these ranks may die; each is a process with the environment, exit code and output of its own.
+Each rank is a process with an environment, an exit code and an output of its own.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_ssm.checkpoints.shards import ShardWriter
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.trainer import Trainer
 from sparsefusion.foundation import command_line
 
@@ -97,10 +98,13 @@ def lines(kind, world):
 
 
 @contextmanager
-def launched(world, arguments, fault=None, lab=None, port=None):
-    """A `Run` of the script with these options on `world` ranks. lab: network namespaces LAB-RANK of launch/netlab.sh."""
+def launched(world, arguments, fault=None, lab=None, grace=0.2):
+    """A `Run` of the script with these options on `world` ranks.
+
+    lab: network namespaces LAB-RANK of launch/netlab.sh. grace: how long other ranks wait for rank 0 to print an error.
+    """
     address = "10.77.0.1" if lab else "127.0.0.1"
-    environment = dict(WORLD_SIZE=str(world), MASTER_ADDR=address, MASTER_PORT=str(port or free_port()))
+    environment = dict(WORLD_SIZE=str(world), MASTER_ADDR=address, MASTER_PORT=str(free_port()))
     if lab:
         environment["GLOO_SOCKET_IFNAME"] = "eth0"
     sys.stdout.flush()
@@ -111,6 +115,7 @@ def launched(world, arguments, fault=None, lab=None, port=None):
             pid = os.fork()
             if pid == 0:
                 try:
+                    command_line.RANK_0_GRACE_S = grace
                     _run_rank(rank, arguments, environment, fault, lab)
                 finally:
                     os._exit(99)
@@ -127,14 +132,11 @@ def _run_rank(rank, arguments, environment, fault, lab):
         os.dup2(os.open(f"{kind}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ |= dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    command_line.RANK_0_GRACE_S = 0.2
     if lab:
         enter_namespace(f"{lab}-{rank}")
     if fault and fault.rank == rank:
         inject(fault)
     options = parse_options(arguments)
-    from megatron_ssm.training.pretraining import pretrain
-
     code = command_line.run("pretrain.py", lambda: pretrain(options))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,10 +146,8 @@ def _run_rank(rank, arguments, environment, fault, lab):
 def inject(fault):
     """Let the fault strike in this process."""
     whole_step, whole_write = Trainer.step, ShardWriter.write_data
-    now = []
 
     def step(self, batches, number):
-        now[:] = [number + 1]
         if number + 1 == fault.step and not fault.while_saving:
             fault.strike(self)
         return whole_step(self, batches, number)
@@ -169,6 +169,7 @@ def enter_namespace(name):
 
 
 def free_port():
+    """A TCP port that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
