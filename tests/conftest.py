@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch and numpy load their libr
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the scripts set it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns in every forked rank
 
 import pytest

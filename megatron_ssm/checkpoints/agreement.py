@@ -38,9 +38,13 @@ def run_and_compare(
 
 
 def run_on_every_rank(
-    action: Callable[[], Result], failure: str, kind: type[Exception] = Failure, compared: str = ""
+    action: Callable[[], Result],
+    failure: str,
+    kind: type[Exception] = Failure,
+    compared: str = "",
+    group: ProcessGroup | None = None,
 ) -> Result:
-    """What `action()` returns, after all ranks of the default group have completed it.
+    """What `action()` returns, after all ranks of `group` (None: the default group) have completed it.
 
     If it fails on any rank, every rank raises `kind` with one line: `failure` and the cause, both of the first rank that
     failed. An unexpected exception (neither OSError nor `kind`) is raised unchanged on the rank where it occurred. compared:
@@ -55,8 +59,8 @@ def run_on_every_rank(
     report = (None if error is None else f"{failure}: {first_line(error)}", compared)
     reports = [report]
     if dist.is_initialized():
-        reports = [report] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
+        reports = [report] * dist.get_world_size(group)
+        dist.all_gather_object(reports, report, group)
     if error is not None and not isinstance(error, (OSError, kind)):
         raise error
     if line := next((line for line, _ in reports if line), None):
@@ -66,10 +70,10 @@ def run_on_every_rank(
     return results[0]
 
 
-def run_on_rank_0(action: Callable[[], object], failure: str) -> None:
+def run_on_rank_0(action: Callable[[], object], failure: str, group: ProcessGroup | None = None) -> None:
     """Run `action` on rank 0 while the others wait; if it fails, every rank raises Failure as `run_on_every_rank` does."""
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    run_on_every_rank(action if is_rank_0 else lambda: None, failure)
+    run_on_every_rank(action if is_rank_0 else lambda: None, failure, group=group)
 
 
 def first_line(error: BaseException) -> str:
