@@ -24,7 +24,7 @@ ROOMS = {
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
         "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
-        "integrations cli"
+        "advice integrations cli"
     ).split(),
 }
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
@@ -36,6 +36,7 @@ OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file im
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
     ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
+    ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
 }
 WORLD_NAMES = {"world", "world_size", "tp", "dp", "cp"}  # a test's parameters whose product is its number of ranks
 # Pages of the design, which are not part of the repository.

@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
-    context_ranks are these ranks, or None if there is one.
+    context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
     The attribute directory is the checkpoint it was loaded from, or None; weights is "int8" if the matrices are
     quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA
@@ -57,12 +57,13 @@ class Model(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         schedule: Attention2D | None = None,
+        exchange_channels: bool = False,
     ):
         super().__init__()
         config.check_ranks(ranks.size)
-        check_schedule(schedule, config, ranks.group, data_group)
+        check_schedule(schedule, config, ranks.group, data_group, exchange_channels)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks)
+        self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks, exchange_channels)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None

@@ -11,6 +11,7 @@ partitions with the method that links its state to them.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,14 +112,27 @@ class DeepSpeedTrainer(Trainer):
         for parameter, gradient in gradients if self._stage == 3 else ():  # a copy, if it is in bf16
             self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
 
-    def _add_pending_gradients(self) -> None:
+    def _add_pending_gradients(self) -> list[str]:
         for name, parameter in self.named_parameters() if self.pending_gradients else ():
-            pending = self.pending_gradients.pop(name, None)
+            pending = self.pending_gradients.get(name)
             if pending is not None and pending.numel():
                 whole = self._deepspeed.utils.safe_get_full_grad(parameter)
                 self._deepspeed.utils.safe_set_full_grad(parameter, whole + pending.view_as(whole).to(whole))
+        return list(self.pending_gradients)
 
     def _update(self) -> None:
+        self._engine.step()
+
+    def _discard_gradients(self) -> None:
+        """Let DeepSpeed skip this step, which it does if gradients are not finite: they become NaN on all ranks."""
+        if self._stage == 0:  # there it never does
+            self._engine.zero_grad()
+            self._engine.micro_steps += 1
+            return
+        for parameter, gradient in list(self._gradients()):
+            gradient.fill_(math.nan)
+            if self._stage == 3:
+                self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
         self._engine.step()
 
     def evaluate(self, tokens: Tokens) -> float:

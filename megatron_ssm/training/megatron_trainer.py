@@ -40,4 +40,7 @@ class MegatronTrainer(Trainer):
             parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # or the next gradient would be added to main_grad twice
+        self._discard_gradients()
+
+    def _discard_gradients(self) -> None:
         self._ddp.zero_grad_buffer()

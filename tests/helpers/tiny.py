@@ -8,9 +8,8 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.data import Batches, Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
-from megatron_ssm.training.engines import make_trainer
 from megatron_ssm.training.options import Options
-from megatron_ssm.training.pretraining import make_model
+from megatron_ssm.training.pretraining import make_model, make_trainer
 from megatron_ssm.training.trainer import Trainer
 
 with warnings.catch_warnings():
@@ -51,13 +50,13 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
     return Batches(stream(vocab), run.seq_length, run.global_batch_size, run.seed)
 
 
-def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
+def trainer(run: Options, groups: Groups = None, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer of a new model over these groups (None: one rank), with the run's engine."""
     groups = groups or Groups()
     config = Config.from_dict(run.new_config(vocab, 0))
     is_deepspeed = run.engine == "deepspeed"
     settings = read_settings(run, groups.data_ranks, config.hidden_size) if is_deepspeed else None
-    return make_trainer(make_model(run, config, groups, torch.device("cpu")), groups, run, settings)
+    return make_trainer(make_model(run, config, groups, torch.device(device)), groups, run, settings)
 
 
 def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
@@ -67,9 +66,9 @@ def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
     return torch.tensor([[r.loss, r.grad_norm] for r in results], dtype=torch.float64).T
 
 
-def trainer_on(tp, run: Options, vocab=VOCAB) -> Trainer:
+def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
-    return trainer(run, initialize(tp, context=run.context_parallel_size), vocab)
+    return trainer(run, initialize(tp, device, context=run.context_parallel_size), vocab, device)
 
 
 def pieces(trainer: Trainer) -> dict:

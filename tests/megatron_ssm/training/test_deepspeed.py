@@ -2,11 +2,11 @@
 
 import functools
 import json
+import math
 import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from chosen import by_default
 
 import tiny
@@ -21,6 +21,8 @@ MODELS = {
     "mamba untied": dict(model_type="mamba", untie_embeddings_and_output_weights=True),
     "mamba2 groups": dict(mamba_num_groups=2),
 }
+SPARSE = dict(gradient_mode="layerwise", gradient_density=0.1)
+BF16 = dict(bf16=True, config={"bf16": {"enabled": True}})
 DIVIDED = dict(  # small enough to divide the tensors of tiny models
     stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=500, sub_group_size=3000, reduce_bucket_size=2000
 )  # fmt: skip
@@ -243,18 +245,34 @@ def test_bf16(ranks, tmp_path, tp, dp, stage, section, kept):
     assert not torch.equal(losses, one_rank("mamba2")[0, :5])
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("stage", by_default((0, 3), (0, 1, 2, 3)))
-def test_a_step_that_is_not_finite_stops_every_rank(ranks, tmp_path, tp, dp, stage):
-    """Inf appears in the gradient of the last rank alone."""
-    run = run_of(stage, folder=tmp_path)
+@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "stage, changes",
+    [(0, {}), (0, SPARSE), (1, SPARSE), (1, BF16), (2, {}), (3, {}), (3, BF16),
+     pytest.param(1, {}, marks=pytest.mark.full), pytest.param(2, BF16, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_a_skipped_step_changes_nothing(ranks, tmp_path, tp, dp, stage, changes):
+    """The run is the one whose batches lack that step. One more step that is not finite stops every rank."""
+    run = run_of(stage, folder=tmp_path, lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1, **changes)
 
     def train(rank):
-        trainer = tiny.trainer_on(tp, run)
-        tiny.curve(trainer, 1)
-        if rank == dist.get_world_size() - 1:
-            trainer.model.layers[0].mixer.D.register_hook(lambda gradient: gradient * float("inf"))
-        with pytest.raises(Failure, match="step 2: loss .*: not finite, so training stops"):
-            tiny.curve(trainer, start=1)
+        trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
+        data = tiny.batches(run)
+        for step in range(6 if changes is SPARSE else 2):
+            trainer.step(data, step), other.step(data, step)
+        spoiled = [rank == 0]
+        trainer.model.layers[0].mixer.D.register_hook(lambda grad: grad * (math.inf if spoiled[0] else 1.0))
+        assert trainer.step(data, 6).is_skipped
+        spoiled[0] = False
+        for step in (7, 8):
+            assert trainer.step(data, step) == other.step(data, step)
+        ours, others = trainer.checkpoint_state(), other.checkpoint_state()
+        pairs = [(ours.state[p], others.state[q]) for p, q in zip(ours.state, others.state, strict=True)]
+        assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in b)
+        assert stage == 0 or ours.steps == others.steps == (8 if changes is SPARSE else 4)
+        spoiled[0] = rank == 0
+        assert trainer.step(data, 9).is_skipped
+        with pytest.raises(Failure, match="step 11: loss .*: not finite after 1 skipped steps, so training stops"):
+            trainer.step(data, 10)
 
     ranks(train, tp * dp)

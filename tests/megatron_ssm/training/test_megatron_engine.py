@@ -4,6 +4,7 @@ Megatron's DDP asks CUDA for a device: here it is told the CPU.
 """
 
 import functools
+import math
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_sparse_gradients(ranks, tp, dp):
     torchs, megatrons = ranks(train, tp * dp)[0]
     assert close(torchs[:, :5], one_rank("mamba2")[:, :5]) and not close(torchs, one_rank("mamba2")[:, :9])
     assert (torchs[0] - megatrons[0]).abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1)])
+def test_a_skipped_step_changes_nothing(ranks, tp, dp):
+    """The run is the one whose batches lack that step."""
+    run = tiny.options(engine="megatron", lr_decay_style="constant", lr_warmup_iters=0)
+
+    def train(rank):
+        trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
+        data = tiny.batches(run)
+        trainer.step(data, 0), other.step(data, 0)
+        hook = trainer.model.layers[0].mixer.D.register_hook(lambda grad: grad * (math.inf if rank == 0 else 1.0))
+        assert trainer.step(data, 1).is_skipped
+        hook.remove()
+        for step in (2, 3):
+            assert trainer.step(data, step) == other.step(data, step)
+
+    ranks(train, tp * dp)
 
 
 def test_without_cuda_it_is_refused():
