@@ -3,7 +3,9 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --signal=TERM@120
 # Pretrain on several nodes: sbatch launch/slurm.sh [options of examples/pretrain.py]; one torchrun per node, one rank per GPU.
+# Two minutes before the time limit, Slurm sends SIGTERM: the ranks write a last checkpoint and end.
 # Set --tensor-model-parallel-size to at most the GPUs of a node: a block's all-reduces should stay on NVLink.
 set -euo pipefail
 here=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}

@@ -24,7 +24,7 @@ from sparsefusion.foundation import command_line
 CLONE_NEWNET = 0x40000000
 TINY = """--data text --out out --log log.jsonl --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4
     --seq-length 16 --micro-batch-size 1 --global-batch-size 6 --train-iters 6 --log-interval 1 --save-interval 2
-    --params-dtype float64 --device cpu --lost-rank-timeout 1.5""".split()
+    --params-dtype float64 --device cpu --lost-rank-timeout 2.5""".split()
 
 
 def write_text():

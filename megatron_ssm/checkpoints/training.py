@@ -7,6 +7,7 @@ knows which rank holds which rows. The folder is written under a hidden name and
 final name is complete.
 """
 
+import functools
 import json
 import pickle
 import shutil
@@ -94,14 +95,14 @@ class Snapshot:
         decay_steps: int = 0,
         write_more: Callable[[Path], None] | None = None,
         keep: int = 2,
-        stage: Stage = lambda name, tensor: tensor,
+        stage: Stage | None = None,
     ) -> "Snapshot":
-        """That of a model in training. stage: copies a tensor that will change before it is written."""
+        """That of a model in training. stage: copies a tensor to this host's memory; None: it changes after `write` only."""
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
                 _reset_optimizer(optimizer, 0)  # every step so far was skipped
         training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
-        return cls(Path(directory), step, _state(model, optimizer, stage), training, write_more, keep)
+        return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, write_more, keep)
 
     def write(self, group: ProcessGroup | None = None) -> None:
         """Write it, on all ranks together. Failure on every rank if one of them cannot write; nothing of it then remains.
@@ -245,16 +246,20 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             optimizer.state[parameter] = state
 
 
+def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _state(
-    model: Model,
-    optimizer: torch.optim.Optimizer | GatheredState,
-    stage: Stage = lambda name, tensor: tensor,
+    model: Model, optimizer: torch.optim.Optimizer | GatheredState, stage: Stage = _as_it_is
 ) -> dict[str, torch.Tensor]:
     """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these.
 
-    stage: replaces each tensor, by a copy.
+    stage: replaces each tensor, by a copy in this host's memory.
     """
     state = {"rng": torch.get_rng_state()}
+    is_on_cpu = stage is not _as_it_is or isinstance(optimizer, GatheredState)
+    mesh_of = functools.cache(functools.partial(_mesh, model.ranks, "cpu" if is_on_cpu else model.device.type))
     for parameter in model.parameters():
         field = field_of(parameter)
         if isinstance(optimizer, GatheredState):
@@ -265,27 +270,28 @@ def _state(
                 tensors |= {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
         for kind, tensor in tensors.items():
             name = f"{kind}.{field.name}"
-            state[name] = _distributed(stage(name, tensor), field, model.ranks)
+            state[name] = _distributed(stage(name, tensor), field, mesh_of(field.copies(model.ranks.size)))
     return state
 
 
-def _distributed(tensor: torch.Tensor, field: Field, ranks: Ranks) -> torch.Tensor:
-    """This rank's part as a DTensor of the full field over the tensor-parallel ranks (one rank: the tensor itself).
+def _mesh(ranks: Ranks, device_type: str, copies: int) -> DeviceMesh | None:
+    """The tensor-parallel ranks as a mesh (parts, copies): `copies` consecutive ranks hold the same part. None: one rank.
 
-    The mesh is (parts, copies): split along the field's dimension, and replicated over the ranks that hold the same part.
     It only describes the layout; no communication goes through it.
     """
     if ranks.group is None:
-        return tensor
+        return None
     members = torch.tensor(dist.get_process_group_ranks(ranks.group))
-    mesh = members.view(-1, field.copies(ranks.size))
+    return DeviceMesh(device_type, members.view(-1, copies), _init_backend=False)
+
+
+def _distributed(tensor: torch.Tensor, field: Field, mesh: DeviceMesh | None) -> torch.Tensor:
+    """This rank's part as a DTensor of the full field: split along its dimension, replicated over the ranks with copies.
+
+    mesh: see `_mesh`; None: the tensor itself.
+    """
+    if mesh is None:
+        return tensor
     placements = [Replicate() if field.split is None else Shard(field.split), Replicate()]
     full = torch.empty(field.shape, device="meta")
-    return DTensor.from_local(
-        tensor,
-        DeviceMesh(tensor.device.type, mesh, _init_backend=False),
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
-    )
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())

@@ -93,7 +93,7 @@ class _Heart:
                 if self._store.check([LOST]):
                     self._end(json.loads(self._store.get(LOST)))
                 beats = self._beats((self.rank + 1) % self.ranks)
-                missed = missed + 1 if beats == seen and beats < LEFT else 0
+                missed = missed + 1 if 0 < beats == seen < LEFT else 0
                 seen, self._unanswered = beats, 0
                 if self._asked.is_set() or missed * self.interval >= self.limit:
                     self._compare()
@@ -102,9 +102,10 @@ class _Heart:
                         return
             if self._leaves:
                 self._store.add(f"beats {self.rank}", LEFT)
-        except RuntimeError:  # the store has ended
-            if self._asked.is_set():
-                self._end_alone(f"{self._place} has ended")
+        except RuntimeError:  # the store has ended; the second thread ends this process, unless it is stopped before
+            while not self._stopped.wait(self.interval):
+                if self._asked.is_set():
+                    self._end_alone(f"{self._place} has ended")
 
     def _beats(self, rank: int) -> int:
         return self._store.add(f"beats {rank}", 0)

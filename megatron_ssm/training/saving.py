@@ -51,10 +51,9 @@ class Saver:
 
     def _snapshot(self, step: int, stage: Stage | None = None) -> Snapshot:
         trainer, options = self._trainer, self._trainer.options
-        more = dict(stage=stage) if stage else {}
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            pending_writer(trainer, copies=stage is not None), options.keep, **more,
+            pending_writer(trainer, copies=stage is not None), options.keep, stage,
         )  # fmt: skip
 
     def finish(self) -> None:

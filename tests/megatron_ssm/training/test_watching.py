@@ -78,7 +78,7 @@ def test_known_gpus():
 # In a run
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_everything_at_once(here, world, monkeypatch):
     """TensorBoard and Weights & Biases get the numbers of the log; the trace has the products of two steps."""
     pytest.importorskip("tensorboard")
