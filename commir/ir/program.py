@@ -13,6 +13,7 @@ from typing import Any
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
 KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
 ORDERS = ("contiguous", "zigzag")
+MONOIDS = "sum", "max", "softmax"  # of `ir.monoids`
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -78,10 +79,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs whose partial results combine together, by a monoid named in `ir.monoids.MONOIDS`."""
+    """Outputs whose partial results combine together, by one of MONOIDS. ValueError: by something else."""
 
     monoid: str
     outputs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.monoid not in MONOIDS:
+            names = ", ".join(MONOIDS)
+            raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ def _fetch_inputs(digits: Digits) -> Iterator[Step]:
     early, late = [], []
     for operand in program.inputs:
         have = scattered[operand.source[0]] if operand.source else digits.home(operand)
+        if other := next((name for name in operand.source if scattered[name] != have), None):
+            raise Illegal(f"{operand.name} is derived from {operand.source[0]} and {other}, which are kept differently")
         chain = list(conversions(digits, operand, have, digits.needed(operand)))
         moves = list(takewhile(lambda each: not isinstance(each[0], Gather), chain))
         scattered[operand.name] = moves[-1][1] if moves else have

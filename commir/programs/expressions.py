@@ -30,8 +30,11 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     It shares no memory with the inputs, and no two of its elements share memory.
 
     Only names of operands and of `FUNCTIONS` have a meaning, so that an expression from a file cannot run anything else.
-    ValueError: it has something else.
+    ValueError: it has something else, or the program has several outputs.
     """
+    if len(program.outputs) != 1:
+        outputs = ", ".join(each.name for each in program.outputs) or "none"
+        raise ValueError(f"{program.name}: an expression computes one output, not {outputs}")
     (output,), (result,) = program.outputs, program.results
     expression = ast.parse(program.tile, mode="eval").body
     loops = [axis.name for axis in program.axes]

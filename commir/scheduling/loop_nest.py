@@ -233,10 +233,12 @@ class LoopNest:
     def home_mesh_axes(self, operand: str, axis: str) -> list[str]:
         """The mesh axes that cut `axis` at an operand's home, outermost first.
 
-        They include those along which `shard` or `replicate` has moved the home elsewhere: the blocks of the others stay
-        as they were, so that a rank may hold blocks that are not neighbours.
+        They include those along which `shard` or `replicate` has moved the home elsewhere: the blocks of the others, if
+        there are any, stay as they were, so that a rank may hold blocks that are not neighbours.
         """
         home, own = self.home(operand), self.program.operand(operand).home
+        if axis not in home.values():
+            return []
         return [name for name in self.mesh.names if axis in (home.get(name), own)]
 
     def primitives(self) -> list[tuple[Any, ...]]:

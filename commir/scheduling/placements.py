@@ -72,7 +72,10 @@ def in_chunks(nest: Nest, axis: str, chunks: int) -> Nest:
     """
     if not (digits := nest.digits_of(axis)):
         raise Illegal(f"{nest.program.name} has no loop {axis!r} that could have chunks")
-    return nest.tile(digits[-1].name, chunks, f"{axis}.chunk", f"{axis}.inner").chunk(f"{axis}.chunk")
+    outer, inner = f"{axis}.chunk", f"{axis}.inner"
+    while any(digit.name in (outer, inner) for digit in digits):  # of mesh axes that are called so
+        outer, inner = f"{outer}_", f"{inner}_"
+    return nest.tile(digits[-1].name, chunks, outer, inner).chunk(outer)
 
 
 def streamed_axis(nest: LoopNest, mesh_axis: str, axis: str) -> str | None:

@@ -29,6 +29,8 @@ class CostModel:
     """Costs of the candidates of one program. point_seconds, call_seconds: of a point of the loops, of calling a tile."""
 
     def __init__(self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> None:
+        if not (point_seconds >= 0 and call_seconds >= 0):
+            raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be at least 0")
         self.program, self.mesh = program, mesh
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}

@@ -34,8 +34,11 @@ def search(
     (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of its
     loops (see `measure_tile`); 0: only messages are counted.
 
-    ValueError: no placement divides the program's sizes, or none holds so little memory.
+    ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative, or
+    the fabric is neither a Fabric nor (seconds, bytes per second).
     """
+    if top < 1:
+        raise ValueError(f"search: top={top}; at least one plan must be asked for")
     if fabric is not None:
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
     model = CostModel(program, mesh, point_seconds, call_seconds)
@@ -62,10 +65,12 @@ def all_plans(
 def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
     """The plans to which no other is at least as good in both predicted time and memory, the fastest first.
 
-    Plans in chunks are among them. Each holds less memory than all faster ones. Arguments as in `search`.
+    Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
     found: list[Plan] = []
     plans = all_plans(program, mesh, point_seconds, call_seconds, with_chunks=True)
+    if not plans:
+        raise ValueError(_does_not_divide(program, mesh))
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
         if not found or plan.memory < found[-1].memory:
             found.append(plan)
@@ -122,14 +127,18 @@ def rounded(seconds: float) -> float:
 def _refusal(model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
     program, mesh, plans = model.program, model.mesh, _lowered(model, ranked)
     if not plans:
-        sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
-        return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
+        return _does_not_divide(program, mesh)
     plans += _lowered(model, (part for each in ranked for part in each.in_chunks(program)))
     least = min(plans, key=lambda plan: plan.memory)
     return (
         f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
         f"{least.memory} bytes ({least.schedule})"
     )
+
+
+def _does_not_divide(program: Program, mesh: Mesh) -> str:
+    sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
+    return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
 
 
 def _reason(found: list[Plan], number: int) -> str:

@@ -12,7 +12,8 @@ A step in which this rank has `tokens` tokens of each sequence needs, besides pa
 
 The formula is that of the C kernels in float32. Memory that does not grow with the tokens is not counted: states that
 context ranks pass, temporary gradients of weights, messages. Neither is what an attention schedule keeps besides queries,
-keys and values, which is `schedule.memory(...).saved` for each hybrid layer.
+keys and values, which is `schedule.memory(...).saved` for each hybrid layer; nor are B and C of all tokens of the sequence,
+if context ranks exchange channels.
 """
 
 from dataclasses import dataclass

@@ -183,6 +183,25 @@ def test_outputs_do_not_share_memory_with_inputs():
     assert x.eq(1).all()
 
 
+def test_an_operand_that_every_rank_has_whole_need_not_divide():
+    schedule = (
+        Schedule(programs.weighted_sum(8, 6, dtype="float64"), Mesh(x=4)).tile("rows", 4).parallelize("rows.o", "x")
+    )
+    with pytest.raises(Illegal, match=r"b: axis cols of 6 does not divide over 4 ranks: 6 % 4 = 2"):
+        schedule.lower()
+    plan, inputs = schedule.replicate("b", "x").lower(), random_inputs(schedule.program)
+    verify(plan)
+    assert_close(interpret(plan, inputs), {"c": inputs["a"] @ inputs["b"]})
+
+
+def test_sources_of_an_operand_are_kept_in_the_same_way():
+    program = programs.attention(1, 4, 2, 24, 4, backward=True)
+    schedule = place(Schedule(program, Mesh(x=2)), x="kv").replicate("out", "x")
+    with pytest.raises(Illegal, match="delta is derived from dout and out, which are kept differently"):
+        schedule.lower()
+    verify(schedule.replicate("dout", "x").lower())
+
+
 def test_what_is_placed():
     """Digits with other names are the same placement; digits at other places are not."""
     schedule = Schedule(programs.attention(1, 4, 2, 48, 8), Mesh(gpu=2))

@@ -207,6 +207,30 @@ def test_sizes_that_do_not_divide():
         search(programs.attention(1, 2, 2, 30, 8), Mesh(gpu=4))
 
 
+@pytest.mark.parametrize("name", ["chunk", "inner", "q", "i"])
+def test_names_of_mesh_axes_do_not_matter(name):
+    """Also where schedules call their digits so."""
+    program = programs.attention(1, 8, 8, 128, 8)
+    fronts = [pareto(program, Mesh(**{each: 2, "y": 2})) for each in ("x", name)]
+    assert any(plan.schedule.chunked for plan in fronts[0])
+    one, other = ([(plan.bytes_per_rank, plan.memory, plan.schedule.chunks) for plan in each] for each in fronts)
+    assert one == other
+
+
+def test_wrong_arguments():
+    program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4)
+    for options, message in (
+        (dict(top=0), "search: top=0; at least one plan must be asked for"),
+        (dict(point_seconds=-1.0), r"point_seconds=-1.0 and call_seconds=0.0 must be at least 0"),
+        (dict(call_seconds=float("nan")), "call_seconds=nan must be at least 0"),
+        (dict(fabric=3), "speed of mesh axis gpu is 3; it must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            search(program, mesh, **options)
+    with pytest.raises(ValueError, match=r"no placement of attention divides its sizes .* over Mesh\(gpu=5\)"):
+        pareto(program, Mesh(gpu=5))
+
+
 SCRIPT = """
 from commir import Mesh, programs, search
 plans = search(programs.attention(1, 8, 2, 128, 16), Mesh(node=2, gpu=4, speeds={"node": (1e-4, 1e8)}))

@@ -82,6 +82,32 @@ def test_copies_and_recomputation_send_and_compute_the_same(ranks, name, cp, ora
 
 
 @pytest.mark.parametrize("cp", (2, 4))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
+def test_autocast(ranks, name, cp, oracle):
+    """In bf16, in which x and the step sizes may have different dtypes, both forms agree within rounding."""
+    oracle = oracle(name, torch.float32)
+    ids = oracle.ids[:, : 16 * cp]
+    expected = megatron_ssm.load(oracle.directory, dtype=torch.float64).loss(ids, ids)
+
+    def run(rank):
+        spread, found = Ring(dist.group.WORLD), []
+        for exchange in (True, False):
+            model = megatron_ssm.load(oracle.directory, context=spread, exchange_channels=exchange)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model.loss(spread.shard(ids), spread.shard(ids))
+            loss.backward()
+            for gradient in (mine := gradients(model)).values():
+                dist.all_reduce(gradient)
+            found.append((loss.detach(), mine))
+        return found
+
+    for (exchanged, ours), (passed, theirs) in ranks(run, cp):
+        torch.testing.assert_close(exchanged.double(), expected, rtol=1e-2, atol=0)
+        torch.testing.assert_close(exchanged, passed, rtol=2e-3, atol=0)
+        assert_near(ours, theirs, 0.1)
+
+
+@pytest.mark.parametrize("cp", (2, 4))
 @pytest.mark.parametrize("family", ("mamba", "zamba2"))
 def test_a_cache_passes_states(ranks, family, cp):
     directory, ids = checkpoint(family), torch.arange(40).view(1, -1) % 61

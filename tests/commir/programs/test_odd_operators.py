@@ -1,0 +1,127 @@
+"""Operators of odd sizes on meshes of 1, 3 and 6 ranks, also with a limit of memory. Oracle: torch, in float64."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commir
+from commir import Axis, In, Operand, Out, Program, Result, grid
+from commir.execution.state import Count
+from commir.ir.monoids import MONOIDS
+from commir.ir.program import MONOIDS as NAMES_OF_MONOIDS
+from commir.programs.tiles import tile_of
+from loop_programs import assert_close, mesh_of, random_inputs
+
+
+@commir.operator
+def chain(rows=6, left=12, right=18, cols=6):
+    """A product of three matrices, which are kept along different axes."""
+    a = In[rows, left]
+    b = In[left, right].home(right)
+    d = In[right, cols]
+    c = Out[rows, cols].home(cols)
+    for rows, left, right, cols in grid("srrs"):
+        c[rows, cols] += a[rows, left] * b[left, right] * d[right, cols]
+
+
+@commir.operator
+def batched(batch=6, rows=12, inner=18, cols=6):
+    a = In[batch, rows, inner].home(rows)
+    b = In[batch, inner, cols].home(None)
+    c = Out[batch, rows, cols].home(None)
+    for batch, rows, inner, cols in grid("ssrs"):
+        c[batch, rows, cols] += a[batch, rows, inner] * b[batch, inner, cols]
+
+
+@commir.operator
+def largest(rows=12, cols=18):
+    x = In[rows, cols].home(cols)
+    y = Out[()].home(None)
+    for rows, cols in grid("rr"):
+        y[()] = max(y[()], torch.abs(x[rows, cols]))
+
+
+@commir.operator
+def highest_column(rows=6, cols=12, times=18):
+    x = In[rows, cols, times].home(cols)
+    y = Out[times]
+    for rows, cols, times in grid("rrs"):
+        y[times] = max(y[times], x[rows, cols, times])
+
+
+@commir.operator
+def gated(rows=12, cols=12):
+    x = In[rows, cols].home(cols)
+    gate = In[cols].home(None)
+    y = Out[rows].home(None)
+    for rows, cols in grid("sr"):
+        y[rows] += x[rows, cols] / (1.0 + torch.exp(-gate[cols]))
+
+
+EXPECTED = {  # whose axes divide over 6 ranks
+    chain: lambda a, b, d: {"c": a @ b @ d},
+    batched: lambda a, b: {"c": a @ b},
+    largest: lambda x: {"y": x.abs().amax()},
+    highest_column: lambda x: {"y": x.amax((0, 1))},
+    gated: lambda x, gate: {"y": (x * gate.sigmoid()).sum(1)},
+}
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3), (2, 3), pytest.param((6,), marks=pytest.mark.full)])
+@pytest.mark.parametrize("operator", EXPECTED, ids=lambda operator: operator.name)
+def test_searched_plans_of_odd_meshes_keep_their_memory(operator, sizes):
+    """Also with limits, down to what no plan keeps."""
+    program, mesh = operator(dtype="float64"), mesh_of(*sizes)
+    inputs = random_inputs(program)
+    expected = EXPECTED[operator](*inputs.values())
+    found = [(plan, None) for plan in commir.search(program, mesh)]
+    least = min(plan.memory for plan, _ in found)
+    for limit in (least, least - 8, least * 3 // 4):
+        with contextlib.suppress(ValueError):  # no plan holds so little
+            found += [(plan, limit) for plan in commir.search(program, mesh, memory=limit, top=2)]
+    for plan, limit in found:
+        counts = []
+        assert_close(commir.interpret(plan, inputs, counts), expected)
+        assert {count.peak for count in counts} == {plan.memory}
+        assert limit is None or plan.memory <= limit
+        commir.verify(plan)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_ranks_keep_a_limit_of_memory(ranks, world, dtype):
+    program = batched(dtype=dtype)
+    inputs = {name: x.to(getattr(torch, dtype)) for name, x in random_inputs(program).items()}
+    mesh = commir.Mesh(x=world)
+    limit = commir.pareto(program, mesh)[-1].memory
+    found = commir.search(program, mesh, memory=limit)
+    assert all(plan.schedule.chunked for plan in found)
+    expected = inputs["a"].double() @ inputs["b"].double()
+
+    def run(rank):
+        results = []
+        for plan in found:
+            count = Count()
+            outputs = commir.execute(plan, plan.shard(inputs, rank), dist.group.WORLD, count)
+            results.append((outputs, count.peak))
+        return results
+
+    for number, each in enumerate(zip(*ranks(run, world), strict=True)):
+        assert all(peak == found[number].memory <= limit for _, peak in each)
+        whole = found[number].unshard([outputs for outputs, _ in each])
+        assert_close({"c": whole["c"].double()}, {"c": expected}, 1e-13 if dtype == "float64" else 1e-2)
+
+
+def test_what_an_expression_cannot_be():
+    """Several outputs; and a program's reductions are those of the monoids."""
+    a = Operand("a", ("i", "j"), "i")
+    outputs = tuple(Operand(name, ("i",), "i") for name in "st")
+    results = Result("sum", ("s",)), Result("max", ("t",))
+    program = Program("two", (Axis("i", 8), Axis("j", 8, "r")), (a,), outputs, results, "a[i, j]")
+    with pytest.raises(ValueError, match="two: an expression computes one output, not s, t"):
+        tile_of(program)(program, {"a": torch.ones(8, 8)}, {"i": torch.arange(8), "j": torch.arange(8)})
+    with pytest.raises(ValueError, match="s: 'product' is none of the reductions sum, max, softmax"):
+        Result("product", ("s",))
+    assert tuple(MONOIDS) == NAMES_OF_MONOIDS
