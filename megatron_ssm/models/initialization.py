@@ -5,7 +5,8 @@ import zlib
 
 import torch
 
-from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import Field, field_of
 
 from .model import Model
 
@@ -20,9 +21,14 @@ def initialize(model: Model, seed: int = 0) -> Model:
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        full = _DRAWS[field.init](model.config, field.shape, generator)
+        full = draw(model.config, field, generator)
         parameter.copy_(full[field.piece(model.ranks.rank, model.ranks.size)])
     return model
+
+
+def draw(config: Config, field: Field, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The initial values of a whole field, at least fp32. generator: None is torch's own."""
+    return _DRAWS[field.init](config, field.shape, generator)
 
 
 def _uniform(shape, bound, generator) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Process groups for serving and training.
 
-Only this module and `integrations.specs` import megatron.core: this one when groups are set up, because it takes seconds.
+Only this module and those of `integrations` import megatron.core: this one when groups are set up, because it takes seconds.
 """
 
 import datetime
