@@ -127,7 +127,8 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19.4"],
         "hf": ["transformers"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "deepspeed>=0.19.4"],
+        "peft": ["peft"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "transformers", "peft", "deepspeed>=0.19.4"],
         "lint": ["ruff", "mypy", "pre-commit"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2", "ruff"],
         "bench": ["transformers", "matplotlib"],

@@ -2,17 +2,19 @@
 
 import math
 import zlib
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import Field, field_of
 
-from .model import Model
+if TYPE_CHECKING:
+    from .model import Model
 
 
 @torch.no_grad()
-def initialize(model: Model, seed: int = 0) -> Model:
+def initialize(model: "Model", seed: int = 0) -> "Model":
     """Draw every parameter as state-spaces' Mamba does, in place; returns the model.
 
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
