@@ -237,7 +237,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
         errors = _save_replica(model, target, plan)
     for error in errors:
         for group in copies:
-            error = _broadcast(error, group, model.device)
+            error = broadcast(error, group, model.device)
         if error:
             raise OSError(error)
 
@@ -250,18 +250,18 @@ def _save_replica(
 
     def attempt(step: str, *arguments: Any) -> str | None:
         error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
-        return _broadcast(error, model.ranks.group, model.device)
+        return broadcast(error, model.ranks.group, model.device)
 
     yield attempt("open")
     for name, tensors in plan.items():
-        gathered = {hf: _gather(model, hf, parameters) for hf, parameters in tensors.items()}
+        gathered = {hf: gather(model, hf, parameters) for hf, parameters in tensors.items()}
         yield attempt("write", name, gathered)
         del gathered
     config = model.config.to_dict(str(model.dtype).removeprefix("torch."))
     yield attempt("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
-def _broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
+def broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
     """Rank 0's value, on every rank of the group."""
     if group is None:
         return value
@@ -273,6 +273,10 @@ def _broadcast(value: str | None, group: ProcessGroup | None, device: torch.devi
 def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Parameter]]]:
     """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`."""
     model.check_exact_weights("saved")
+    if model.lora is not None:
+        raise ValueError(
+            "a model with LoRA adapters is saved after merge_lora(model); save_lora writes the adapters alone"
+        )
     tensors: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         tensors.setdefault(field_of(parameter).hf, []).append(parameter)
@@ -284,7 +288,7 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
 
 
 @torch.no_grad()
-def _gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tensor | None:
+def gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tensor | None:
     """The full Hugging Face tensor on rank 0 (None elsewhere): each rank sends its parts of it, once."""
     ranks, full = model.ranks, None
     if ranks.rank == 0:

@@ -1,6 +1,6 @@
-"""Parts of this project for other frameworks: so far, layer specifications of Megatron-Core that use `attention2d`.
+"""Our layers and weights in other frameworks: layer specifications for Megatron-Core's models, and their checkpoints.
 
-In: the arguments of a module, or a layer specification of Megatron-Core.
-Out: specifications (`ModuleSpec`) from which Megatron-Core builds its models.
-May import: no other sub-package.
+In: the configuration and process groups of Megatron-Core, or a Hugging Face directory.
+Out: specifications (`ModuleSpec`) from which Megatron-Core builds its models, their weights, and Hugging Face directories.
+May import: configs, parallel, context, layers, models, checkpoints.
 """

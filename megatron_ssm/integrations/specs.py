@@ -1,14 +1,37 @@
-"""ModuleSpecs that put `attention2d` into Megatron-Core's models. Only this module and `parallel.groups` import it."""
+"""ModuleSpecs of Megatron-Core that build its models from our layers.
+
+Megatron's pretraining scripts take one by its module and its name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
+is mamba_stack_spec, mamba1_stack_spec, zamba_stack_spec or zamba2_stack_spec for MambaModel (HybridModel in later versions),
+and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from attention2d import CoreAttention
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
+from .megatron_layers import FUSED_NORMS, HybridLayer, Mamba1, Mamba2, Norm, Refused, Stack
+
+try:  # Megatron-Core 0.17 and later
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as StackSubmodules
+except ImportError:
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as StackSubmodules
+
+
+FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
 
 
 def core_attention(**grid: int | bool) -> ModuleSpec:
@@ -16,8 +39,6 @@ def core_attention(**grid: int | bool) -> ModuleSpec:
 
     grid: rows, cols, ulysses and overlap, for cp_comm_type="2d" only.
     """
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
     return ModuleSpec(module=CoreAttention, params=grid)
 
 
@@ -26,3 +47,67 @@ def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpe
     spec = copy.deepcopy(layer_spec)
     spec.submodules.self_attention.submodules.core_attention = core_attention(**grid)
     return spec
+
+
+def stack_spec(family: str, **given: Any) -> ModuleSpec:
+    """The ModuleSpec of a stack of layers of `family`: mamba, falcon_mamba, mamba2, zamba or zamba2.
+
+    In the layer pattern, M is a layer with our mixer. In zamba and zamba2, * is a hybrid layer: one of the shared blocks,
+    and a mixer. In the other families, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's
+    own linear layers. Any other symbol is a ValueError.
+
+    The sizes are those of Megatron's TransformerConfig. given: fields of the family's config.json in Hugging Face's format
+    that a TransformerConfig does not have, such as conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. ValueError if
+    one of them contradicts the TransformerConfig.
+
+    Nothing that the spec builds needs CUDA or Transformer Engine. In distributed checkpoints the tensors of
+    stack_spec("mamba2") have the keys and the division of those of Megatron's own mamba_stack_spec.
+    """
+    mixer = ModuleSpec(module=Mamba2 if family.endswith("2") else Mamba1, params=dict(family=family, given=given))
+    hybrid = family.startswith("zamba")
+    layer = MambaLayerSubmodules(Norm, mixer, get_bias_dropout_add, sharded_state_dict_keys_map=FUSED)
+    layers = StackSubmodules(
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
+        attention_layer=ModuleSpec(module=HybridLayer, submodules=layer) if hybrid else _attention_layer(),
+        mlp_layer=_refused("-") if hybrid else _mlp_layer(),
+        moe_layer=_refused("E"),
+    )
+    return ModuleSpec(module=Stack, params=dict(family=family, given=given), submodules=layers)
+
+
+def _refused(symbol: str) -> ModuleSpec:
+    return ModuleSpec(module=Refused, params=dict(symbol=symbol))
+
+
+def _attention_layer() -> ModuleSpec:
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=core_attention(), linear_proj=RowParallelLinear
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=FUSED,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _mlp_layer() -> ModuleSpec:
+    layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=Norm,
+        mlp=ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        ),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=FUSED,
+    )
+    return ModuleSpec(module=MLPLayer, submodules=layer)
+
+
+mamba_stack_spec = stack_spec("mamba2")
+mamba1_stack_spec = stack_spec("mamba")
+zamba_stack_spec = stack_spec("zamba")
+zamba2_stack_spec = stack_spec("zamba2")
+gpt_layer_spec = with_core_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))

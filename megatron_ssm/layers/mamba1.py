@@ -19,12 +19,21 @@ from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RowParallelLinear, is_plain, rms_norm
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Packed,
+    RowParallelLinear,
+    apply_layer,
+    is_plain,
+    rms_norm,
+    with_adapter,
+)
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache, keep_last_inputs
+from .low_rank import Adapters, adapter_of
 
 NO_STEP = -1e4  # softplus(NO_STEP + bias) is zero
 
@@ -78,6 +87,8 @@ class MambaMixer(nn.Module):
     the convolution's inputs and states between these ranks, or exchange channels (see `context`).
     """
 
+    lora: Adapters | None
+
     def __init__(
         self,
         config: Config,
@@ -105,6 +116,7 @@ class MambaMixer(nn.Module):
         self.dt_proj = nn.Parameter(torch.empty(inner, rank, dtype=dtype, device=device))
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide, device=device))
         self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
+        self.register_module("lora", None)
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's channels for `batch` sequences."""
@@ -115,14 +127,16 @@ class MambaMixer(nn.Module):
     def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:
         """hidden (batch, seq, hidden_size) -> the same shape. cache: of this layer; it is read and updated."""
         if self.context is not None and info.sharding is not None:
-            return self.out_proj(self._gated_over_context(hidden, self.context, info, cache))
-        return self.out_proj(self._gated(hidden, info, cache))
+            y = self._gated_over_context(hidden, self.context, info, cache)
+        else:
+            y = self._gated(hidden, info, cache)
+        return apply_layer(self.out_proj, y, adapter_of(self.lora, "out_proj"))
 
     def _gated(self, hidden, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
         """The input of out_proj, (batch, seq, this rank's channels). Its temporaries are freed when it returns."""
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan starts from zeros
-        x, z = self.in_proj(hidden).chunk(2, dim=-1)
+        x, z = self._projected(hidden).chunk(2, dim=-1)
         x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if info.mask is None else x * info.mask
@@ -138,7 +152,7 @@ class MambaMixer(nn.Module):
     ) -> torch.Tensor:
         """`_gated` of this rank's tokens of a sequence that is spread over the context ranks."""
         history, state = (None, None) if cache is None or info.begins else cache.read(info.rows)
-        mixed, z = self.in_proj(hidden).chunk(2, dim=-1)
+        mixed, z = self._projected(hidden).chunk(2, dim=-1)
         x = context.to_blocks(mixed)
         x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
         sharding = None if cache is None else info.sharding  # without a cache, nobody reads the final state
@@ -150,6 +164,10 @@ class MambaMixer(nn.Module):
             keep_last_inputs(mixed, info.sharding, info.rows, cache)
             cache.state[info.rows] = passed.whole_final().transpose(1, 2)
         return context.from_blocks(y)
+
+    def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[x | z], (batch, seq, 2 * this rank's channels)."""
+        return apply_layer(self.in_proj, hidden, adapter_of(self.lora, "in_proj"))
 
     def _head_slices(self) -> list[slice]:
         """The channels of each head on this rank."""
@@ -178,9 +196,10 @@ class MambaMixer(nn.Module):
 
         sharding: whose padding does not change the state.
         """
-        parameters = self._sum(linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj))
-        dt, B, C = parameters.split(self.splits, dim=-1)
-        dt = linear(dt, self.dt_proj[head])
+        parameters = linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj)
+        parameters = self._sum(with_adapter(parameters, adapter_of(self.lora, "x_proj"), x))
+        low, B, C = parameters.split(self.splits, dim=-1)
+        dt = with_adapter(linear(low, self.dt_proj[head]), adapter_of(self.lora, "dt_proj"), low)
         if sharding is not None and self.context is not None:
             dt = self.context.to_blocks(sharding.mask_padding(self.context.from_blocks(dt), NO_STEP))
         return ScanInputs(x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head])

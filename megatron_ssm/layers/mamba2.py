@@ -24,15 +24,15 @@ from megatron_ssm.context.blocks import ContextRanks, halo
 from megatron_ssm.context.channel_exchange import ssd_by_heads
 from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
-from megatron_ssm.ops.matrices import linear
 from megatron_ssm.ops.scan import ssd
-from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear, apply_layer
 from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import reduce_scatter_tokens
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, LayerCache, keep_last_inputs
+from .low_rank import Adapters, adapter_of
 from .mamba1 import Convolution
 
 
@@ -47,6 +47,7 @@ class Mamba2Mixer(nn.Module):
     the convolution's inputs and states between these ranks, or exchange channels (see `context`).
     """
 
+    lora: Adapters | None
     A_log: nn.Parameter
     D: nn.Parameter
     dt_bias: nn.Parameter
@@ -79,6 +80,7 @@ class Mamba2Mixer(nn.Module):
         channels = {name: self.rows[name] for name in "xBC"}
         self.conv = Convolution(channels, config.conv_kernel, config.conv_bias, ranks, dtype, device, **shared)
         self.out_proj = RowParallelLinear(inner, config.hidden_size, config.use_bias, ranks, dtype, device)
+        self.register_module("lora", None)
 
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's heads, and empty inputs of its channels, B and C, for `batch` sequences."""
@@ -95,15 +97,17 @@ class Mamba2Mixer(nn.Module):
         checkpoints with limits depend on it.
         """
         normed, squares = self._normed(*self._scanned(hidden, info, cache))
+        adapter = adapter_of(self.lora, "out_proj")
         if squares is None:
-            return self.out_proj(normed)
-        return self._whole(linear(normed, self.out_proj.weight), squares)
+            return apply_layer(self.out_proj, normed, adapter)
+        return self._whole(self.out_proj.product(normed, adapter), squares)
 
     def _scanned(self, hidden, info: BatchInfo, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of the scan and the gate z, (batch, seq, this rank's channels) each. Frees its temporaries."""
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else cache.read(info.rows)
-        z, xBC, dt = self.in_proj(hidden).split([inner, inner + 2 * bc, self.heads], dim=-1)
+        projected = apply_layer(self.in_proj, hidden, adapter_of(self.lora, "in_proj"))
+        z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)
         if self.context is not None and info.sharding is not None:
             return self._scanned_over_context(xBC, dt, self.context, info, cache), z
         xBC = xBC if info.mask is None else xBC * info.mask

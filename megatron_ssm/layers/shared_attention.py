@@ -18,13 +18,23 @@ from torch import nn
 from megatron_ssm.configs.config import Config, SharedBlockConfig
 from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_plain
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Packed,
+    Product,
+    RMSNorm,
+    RowParallelLinear,
+    apply_layer,
+    is_plain,
+    with_adapter,
+)
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import all_gathered_tokens, divide_gradient, replicated
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .cache import BatchInfo, Cache, LayerCache
+from .low_rank import Adapters, adapter_of, adapter_of_parts
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -169,8 +179,11 @@ class SharedBlockInvocation(nn.Module):
     """The parameters of one hybrid layer's own for its use of the shared block: a linear layer, and adapters in Zamba2.
 
     Every rank has all of the linear layer. idle: {name: shape} of tensors that the checkpoint has and the layer does not
-    use; they are kept to be saved again, and get no gradient.
+    use; they are kept to be saved again, and get no gradient. lora: low-rank products beside this layer's linear layers, and
+    beside those of the shared block when this layer uses it; None: there are none.
     """
+
+    lora: Adapters | None
 
     def __init__(
         self,
@@ -187,6 +200,7 @@ class SharedBlockInvocation(nn.Module):
         self.idle = nn.ParameterDict(
             {name: nn.Parameter(torch.empty(shape, **where), requires_grad=False) for name, shape in idle.items()}
         )
+        self.register_module("lora", None)
         self.qkv = self.gate_up = None
         if shared.attention_adapters:
             self.qkv = Adapter(2 * hidden, shared.adapter_rank, "qkv", _qkv_rows(shared, ranks), ranks, **where)
@@ -259,16 +273,21 @@ class SharedBlock(nn.Module):
         use: of the layer that calls the block. cache: of that layer; its keys and values are read and extended.
         """
         run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        y = self.o_proj(self._attention(run(self._projected, x, embeddings, use), info, cache))
+        attended = self._attention(run(self._projected, x, embeddings, use), info, cache)
+        y = apply_layer(self.o_proj, attended, adapter_of(use.lora, "o_proj"))
         return run(self._mlp, y, use)
 
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
         """Queries, keys and values."""
-        return _adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)))
+        lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        return _adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)), lora)
 
     def _mlp(self, y: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
-        gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y)).chunk(2, dim=-1)
-        return linear(self.down_proj(self.activation(gate) * up), replicated(use.linear, self.ranks))
+        parts = {f"{name}_proj": rows for name, rows in self.gate_up.weight.sizes.items()}
+        lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
+        gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora).chunk(2, dim=-1)
+        y = apply_layer(self.down_proj, self.activation(gate) * up, adapter_of(use.lora, "down_proj"))
+        return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
 
     def _attention(self, qkv: torch.Tensor, info: BatchInfo, cache: LayerCache | None) -> torch.Tensor:
         """(batch, seq, this rank's rows of q, k and v) -> (batch, seq, this rank's heads * head_dim)."""
@@ -280,12 +299,17 @@ class SharedBlock(nn.Module):
         return self.core(q, k, v, math.sqrt(2 / self.head_dim), info, cache).flatten(-2)
 
 
-def _adapted(layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor) -> torch.Tensor:
-    """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it."""
+def _adapted(
+    layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor, lora: Product | None
+) -> torch.Tensor:
+    """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it.
+
+    lora: is added to the layer's own product.
+    """
     if adapter is None:
-        return layer(x)
+        return apply_layer(layer, x, lora)
     if layer.ranks.sequence_parallel:
         with all_gathered_tokens(x, layer.ranks) as whole:
-            return layer.product(whole) + adapter(divide_gradient(whole, layer.ranks))
-    y, more = layer(x), adapter(x)
+            return layer.product(whole, lora) + adapter(divide_gradient(whole, layer.ranks))
+    y, more = apply_layer(layer, x, lora), adapter(x)
     return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

@@ -2,16 +2,19 @@
 
 import math
 import zlib
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import Field, field_of
 
-from .model import Model
+if TYPE_CHECKING:
+    from .model import Model
 
 
 @torch.no_grad()
-def initialize(model: Model, seed: int = 0) -> Model:
+def initialize(model: "Model", seed: int = 0) -> "Model":
     """Draw every parameter as state-spaces' Mamba does, in place; returns the model.
 
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
@@ -20,9 +23,14 @@ def initialize(model: Model, seed: int = 0) -> Model:
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        full = _DRAWS[field.init](model.config, field.shape, generator)
+        full = draw(model.config, field, generator)
         parameter.copy_(full[field.piece(model.ranks.rank, model.ranks.size)])
     return model
+
+
+def draw(config: Config, field: Field, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The initial values of a whole field, at least fp32. generator: None is torch's own."""
+    return _DRAWS[field.init](config, field.shape, generator)
 
 
 def _uniform(shape, bound, generator) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import idle_tensors
+from megatron_ssm.configs.layouts import idle_tensors, layout
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
@@ -28,6 +28,7 @@ from sparsefusion.collectives import counted as collectives
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
 from .inputs import batch_info, can_be_sharded, check_call, check_inputs, lengths_of, pad_to_multiple
+from .lora import Lora, lora_fields
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -44,9 +45,9 @@ class Model(nn.Module):
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
     context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
-    The attribute directory is the checkpoint it was loaded from, or None; weights is "int8" if the matrices are
-    quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA
-    graphs, and is False once a step could not be captured; head_ranks are the ranks that share a head of Zamba's mixers.
+    The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
+    weights is "int8" if the matrices are quantized, so that the model can only generate, and None otherwise; graphs tells
+    whether it may decode with CUDA graphs, and is False once a step could not be captured; head_ranks share a head of Zamba.
     """
 
     def __init__(
@@ -54,11 +55,9 @@ class Model(nn.Module):
         config: Config,
         ranks: Ranks,
         data_group: ProcessGroup | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        schedule: Attention2D | None = None,
-        exchange_channels: bool = False,
-    ):
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        schedule: Attention2D | None = None, exchange_channels: bool = False,
+    ):  # fmt: skip
         super().__init__()
         config.check_ranks(ranks.size)
         check_schedule(schedule, config, ranks.group, data_group, exchange_channels)
@@ -68,6 +67,7 @@ class Model(nn.Module):
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
         self.weights: str | None = None
+        self.lora: Lora | None = None
         self.graphs = self.context_ranks is None
         self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
@@ -90,7 +90,7 @@ class Model(nn.Module):
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        self._attach_fields()
+        self.attach_fields()
 
     def __deepcopy__(self, memo: dict) -> "Model":
         """A copy with parameters of its own, for the same ranks: process groups are handles."""
@@ -102,10 +102,12 @@ class Model(nn.Module):
     def __setstate__(self, state: dict) -> None:
         """Attach the fields again, which the parameters of a deep copy have lost."""
         super().__setstate__(state)
-        self._attach_fields()
+        self.attach_fields()
 
-    def _attach_fields(self) -> None:
-        attach_fields(self, self.config, self.ranks, is_complete=self.weights is None)
+    def attach_fields(self) -> None:
+        """Give each parameter its field of the layout; see `parameters.attach_fields`."""
+        fields = [*layout(self.config), *lora_fields(self.config, self.lora)]
+        attach_fields(self, fields, self.ranks, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""

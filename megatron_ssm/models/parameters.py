@@ -1,30 +1,40 @@
 """The attributes of a model's parameters that say which field of the layout they are and how they are split."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import layout
+from megatron_ssm.configs.layouts import Field
 from megatron_ssm.parallel.ranks import Ranks
 
 
-def attach_fields(model: nn.Module, config: Config, ranks: Ranks, is_complete: bool) -> None:
-    """Give each parameter its `field`, and Megatron's attributes tensor_model_parallel, partition_dim, partition_stride.
+def attach_fields(model: nn.Module, fields: Iterable[Field], ranks: Ranks, is_complete: bool) -> None:
+    """Give each parameter its `field` and Megatron's attributes; see `attach_field`.
 
     is_complete: whether the model has a parameter for every field (a quantized model has not). AssertionError if the
     parameters and the layout differ.
     """
-    fields, parameters = layout(config), dict(model.named_parameters())
+    fields, parameters = list(fields), dict(model.named_parameters())
     names = {field.name for field in fields}
     if is_complete and names != set(parameters):
         raise AssertionError(f"layout and model differ in {set(parameters) ^ names}")
     for field in (field for field in fields if field.name in parameters):
-        parameter: Any = parameters[field.name]
-        shape = field.local_shape(ranks.rank, ranks.size)
-        if shape != tuple(parameter.shape):
-            raise AssertionError(f"{field.name} is {tuple(parameter.shape)}, its layout says {shape}")
-        parameter.field = field
-        parameter.tensor_model_parallel = ranks.size > 1 and field.copies(ranks.size) < ranks.size
-        parameter.partition_dim = field.split if parameter.tensor_model_parallel else -1
-        parameter.partition_stride = 1
+        attach_field(parameters[field.name], field, ranks)
+
+
+def attach_field(parameter: Any, field: Field, ranks: Ranks) -> None:
+    """Give a parameter its `field`, and the attributes that Megatron reads.
+
+    tensor_model_parallel, partition_dim and partition_stride say how it is split. Megatron's norm of the gradients leaves
+    out what is `shared`: here, the parts that an earlier rank also holds. AssertionError if the layout has another shape.
+    """
+    shape = field.local_shape(ranks.rank, ranks.size)
+    if shape != tuple(parameter.shape):
+        raise AssertionError(f"{field.name} is {tuple(parameter.shape)}, its layout says {shape}")
+    copies = field.copies(ranks.size)
+    parameter.field = field
+    parameter.tensor_model_parallel = ranks.size > 1 and copies < ranks.size
+    parameter.partition_dim = field.split if parameter.tensor_model_parallel else -1
+    parameter.partition_stride = 1
+    parameter.shared = parameter.tensor_model_parallel and ranks.rank % copies > 0

@@ -1,6 +1,7 @@
 """Process groups for serving and training.
 
-Only this module, `megatron_ddp` and `integrations.specs` import megatron.core, when it is needed, because it takes seconds.
+Only this module, `megatron_ddp` and those of `integrations` import megatron.core, when it is needed, because it takes
+seconds.
 """
 
 import datetime

@@ -20,6 +20,17 @@ from .ranks import Ranks
 from .sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
 
 Device = torch.device | str | None
+Product = Callable[[torch.Tensor], torch.Tensor]  # this rank's part of a product with x, such as a `LowRank`
+
+
+def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> torch.Tensor:
+    """The output of a column- or row-parallel layer, with its adapter. A layer of the caller's own takes x alone."""
+    return layer(x) if adapter is None else layer(x, adapter)
+
+
+def with_adapter(y: torch.Tensor, adapter: Product | None, x: torch.Tensor) -> torch.Tensor:
+    """y + adapter(x), or y if there is no adapter."""
+    return y if adapter is None else y + adapter(x)
 
 
 class _Pack(torch.autograd.Function):
@@ -142,16 +153,16 @@ class ColumnParallelLinear(nn.Module):
         self.weight = Packed(rows, (in_features,), ranks, dtype, device, shared, pieces)
         self.bias = Packed(rows, (), ranks, dtype, device, shared, pieces) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., this rank's rows of all fields)."""
+    def forward(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
+        """(..., in_features) -> (..., this rank's rows of all fields). adapter: see `product`."""
         if self.ranks.sequence_parallel:
             with all_gathered_tokens(x, self.ranks) as whole:
-                return self.product(whole)
-        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact))
+                return self.product(whole, adapter)
+        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact), adapter)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b of this rank's rows. Sends nothing; the gradient of x is partial."""
-        return linear(x, self.weight(), self.bias() if self.bias is not None else None)
+    def product(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
+        """x W^T + b of this rank's rows, plus adapter(x). Sends nothing; the gradient of x is partial."""
+        return with_adapter(linear(x, self.weight(), self.bias() if self.bias is not None else None), adapter, x)
 
 
 class RowParallelLinear(nn.Module):
@@ -177,9 +188,13 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., this rank's in_features) -> (..., out_features), the same on every rank."""
-        return self.whole(linear(x, self.weight))
+    def forward(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
+        """(..., this rank's in_features) -> (..., out_features), the same on every rank. adapter: see `product`."""
+        return self.whole(self.product(x, adapter))
+
+    def product(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
+        """x W^T of this rank's columns, plus adapter(x): partial. Sends nothing."""
+        return with_adapter(linear(x, self.weight), adapter, x)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's part of the product, plus the bias: (..., out_features)."""

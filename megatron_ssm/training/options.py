@@ -103,6 +103,10 @@ class Options:
     gradient_density_warmup: int = _option(0, "steps in which the density falls from 0.25 to --gradient-density")
     seed: int = _option(1234, "random seed of initialization and data order")
 
+    lora_rank: int = _option(0, "train LoRA adapters of this rank, and not the model of --init-from (0: the model)")
+    lora_alpha: float = _option(16.0, "the adapters' products are multiplied by this / --lora-rank")
+    lora_targets: tuple[str, ...] = _option(("in_proj",), "Hugging Face's names of the linear layers with adapters")
+
     keep: int = _option(2, "number of checkpoints to keep, the newest")
     async_save: bool = _option(False, "write checkpoints while training goes on, from a copy of the state in memory")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
@@ -125,6 +129,10 @@ class Options:
             )
         if self.model_config and self.init_from:
             raise ValueError("--model-config is for a new model, and --init-from for one that exists")
+        if self.lora_rank and not self.init_from:
+            raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
+        if not self.lora_alpha > 0:
+            raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive")
         if self.sequence_parallel and self.reduce != "fp32":
             raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
         if self.profile_step_end < self.profile_step_start:
@@ -212,7 +220,7 @@ _MINIMUM = {
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
-                     "peak_tflops"), 0),
+                     "peak_tflops", "lora_rank"), 0),
 }  # fmt: skip
 
 

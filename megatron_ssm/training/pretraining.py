@@ -19,12 +19,14 @@ import torch.distributed as dist
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training, set_aside
 from megatron_ssm.checkpoints.hf import build, load, save
+from megatron_ssm.checkpoints.peft import save_lora
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
+from megatron_ssm.models.lora import add_lora, find_modules
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
     Groups,
@@ -105,6 +107,8 @@ class Inputs:
         config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size)
+        if options.lora_rank:
+            find_modules(config, options.lora_targets)  # ValueError if there are none
         check_memory_budget(options, config)
         check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
@@ -236,7 +240,7 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
     """Write the Hugging Face directory with its tokenizer; Failure on every rank if rank 0 cannot write the tokenizer."""
-    save(model, inputs.out)
+    (save if model.lora is None else save_lora)(model, inputs.out)
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     run_on_every_rank(
         lambda: inputs.corpus.write_tokenizer(inputs.out) if is_first_rank else None,
@@ -256,7 +260,10 @@ def make_model(options: Options, config: Config, groups: Groups, device: torch.d
         recompute=options.recompute_activations,
     )
     if options.init_from:
-        return load(options.init_from, groups.tensor, data_group=groups.data, **more)
+        model = load(options.init_from, groups.tensor, data_group=groups.data, **more)
+        if options.lora_rank:
+            add_lora(model, options.lora_rank, options.lora_alpha, options.lora_targets, options.seed)
+        return model
     model = build(config, groups.tensor, groups.data, **more)
     return initialize_parameters(model, options.seed)
 
@@ -299,6 +306,8 @@ def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> di
     """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
     shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
+    if options.lora_rank:
+        run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
     text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
     return json.loads(json.dumps({**shape, **run, **text}))
 

@@ -1,0 +1,181 @@
+"""LoRA adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors, which PEFT itself loads."""
+
+import json
+import os
+import re
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_ssm.configs.layouts import Field, field_of, hf_shapes
+from megatron_ssm.models.lora import NOT_TRAINED, Lora, attach_lora, lora_fields, lora_targets
+from megatron_ssm.models.model import Model
+
+from .agreement import first_line, run_and_compare
+from .hf import broadcast, gather
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Fields of adapter_config.json that change what an adapter computes, and the values that are implemented.
+_SUPPORTED: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "target_parameters": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "layer_replication": ([], None),
+}
+
+
+def save_lora(model: Model, directory: str | Path, base_model: str | None = None) -> None:
+    """Write the adapters of a model to `directory`, as PEFT does; all ranks of the model and of its groups call it.
+
+    base_model: what PEFT shall find as base_model_name_or_path (None: the directory that the model was loaded from). Rank 0
+    of the first replica receives the other ranks' parts and writes two files, each under a temporary name first. OSError on
+    every rank if it cannot write; ValueError on every rank for a model without adapters.
+    """
+    lora = _adapters_of(model)
+    tensors: dict[str, list] = {}
+    for field, parameter in _adapter_parameters(model):
+        tensors.setdefault(field.hf, []).append(parameter)
+    copies = [model.data_group, None if model.context_ranks is None else model.context_ranks.group]
+    error = None
+    if all(group is None or dist.get_rank(group) == 0 for group in copies):
+        whole = {name: gather(model, name, parameters) for name, parameters in tensors.items()}
+        if model.ranks.rank == 0:
+            error = _write(Path(directory), whole, _configuration(model, lora, base_model))
+        error = broadcast(error, model.ranks.group, model.device)
+    for group in copies:
+        error = broadcast(error, group, model.device)
+    if error:
+        raise OSError(error)
+
+
+def _adapters_of(model: Model) -> Lora:
+    if model.lora is None:
+        raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
+    return model.lora
+
+
+def _adapter_parameters(model: Model) -> list[tuple[Field, torch.nn.Parameter]]:
+    parameters = dict(model.named_parameters())
+    return [(field, parameters[field.name]) for field in lora_fields(model.config, model.lora)]
+
+
+def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str, Any]:
+    """PEFT's adapter_config.json. Its target modules are names of layers if all layers of these names have adapters."""
+    targets = lora_targets(model.config)
+    names = {targets[module].name for module in lora.modules}
+    is_complete = len(lora.modules) == sum(target.name in names for target in targets.values())
+    directory = None if model.directory is None else str(model.directory)
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model or directory,
+        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rank_stabilized, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": sorted(names) if is_complete else list(lora.modules), "inference_mode": True,
+    }  # fmt: skip
+
+
+def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, Any]) -> str | None:
+    """Write both files, the configuration last; an error as one line."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as hidden:
+            for name in (WEIGHTS, CONFIG):  # made first, so that they have the permissions of new files
+                Path(hidden, name).touch()
+            mode = Path(hidden, WEIGHTS).stat().st_mode & 0o777
+            save_file(tensors, Path(hidden, WEIGHTS), metadata={"format": "pt"})
+            Path(hidden, WEIGHTS).chmod(mode)
+            Path(hidden, CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
+            for name in (WEIGHTS, CONFIG):
+                os.replace(Path(hidden, name), directory / name)
+    except Exception as error:  # of any kind: the other ranks must learn of it
+        return f"cannot save to {directory}: {first_line(error)}"
+    return None
+
+
+def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> None:
+    """Add the LoRA adapters that PEFT or `save_lora` wrote to a model; each rank reads its own slices.
+
+    trainable: whether to train them (and nothing else), without dropout; those of dt_proj stay as they are, as in PEFT.
+
+    All ranks of the model and of its groups call it together. ValueError or FileNotFoundError on every rank, with the model
+    unchanged, for files that are damaged, for adapters of layers that the model does not have, and for kinds of adapters
+    that are not implemented.
+    """
+    groups = (model.ranks.group, model.data_group, None if model.context_ranks is None else model.context_ranks.group)
+    with ExitStack() as stack:
+        lora, tensors = run_and_compare(
+            lambda: _open(model, Path(directory), stack), lambda opened: opened[0], groups, model.device
+        )
+        attach_lora(model, lora)
+        for field, parameter in _adapter_parameters(model):
+            with torch.no_grad():
+                parameter.copy_(field_of(parameter).read(tensors[field.hf], model.ranks.rank, model.ranks.size))
+            parameter.requires_grad_(trainable and f".{NOT_TRAINED}." not in field.name)
+
+
+def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
+    """What the configuration says, and {name: slice object} of the tensors, after all checks."""
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name} does not exist")
+    raw = _read_configuration(directory / CONFIG)
+    try:
+        file = stack.enter_context(safe_open(directory / WEIGHTS, "pt"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{directory / WEIGHTS} is not a complete safetensors file ({first_line(error)})") from None
+    tensors = {name: file.get_slice(name) for name in file.keys()}
+    lora = Lora(raw["r"], raw["lora_alpha"], _modules(model, directory, list(tensors)), bool(raw.get("use_rslora")))
+    expected = hf_shapes(lora_fields(model.config, lora))
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ValueError(f"{directory / WEIGHTS} has no tensor {name} {shape}")
+        if (found := tuple(tensors[name].get_shape())) != shape:
+            raise ValueError(
+                f"{directory / WEIGHTS}: {name} is {found}, and with r={lora.rank} the model needs {shape}"
+            )
+    return lora, tensors
+
+
+def _read_configuration(path: Path) -> dict[str, Any]:
+    """adapter_config.json; ValueError for a value that is not implemented."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    for name, allowed in _SUPPORTED.items():
+        if name in raw and raw[name] not in allowed:
+            raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
+    for name in ("r", "lora_alpha"):
+        if type(raw.get(name)) not in (int, float) or raw[name] <= 0 or (name == "r" and type(raw[name]) is not int):
+            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive number")
+    return raw
+
+
+def _modules(model: Model, directory: Path, names: list[str]) -> tuple[str, ...]:
+    """The layers that the tensors are for; ValueError for a layer that the model does not have."""
+    targets, found = lora_targets(model.config), set()
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in targets:
+            kinds = ", ".join(sorted({target.name for target in targets.values()}))
+            raise ValueError(
+                f"{directory / WEIGHTS}: {name} is not for a linear layer of this {model.config.family} model ({kinds})"
+            )
+        found.add(match[1])
+    if not found:
+        raise ValueError(f"{directory / WEIGHTS} has no tensors")
+    return tuple(module for module in targets if module in found)

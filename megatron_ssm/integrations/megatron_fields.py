@@ -1,0 +1,122 @@
+"""Megatron's TransformerConfig as the fields of Hugging Face's config.json, and back. Imports nothing from Megatron."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.hf_fields import FieldReader
+from megatron_ssm.layers.shared_attention import ACTIVATIONS
+
+HYBRID = "*"  # the symbol of a hybrid layer in Megatron's layer pattern; every other layer has the symbol MAMBA
+MAMBA = "M"
+# What a TransformerConfig has no counterpart for, under our names of Hugging Face's fields.
+_OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_rms_eps tie_word_embeddings
+    time_step_rank time_step_limit time_step_min time_step_max time_step_floor
+    attention_head_dim num_mem_blocks adapter_rank use_shared_attention_adapter
+    use_mem_rope rope_parameters rope_scaling rope_theta""".split()
+
+
+def config_of_layers(
+    config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
+) -> Config:
+    """The `Config` of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M and *).
+
+    given: fields of Hugging Face's config.json that a TransformerConfig does not have (chunk sizes, adapters, ...). more:
+    further fields. ValueError if a size is not supported, or if `given` contradicts the TransformerConfig.
+    """
+    fields = _fields_of(config, family, given) | more
+    kinds = ["hybrid" if symbol == HYBRID else "linear_attention" for symbol in pattern]
+    fields |= {"model_type": family, "num_hidden_layers": len(kinds)}
+    fields |= {"layers_block_type": kinds} if family.startswith("zamba") else {}
+    for name, value in given.items():
+        if name in fields and fields[name] != value and value is not None:
+            raise ValueError(f"{name}={value!r} of the layer spec is {fields[name]!r} in Megatron's configuration")
+    return Config.from_dict({"vocab_size": 1, **given, **fields})
+
+
+def _fields_of(config: Any, family: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that a TransformerConfig has, under Hugging Face's names."""
+    name = FieldReader(family, {}).hf_name
+    fields = {
+        "hidden_size": config.hidden_size,
+        name("layer_norm_epsilon"): config.layernorm_epsilon,
+        name("state_size"): config.mamba_state_dim,
+    }
+    if family in ("mamba2", "zamba2"):
+        inner, head_dim = _inner_size(config, given.get(name("expand"), 2)), config.mamba_head_dim
+        if inner % head_dim:
+            raise ValueError(f"{inner} channels do not divide into heads of {head_dim} ({inner} % {head_dim})")
+        fields[name("num_heads")], fields[name("head_dim")] = inner // head_dim, head_dim
+        fields[name("n_groups")], fields[name("expand")] = config.mamba_num_groups, _expand(inner, config.hidden_size)
+    elif family == "zamba" and config.mamba_num_heads is not None:
+        fields[name("num_heads")] = config.mamba_num_heads
+    if family.startswith("zamba"):
+        fields |= _shared_block(config)
+    else:
+        fields["residual_in_fp32"] = False
+    if family == "zamba2":
+        fields[name("use_bias")] = config.add_bias_linear
+    return fields
+
+
+def _inner_size(config: Any, expand: float) -> int:
+    """The channels of a Mamba-2 mixer, as Megatron's own mixer computes them."""
+    if config.mamba_num_heads is not None:
+        return config.mamba_num_heads * config.mamba_head_dim
+    return int(expand * config.hidden_size)
+
+
+def _expand(inner: int, hidden: int) -> int | float:
+    """The factor `expand` for which int(expand * hidden) is `inner`."""
+    if inner % hidden == 0:
+        return inner // hidden
+    factor = inner / hidden
+    return factor if int(factor * hidden) == inner else math.nextafter(factor, math.inf)
+
+
+def _shared_block(config: Any) -> dict[str, Any]:
+    """The sizes of the attention and the MLP of Zamba's shared block."""
+    names = [name for name, function in ACTIVATIONS.items() if function is config.activation_func]
+    if not names:
+        raise ValueError(f"activation_func={config.activation_func} is none of {', '.join(ACTIVATIONS)}")
+    return {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "intermediate_size": config.ffn_hidden_size,
+        "hidden_act": names[0],
+    }
+
+
+def spec_options(config: Config) -> dict[str, Any]:
+    """The fields of a config.json that `config_of_layers` needs beside the TransformerConfig of `transformer_options`."""
+    name = FieldReader(config.family, {}).hf_name
+    return {name(option): config.raw[name(option)] for option in _OPTIONS if name(option) in config.raw}
+
+
+def layer_pattern(config: Config) -> str:
+    """The hybrid layer pattern for Megatron of a model with this configuration: M for Mamba layers, * for hybrid ones."""
+    return "".join(HYBRID if layer in config.hybrid_layers else MAMBA for layer in range(config.num_layers))
+
+
+def transformer_options(config: Config, tensor_ranks: int = 1) -> dict[str, Any]:
+    """The arguments of a TransformerConfig for a model with this configuration.
+
+    Megatron divides num_attention_heads by the number of tensor-parallel ranks also in models without attention.
+    """
+    options: dict[str, Any] = dict(
+        num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=tensor_ranks,
+        normalization="RMSNorm", layernorm_epsilon=config.norm_eps, mamba_state_dim=config.state_size,
+        add_bias_linear=config.use_bias, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_ranks,
+    )  # fmt: skip
+    if config.groups:
+        options |= dict(mamba_head_dim=config.head_dim, mamba_num_groups=config.groups, mamba_num_heads=config.heads)
+    elif config.heads > 1:
+        options |= dict(mamba_num_heads=config.heads)
+    if shared := config.shared:
+        options |= dict(
+            num_attention_heads=shared.heads, num_query_groups=shared.kv_heads, kv_channels=shared.head_dim,
+            ffn_hidden_size=shared.feed_forward_size, activation_func=ACTIVATIONS[shared.activation],
+        )  # fmt: skip
+    return options

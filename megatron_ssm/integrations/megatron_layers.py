@@ -1,0 +1,293 @@
+"""The modules that the ModuleSpecs of `specs` name: norms, mixers, hybrid layers and the stack, for Megatron-Core's models.
+
+Activations have Megatron's order, (seq, batch, hidden); with context parallelism each rank has its tokens in zigzag order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from torch import nn
+
+from attention2d import Attention2D, CoreAttention
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import idle_tensors, layout
+from megatron_ssm.context.blocks import ContextRanks, check_block_length
+from megatron_ssm.context.token_sharding import TokenSharding
+from megatron_ssm.layers.cache import BatchInfo
+from megatron_ssm.layers.mamba1 import MambaMixer
+from megatron_ssm.layers.mamba2 import Mamba2Mixer
+from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation, attend_with_cache
+from megatron_ssm.models.context import check_schedule
+from megatron_ssm.models.context_attention import ContextAttention
+from megatron_ssm.parallel.layers import RMSNorm
+from megatron_ssm.parallel.ranks import Ranks
+from sparsefusion.collectives.counted import Counter
+
+from .megatron_fields import config_of_layers
+from .megatron_split import MAMBA1_NAMES, MAMBA2_NAMES, SplitModule
+
+try:  # Megatron-Core 0.17 and later
+    from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronStack
+except ImportError:
+    from megatron.core.ssm.mamba_block import MambaStack as MegatronStack
+
+
+def _placement(config: Any) -> dict[str, Any]:
+    """The dtype and the device of new parameters."""
+    on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
+    return dict(dtype=config.params_dtype, device="cpu" if on_cpu else torch.cuda.current_device())
+
+
+def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
+    """The tensor-parallel ranks of Megatron's process groups."""
+    return Ranks.of(pg_collection.tp, share=None, sequence_parallel=config.sequence_parallel)
+
+
+def _context_ranks(pg_collection: Any) -> ContextRanks | None:
+    """The context-parallel ranks of Megatron's process groups; None: each rank has whole sequences."""
+    group = getattr(pg_collection, "cp", None)
+    return None if group is None or group.size() == 1 else ContextRanks(group, Counter())
+
+
+def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, kernel: int) -> TokenSharding | None:
+    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks. kernel: taps of the convolution."""
+    if context is None:
+        return None
+    tokens = x.shape[0] * (ranks.size if ranks.sequence_parallel else 1)
+    check_block_length(tokens, kernel - 1, context)
+    return TokenSharding(tokens * context.size, tokens, context)
+
+
+class Norm(RMSNorm):
+    """RMSNorm over the hidden size, with the epsilon of Megatron's configuration. ValueError for other norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float | None = None, **_: Any):
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            zero = " with layernorm_zero_centered_gamma" if config.layernorm_zero_centered_gamma else ""
+            raise ValueError(f"normalization={config.normalization!r}{zero}: the layers of this spec have RMSNorm")
+        super().__init__(hidden_size, config.layernorm_epsilon, **_placement(config))
+        nn.init.ones_(self.weight)
+        parameter: Any = self.weight
+        parameter.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
+
+
+class _Mixer(SplitModule):
+    """What Mamba-1 and Mamba-2 mixers have in common in Megatron's models; see `Mamba2`."""
+
+    kernel: int
+    context: ContextRanks | None
+
+    def forward(
+        self, hidden_states: torch.Tensor, inference_context: Any = None, *, inference_params: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """hidden_states (seq, batch, hidden) -> (the same shape, None): there is no bias that is still to be added.
+
+        ValueError for inference with Megatron's engine, and for packed sequences.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ValueError(
+                "inference_context: save the weights with save_hugging_face, and generate with megatron_ssm"
+            )
+        if packed_seq_params is not None:
+            raise ValueError("packed_seq_params: the mixers of megatron_ssm read one sequence per row")
+        info = BatchInfo(sharding=_sharding(hidden_states, self.tensor_ranks, self.context, self.kernel))
+        mixer: Any = super()
+        return mixer.forward(hidden_states.transpose(0, 1), info).transpose(0, 1), None
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a sequence's convolution state and recurrent state on this rank, in our order of dimensions."""
+        mixer: Any = self
+        cache = mixer.new_cache(1)
+        return tuple(cache.conv.shape[1:]), tuple(cache.state.shape[1:])
+
+
+class Mamba2(_Mixer, Mamba2Mixer):  # type: ignore[misc]  # forward has Megatron's arguments
+    """The Mamba-2 mixer of `layers.mamba2` as a mixer of Megatron's MambaLayer: (seq, batch, hidden) -> (the same, None).
+
+    config: Megatron's TransformerConfig. pg_collection: its `tp` are the tensor-parallel ranks, its `cp` the context ranks.
+    family, given: see `specs.stack_spec`. There may be more ranks than groups. ValueError for sizes that do not divide.
+
+    Forward and backward send what `layers.mamba2.Mamba2Mixer` says.
+    """
+
+    names = MAMBA2_NAMES
+
+    def __init__(
+        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str = "mamba2",
+        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
+    ) -> None:  # fmt: skip
+        ours, ranks = config_of_layers(config, family, given or {}), _tensor_ranks(config, pg_collection)
+        ours.check_ranks(ranks.size)
+        Mamba2Mixer.__init__(self, ours, ranks, _context_ranks(pg_collection), **_placement(config))
+        self.layer_number = layer_number
+        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
+
+
+class Mamba1(_Mixer, MambaMixer):  # type: ignore[misc]  # forward has Megatron's arguments
+    """The Mamba-1 mixer of `layers.mamba1` as a mixer of Megatron's MambaLayer; arguments and errors as for `Mamba2`."""
+
+    names = MAMBA1_NAMES
+
+    def __init__(
+        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str = "mamba",
+        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
+    ) -> None:  # fmt: skip
+        ours, ranks = config_of_layers(config, family, given or {}), _tensor_ranks(config, pg_collection)
+        ours.check_ranks(ranks.size)
+        head_ranks = ranks.with_same_piece(ours.heads)
+        MambaMixer.__init__(self, ours, ranks, head_ranks, _context_ranks(pg_collection), **_placement(config))
+        self.layer_number = layer_number
+        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
+
+
+class HybridLayer(MambaLayer):
+    """A hybrid layer of Zamba: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
+
+    use: what it has of its own for its invocation of the shared block. shared_inputs: (the shared block, the embeddings
+    (batch, seq, hidden), what the block must know of the tokens), while the stack runs.
+    """
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **_: Any):
+        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
+        self.use: Invocation | None = None
+        self.shared_inputs: tuple[SharedBlock, torch.Tensor, BatchInfo] | None = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, inference_context: Any = None, **others: Any
+    ) -> torch.Tensor:
+        """hidden_states (seq, batch, hidden) -> the same shape. attention_mask: ignored, attention is causal."""
+        assert self.use is not None and self.shared_inputs is not None, "a hybrid layer runs only in its stack"
+        block, embeddings, info = self.shared_inputs
+        x = hidden_states.transpose(0, 1)
+        x = (x + block(x, embeddings, self.use, info)).transpose(0, 1)
+        packed = others.get("packed_seq_params")
+        mixed = self.mixer(self.norm(x), inference_context=inference_context, packed_seq_params=packed)
+        add = self.mamba_bda(training=self.training, fused=self.config.bias_dropout_fusion)
+        return add(mixed, hidden_states, self.hidden_dropout)
+
+
+class Invocation(SplitModule, SharedBlockInvocation):
+    """`SharedBlockInvocation` with Megatron's sharded state dict."""
+
+
+class Block(SplitModule, SharedBlock):
+    """`SharedBlock` with Megatron's sharded state dict."""
+
+
+class Blocks(nn.ModuleList):
+    """The shared blocks of a stack, with Megatron's sharded state dict."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """That of every block; see `SplitModule.sharded_state_dict`."""
+        blocks: Any = self
+        states = (b.sharded_state_dict(f"{prefix}{i}.", sharded_offsets or (), metadata) for i, b in enumerate(blocks))
+        return {name: tensor for state in states for name, tensor in state.items()}
+
+
+class Refused(nn.Module):
+    """In the place of a layer that a spec does not have: ValueError when a pattern asks for it."""
+
+    def __init__(self, *_: Any, layer_number: int, symbol: str, **others: Any):
+        raise ValueError(f"layer {layer_number} of the pattern is {symbol!r}, which this stack spec does not have")
+
+
+# {the beginning of the name of a norm in Megatron's Transformer Engine specs, where it is fused with a linear layer: ours}
+FUSED_NORMS = {
+    "mixer.in_proj.layer_norm_": "norm.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: Any) -> None:
+    """Before `load_state_dict`: the names of Megatron's Transformer Engine specs become ours; FP8 scales are left out."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        for theirs, ours in FUSED_NORMS.items():
+            if theirs in name:
+                state[name.replace(theirs, ours)] = state.pop(name)
+        if name.endswith("._extra_state"):
+            state.pop(name, None)
+
+
+class Stack(MegatronStack):
+    """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
+
+    family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need
+    the embeddings in every hybrid layer, so a pipeline is an error.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, family: str, given: Mapping[str, Any], post_layer_norm: bool = True,
+        pg_collection: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
+        self.family, self.given = family, given
+        self.post_layer_norm, self.shared = post_layer_norm, Blocks()
+        self.register_load_state_dict_pre_hook(_rename_fused_norms)
+        if self.post_process and post_layer_norm:
+            self.final_norm = Norm(config, config.hidden_size)
+        if family.startswith("zamba"):
+            self._add_shared_blocks(config, pg_collection)
+
+    def _add_shared_blocks(self, config: Any, groups: Any) -> None:
+        if groups.pp.size() > 1:
+            raise ValueError(
+                f"{groups.pp.size()} pipeline stages: only the first has the embeddings that all blocks need"
+            )
+        if config.attention_dropout:
+            raise ValueError(f"attention_dropout={config.attention_dropout} is not supported by the shared block")
+        ours, ranks = self.model_config(), _tensor_ranks(config, groups)
+        fields, where = layout(ours), _placement(config)
+        self.context_ranks = _context_ranks(groups)
+        core = attend_with_cache if self.context_ranks is None else _context_attention(ours, config, groups)
+        for index in range(ours.shared_copies):
+            block = Block(ours, ranks, core, **where)
+            block.prepare(fields, f"shared.{index}.", ranks, config, ours)
+            self.shared.append(block)
+        for index in ours.hybrid_layers:
+            use = Invocation(ours, ranks, idle_tensors(ours, index), **where)
+            use.prepare(fields, f"layers.{index}.use.", ranks, config, ours)
+            self.layers[index].use = use
+        self.hybrid, self.tensor_ranks, self.kernel = ours.hybrid_layers, ranks, ours.conv_kernel
+
+    def model_config(self, **more: Any) -> Config:
+        """Our configuration of the layers. more: fields of config.json that the stack does not know (vocab_size, ...)."""
+        return config_of_layers(self.config, self.family, self.given, self.layer_type_list, **more)
+
+    def forward(self, hidden_states: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        """hidden_states (seq, batch, hidden), the embeddings -> the same shape, after the final norm."""
+        if not self.shared:
+            return super().forward(hidden_states, *arguments, **options)
+        if not isinstance(hidden_states, torch.Tensor):
+            raise ValueError(
+                "inference_context: save the weights with save_hugging_face, and generate with megatron_ssm"
+            )
+        info, layers = self._batch_info(hidden_states), [self.layers[index] for index in self.hybrid]
+        embeddings = hidden_states.transpose(0, 1)
+        for count, layer in enumerate(layers):
+            layer.shared_inputs = self.shared[count % len(self.shared)], embeddings, info
+        try:
+            return super().forward(hidden_states, *arguments, **options)
+        finally:
+            for layer in layers:
+                layer.shared_inputs = None
+
+    def _batch_info(self, x: torch.Tensor) -> BatchInfo:
+        """The positions of the tokens of x (seq, batch, hidden)."""
+        sharding = _sharding(x, self.tensor_ranks, self.context_ranks, self.kernel)
+        if sharding is not None:
+            return BatchInfo(sharding=sharding, positions=Positions.of_sharded(sharding, x.shape[1], None, x.device))
+        tokens = x.shape[0] * (self.tensor_ranks.size if self.tensor_ranks.sequence_parallel else 1)
+        return BatchInfo(positions=Positions.of(x.shape[1], tokens, None, None, x.device))
+
+
+def _context_attention(ours: Config, config: Any, groups: Any) -> ContextAttention:
+    """The attention of the shared blocks over the context ranks, by the schedule that config.cp_comm_type names."""
+    kind = config.cp_comm_type if isinstance(config.cp_comm_type, str | None) else config.cp_comm_type[0]
+    core = CoreAttention(config, 1, None, "self", cp_comm_type=kind, pg_collection=groups)
+    schedule: Attention2D = core.schedule
+    check_schedule(schedule, ours, groups.tp)
+    return ContextAttention(schedule, Counter())

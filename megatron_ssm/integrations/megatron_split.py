@@ -1,0 +1,125 @@
+"""What our modules need inside Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
+
+The parameters stay those of our layers, one for each field of the layout: in_proj.weight.z, .x, .B, .C and .dt. A sharded
+state dict of Megatron has the same fields, so `dist_checkpointing` can divide each of them over other numbers of ranks, and
+can load checkpoints of Megatron's own mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import nn
+
+from megatron_ssm.configs.layouts import Field, field_of
+from megatron_ssm.models.initialization import draw
+from megatron_ssm.models.parameters import attach_field
+from megatron_ssm.parallel.ranks import Ranks
+
+# {our name of a mixer's parameter, or its beginning: Megatron's, and for Mamba-1 that of state-spaces' code}
+MAMBA2_NAMES = {"conv.": "conv1d.", "norm_weight": "norm.weight"}
+MAMBA1_NAMES = {
+    "conv.": "conv1d.", "x_proj": "x_proj.weight", "dt_proj": "dt_proj.weight", "dt_bias": "dt_proj.bias"
+}  # fmt: skip
+PACKED = ("in_proj.", "conv1d.")  # the modules whose tensors hold several fields
+
+
+class SplitModule(nn.Module):
+    """A module whose parameters are fields of the layout, split over the tensor-parallel ranks.
+
+    names: {the beginning of our name of a parameter: of Megatron's}. A subclass calls `prepare` at the end of __init__.
+    """
+
+    names: Mapping[str, str] = {}
+    tensor_ranks: Ranks
+
+    def prepare(self, fields: Iterable[Field], prefix: str, ranks: Ranks, config: Any, model_config: Any) -> None:
+        """Attach the fields that begin with `prefix` to the parameters, and give these their initial values.
+
+        config: Megatron's; its init_method and output_layer_init_method initialize the projections. model_config: ours. A
+        field is drawn in full on the CPU and this rank keeps its part, so ranks with the same random state agree, whatever
+        their number.
+        """
+        self.tensor_ranks = ranks
+        parameters = dict(self.named_parameters())
+        for field in fields:
+            parameter = parameters.get(field.name.removeprefix(prefix))
+            if parameter is None or not field.name.startswith(prefix):
+                continue
+            attach_field(parameter, field, ranks)
+            if config.perform_initialization:
+                whole = _initial(field, config, model_config)
+                with torch.no_grad():
+                    parameter.copy_(whole[field.piece(ranks.rank, ranks.size)])
+        self.register_state_dict_post_hook(_pack)
+        self.register_load_state_dict_pre_hook(_unpack)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """{name of a parameter: its place in the whole tensor}, for Megatron's `dist_checkpointing`. Sends nothing.
+
+        The keys in the checkpoint are those of Megatron's own modules. sharded_offsets, metadata: as Megatron passes them.
+        """
+        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        copy = 0 if group is None else dist.get_rank(group)
+        return {
+            prefix + name: self._sharded(parameter, prefix + self.megatron_name(name), sharded_offsets, copy)
+            for name, parameter in self.named_parameters()
+        }
+
+    def _sharded(self, parameter: nn.Parameter, key: str, prepended: tuple, data_copy: int) -> ShardedTensor:
+        field, ranks = field_of(parameter), self.tensor_ranks
+        copies, axes, offsets = field.copies(ranks.size), len(prepended), []
+        if field.split is not None:
+            offsets = [(field.split + axes, ranks.rank // copies, ranks.size // copies)]
+        replica = (0, ranks.rank % copies, data_copy)
+        return ShardedTensor.from_rank_offsets(
+            key, parameter, *prepended, *offsets, replica_id=replica, prepend_axis_num=axes
+        )
+
+    def megatron_name(self, name: str) -> str:
+        """Megatron's name of one of our parameters; of a field of a packed tensor, with the field at the end."""
+        for ours, theirs in self.names.items():
+            if name == ours or ours.endswith(".") and name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+
+def _initial(field: Field, config: Any, model_config: Any) -> torch.Tensor:
+    method = {"linear": config.init_method, "out_proj": config.output_layer_init_method}.get(field.init)
+    if method is None or len(field.shape) != 2:
+        return draw(model_config, field)
+    whole = torch.empty(field.shape)
+    method(whole)
+    return whole
+
+
+def _packed_name(name: str) -> str:
+    """The tensor of a plain state dict that holds a parameter. name: `SplitModule.megatron_name`."""
+    return name.rpartition(".")[0] if name.startswith(PACKED) else name
+
+
+def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None:
+    """After `state_dict`: our fields become Megatron's tensors, in the fields' order."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, _ in module.named_parameters():
+        theirs = _packed_name(module.megatron_name(name))
+        parts.setdefault(theirs, []).append(state.pop(prefix + name))
+    for name, tensors in parts.items():
+        state[prefix + name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _unpack(module: SplitModule, state: dict, prefix: str, *_others: Any) -> None:
+    """Before `load_state_dict`: Megatron's tensors become our fields. Fields may also stand there themselves."""
+    rows: dict[str, dict[str, int]] = {}
+    for name, parameter in module.named_parameters():
+        rows.setdefault(_packed_name(module.megatron_name(name)), {})[name] = len(parameter)
+    for theirs, sizes in rows.items():
+        if (whole := state.pop(prefix + theirs, None)) is not None:
+            if len(whole) != sum(sizes.values()):
+                raise ValueError(f"{prefix}{theirs} has {len(whole)} rows, not {sum(sizes.values())}")
+            state.update(zip((prefix + name for name in sizes), whole.split(list(sizes.values())), strict=True))

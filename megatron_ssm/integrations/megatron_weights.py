@@ -1,0 +1,126 @@
+"""Weights between Megatron's MambaModel and Hugging Face directories.
+
+A model that `specs.stack_spec` built has our layers, so its parameters are those of our `Model` under other names, with the
+same parts on the same tensor-parallel ranks: nothing has to be computed, and only saving sends anything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ssm.checkpoints.hf import build, load, save
+from megatron_ssm.configs.config import Config
+
+from .megatron_fields import layer_pattern, spec_options, transformer_options
+from .megatron_layers import Stack
+from .specs import stack_spec
+
+# Megatron's names of what is not in a layer: ours. What is in the decoder has our names there.
+_NAMES = {
+    "embedding.word_embeddings.weight": "embeddings.weight",
+    "decoder.final_norm.weight": "norm_f.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def our_name(name: str) -> str:
+    """Our name of a parameter of Megatron's model."""
+    return _NAMES.get(name, name.removeprefix("decoder."))
+
+
+def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
+    """Megatron's MambaModel (HybridModel in later versions) of this configuration, built from `specs.stack_spec`.
+
+    The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
+    TransformerConfig, such as use_cpu_initialization or params_dtype. ValueError for a model that Megatron cannot split:
+    its vocabulary must divide over the ranks.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if config.vocab_size % tensor_ranks:
+        rest = config.vocab_size % tensor_ranks
+        raise ValueError(
+            f"Megatron divides the vocabulary: {config.vocab_size} % {tensor_ranks} = {rest} (pad the embeddings)"
+        )
+    megatron_config = TransformerConfig(**transformer_options(config, tensor_ranks) | options)
+    spec = stack_spec(config.family, **spec_options(config))
+    sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)
+    sizes["share_embeddings_and_output_weights"] = config.tie_embeddings
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel(megatron_config, spec, **sizes, hybrid_override_pattern=layer_pattern(config))
+    return HybridModel(megatron_config, spec, **sizes, hybrid_layer_pattern=layer_pattern(config))
+
+
+def our_config(model: Any) -> Config:
+    """Our configuration of a MambaModel that `specs.stack_spec` built; ValueError for any other model.
+
+    Also for one with attention or MLP layers, or learned positions, which no family in Hugging Face's format has, and for a
+    stage of a pipeline.
+    """
+    if not isinstance(stack := getattr(model, "decoder", None), Stack):
+        raise ValueError("only models that megatron_ssm's stack_spec built have a Hugging Face counterpart")
+    if stack.pp_group.size() > 1:
+        raise ValueError(f"the model is a stage of {stack.pp_group.size()}: Hugging Face directories need all layers")
+    symbols = set(stack.layer_type_list) - ({"M", "*"} if stack.family.startswith("zamba") else {"M"})
+    if symbols or model.position_embedding_type != "none":
+        what = f"layers {', '.join(sorted(symbols))}" if symbols else f"positions {model.position_embedding_type}"
+        raise ValueError(f"a {stack.family} model with {what} has no counterpart in Hugging Face's format")
+    tied = bool(model.share_embeddings_and_output_weights)
+    return stack.model_config(vocab_size=model.vocab_size, tie_word_embeddings=tied)
+
+
+def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
+    """Fill a MambaModel that `specs.stack_spec` built from a Hugging Face directory; all its ranks call it together.
+
+    Each rank reads its own slices. ValueError on every rank, with the model unchanged, if the directory holds another model.
+    """
+    config, stack = our_config(model), _stack(model)
+    dtype = stack.config.params_dtype
+    with load(directory, stack.tp_group, dtype=dtype, shared_memory=False) as ours:
+        if differing := [name for name in _COMPARED if getattr(config, name) != getattr(ours.config, name)]:
+            name = differing[0]
+            values = getattr(ours.config, name), getattr(config, name)
+            raise ValueError(f"{directory} has {name}={values[0]!r}, and Megatron's model {values[1]!r}")
+        _copy(ours, model, into_megatron=True)
+
+
+_NOT_COMPARED = {"raw", "unknown", "residual_in_fp32", "dt_init", "eos_token_ids"}  # they do not change the weights
+_COMPARED = [name for name in Config.__dataclass_fields__ if name not in _NOT_COMPARED]
+
+
+def save_hugging_face(model: nn.Module, directory: str | Path) -> None:
+    """Write a MambaModel that `specs.stack_spec` built as a Hugging Face directory; all ranks of the world call it.
+
+    The first replica's tensor-parallel ranks send their parts to the first of them, which writes them; see
+    `checkpoints.hf.save`.
+    """
+    from megatron.core import parallel_state
+
+    config, stack = our_config(model), _stack(model)
+    copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    device, dtype = next(model.parameters()).device, stack.config.params_dtype
+    with build(config, stack.tp_group, copies, dtype, device, shared_memory=False) as ours:
+        _copy(ours, model, into_megatron=False)
+        save(ours, directory)
+
+
+def _stack(model: Any) -> Any:
+    return model.decoder
+
+
+@torch.no_grad()
+def _copy(ours: nn.Module, model: nn.Module, into_megatron: bool) -> None:
+    """Copy this rank's parts from one model to the other."""
+    theirs = {our_name(name): p for name, p in model.named_parameters()}
+    parts = dict(ours.named_parameters())
+    if set(theirs) != set(parts):
+        raise ValueError(f"the models differ in the parameters {', '.join(sorted(set(theirs) ^ set(parts)))}")
+    for name, part in parts.items():
+        source, target = (part, theirs[name]) if into_megatron else (theirs[name], part)
+        target.copy_(source)

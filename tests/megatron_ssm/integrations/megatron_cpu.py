@@ -1,0 +1,58 @@
+"""Megatron's models without CUDA: process groups, this rank's tokens, the loss; and what its checkpoints need of CUDA."""
+
+import queue
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ssm.parallel.operators import gather_last
+from megatron_ssm.parallel.ranks import Ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # importing takes seconds: once here instead of in every forked rank
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_ssm.integrations import megatron_weights  # noqa: F401
+
+CPU = dict(use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False)
+
+
+def join(tp=1, cp=1):
+    """Set up Megatron's process groups anew."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+
+
+def gradients_of(model, inputs, labels):
+    """(loss, {name: gradient}) of the mean cross-entropy over the whole sequences; this rank computes its tokens.
+
+    Megatron's own loss computes in fp32 whatever the dtype, so this one is torch's. Gradients are summed over context ranks.
+    """
+    context = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(dict(inputs=inputs, labels=labels)) if context.size() > 1 else None
+    inputs, targets = (inputs, labels) if batch is None else (batch["inputs"], batch["labels"])
+    logits = gather_last(
+        model(inputs, None, None), Ranks.of(parallel_state.get_tensor_model_parallel_group(), share=None)
+    )
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels.numel()
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    total = loss.detach()
+    for tensor in (total, *found.values()):
+        dist.all_reduce(tensor, group=context)
+    return total, found
+
+
+def save_without_cuda(monkeypatch):
+    """Let `dist_checkpointing.save` run without CUDA: it synchronizes, and asks for the current device.
+
+    Its results go through a queue of this process instead of one in a process that it would start.
+    """
+    assert not torch.cuda.is_available(), "with CUDA, nothing has to be replaced"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())

@@ -1,0 +1,291 @@
+"""Weights of Megatron's models. Oracles: the bytes of Hugging Face directories, and the state dicts of Megatron's mixer."""
+
+import math
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_ssm
+from directories import assert_same_bytes, tensors_in
+from hf import save_hf
+from megatron_cpu import CPU, join, save_without_cuda
+from megatron_ssm.integrations import specs
+from megatron_ssm.integrations.megatron_layers import FUSED_NORMS
+from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model, save_hugging_face
+
+CASES = {
+    "mamba": ("mamba", dict(use_bias=True)),
+    "mamba2": ("mamba2", dict(n_groups=2)),
+    "zamba": ("zamba", {}),
+    "zamba2": ("zamba2", dict(mamba_ngroups=2, use_shared_attention_adapter=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """directory(name): the Hugging Face directory of a case."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            family, changes = CASES[name]
+            made[name] = tmp_path_factory.mktemp(name)
+            save_hf(made[name], family, vocab_size=64, **changes)
+        return made[name]
+
+    return get
+
+
+def new_model(directory, tp):
+    """Megatron's model of a directory's configuration, with other weights."""
+    return megatron_model(megatron_ssm.Config.read(directory), 64, tp, **CPU)
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_from_hugging_face_and_back(ranks, name, tp, dp, directory, tmp_path):
+    def run(rank):
+        join(tp)
+        model = new_model(directory(name), tp)
+        load_hugging_face(model, directory(name))
+        save_hugging_face(model, tmp_path / "again")
+
+    directory(name)
+    ranks(run, tp * dp)
+    assert_same_bytes(tensors_in(tmp_path / "again"), tensors_in(directory(name)))
+    ours, theirs = (vars(megatron_ssm.Config.read(path)) for path in (tmp_path / "again", directory(name)))
+    differing = {name for name in ours if ours[name] != theirs[name]}
+    assert differing <= {"raw", "unknown", "residual_in_fp32", "eos_token_ids"}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tp", (1, 4))
+def test_distributed_checkpoints_are_divided_anew(ranks, name, tp, directory, tmp_path, monkeypatch):
+    """Saved by two ranks, loaded by one and by four; among these are more ranks than groups."""
+    from megatron.core import dist_checkpointing
+
+    save_without_cuda(monkeypatch)
+
+    def save(rank):
+        join(2)
+        model = new_model(directory(name), 2)
+        load_hugging_face(model, directory(name))
+        dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path))
+
+    def load(rank):
+        join(tp)
+        ours, theirs = (new_model(directory(name), tp) for _ in range(2))
+        load_hugging_face(theirs, directory(name))
+        ours.load_state_dict(dist_checkpointing.load(ours.sharded_state_dict(), str(tmp_path)))
+        return all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+    directory(name)
+    ranks(save, 2)
+    assert ranks(load, tp) == [True] * tp
+
+
+MAMBA_SSM = ["mamba_ssm", *(f"mamba_ssm.ops{name}" for name in ("", ".triton", ".triton.layernorm_gated"))]
+MAMBA_SSM += [f"mamba_ssm.ops.triton.{name}" for name in ("ssd_combined", "selective_state_update")]
+
+
+class GatedNorm(nn.Module):
+    """The parameter of mamba-ssm's gated norm, which is not installed here."""
+
+    def __init__(self, size, **_):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+def megatrons_mixer(config, monkeypatch):
+    """[Megatron's own MambaMixer, ours], and their sharded state dicts.
+
+    What Megatron's needs of CUDA, triton and mamba-ssm is replaced; nothing is computed with it.
+    """
+    for name in ("triton", "triton.language", *MAMBA_SSM):
+        monkeypatch.setitem(sys.modules, name, MagicMock(RMSNorm=GatedNorm))
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: torch.random.fork_rng())
+    groups = ProcessGroupCollection(
+        tp=parallel_state.get_tensor_model_parallel_group(), cp=parallel_state.get_context_parallel_group()
+    )
+    parts = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixers = [
+        mamba_mixer.MambaMixer(config, parts, 32, layer_number=1, pg_collection=groups),
+        specs.Mamba2(config, 32, layer_number=1, pg_collection=groups),
+    ]
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return mixers, [mixer.sharded_state_dict("mixer.", (), metadata) for mixer in mixers]
+
+
+def places(state):
+    """{key in the checkpoint: (shape of the whole tensor, place of this rank's part, this copy's number)}."""
+    parts = [tensor.build() if hasattr(tensor, "build") else [tensor] for tensor in state.values()]
+    return {t.key: (t.global_shape, t.global_offset, t.replica_id) for part in parts for t in part}
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_checkpoints_have_the_tensors_of_megatrons_own_mixer(ranks, tp, monkeypatch):
+    """In both directions: plain state dicts load, and distributed ones have the same keys, shapes, places and copies."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def run(rank):
+        join(tp)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
+            tensor_model_parallel_size=tp, **CPU,
+        )  # fmt: skip
+        with monkeypatch.context() as patched:
+            (theirs, ours), (their_places, our_places) = megatrons_mixer(config, patched)
+        state = {name: tensor for name, tensor in theirs.state_dict().items() if "_extra_state" not in name}
+        expected = {key: place for key, place in places(their_places).items() if "_extra_state" not in key}
+        assert places(our_places) == expected
+        ours.load_state_dict(state)
+        assert_same_bytes(ours.state_dict(), state)
+        theirs.load_state_dict(ours.state_dict(), strict=False)
+        return {name: getattr(ours.in_proj.weight, name).detach() for name in ours.rows}, state["in_proj.weight"]
+
+    for fields, packed in ranks(run, tp):
+        assert torch.equal(torch.cat([fields[name] for name in ("z", "x", "B", "C", "dt")]), packed)
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("name", ("mamba2", "zamba2"))
+def test_megatron_counts_each_gradient_once(ranks, name, tp, directory):
+    """By its own rules, also where several ranks hold the same B and C."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    def run(rank):
+        join(tp)
+        counted = [
+            p.numel()
+            for n, p in new_model(directory(name), tp).named_parameters()
+            if n.startswith("decoder.") and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+        ]
+        return sum(counted)
+
+    directory(name)
+    config = megatron_ssm.Config.read(directory(name))
+    fields = megatron_ssm.build(config).named_parameters()
+    expected = sum(p.numel() for n, p in fields if n not in ("embeddings.weight", "lm_head.weight"))
+    assert sum(ranks(run, tp)) == expected
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_state_dicts_of_transformer_engine_specs_load(ranks, tp):
+    """There the norms are part of the linear layers that follow them, and each layer has an extra state."""
+
+    def run(rank):
+        join(tp)
+        model = mamba_model(pattern="M*M-", num_layers=4, tensor_model_parallel_size=tp)
+        state = model.state_dict()
+        for theirs, ours in FUSED_NORMS.items():
+            for name in [name for name in state if ours in name and "mixer.norm" not in name and "final" not in name]:
+                state[name.replace(ours, theirs)] = state.pop(name) + 1
+                state[name.replace(ours + "weight", theirs.rpartition(".")[0] + "._extra_state")] = None
+        model.load_state_dict(state)
+        return [layer.norm.weight for layer in model.decoder.layers if hasattr(layer, "norm")]
+
+    for norms in ranks(run, tp):
+        assert len(norms) == 2 and all((norm == 2).all() for norm in norms)
+
+
+# Refusals
+
+
+def transformer_config(**changes):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, normalization="RMSNorm", mamba_num_groups=1)
+    return TransformerConfig(**sizes | dict(mamba_state_dim=8, mamba_head_dim=8) | CPU | changes)
+
+
+def mamba_model(spec=specs.mamba_stack_spec, pattern="MM", **changes):
+    from megatron.core.models.mamba import MambaModel
+
+    return MambaModel(transformer_config(**changes), spec, 64, 64, hybrid_override_pattern=pattern)
+
+
+def zamba2_with_other_heads():
+    return mamba_model(specs.stack_spec("zamba2", num_attention_heads=8))
+
+
+def of_another_model(directory):
+    load_hugging_face(mamba_model(num_layers=4, pattern="MMMM"), directory)
+
+
+REFUSED = {
+    "layer 2 of the pattern is 'E', which this stack spec does not have": lambda d: mamba_model(pattern="ME"),
+    "layer 1 of the pattern is '-'": lambda d: mamba_model(specs.zamba2_stack_spec, "-M"),
+    "normalization='LayerNorm': the layers of this spec have RMSNorm": lambda d: mamba_model(normalization="LayerNorm"),
+    "64 channels do not divide into heads of 24": lambda d: mamba_model(mamba_head_dim=24),
+    "num_attention_heads=8 of the layer spec is 4 in Megatron": lambda d: zamba2_with_other_heads(),
+    "attention_dropout=0.1 is not supported": lambda d: mamba_model(specs.zamba2_stack_spec, "M*", attention_dropout=0.1),
+    "packed_seq_params": lambda d: mamba_model()(torch.zeros(1, 4).long(), None, None, packed_seq_params=object()),
+    "only models that megatron_ssm's stack_spec built": lambda d: save_hugging_face(nn.Linear(1, 1), d),
+    "a mamba2 model with layers \\*, - has no counterpart": lambda d: save_hugging_face(mamba_model(pattern="*-"), d),
+    "has groups=2, and Megatron's model 1": of_another_model,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_what_is_refused(ranks, world, directory):
+    def run(rank):
+        join()
+        for message, make in REFUSED.items():
+            with pytest.raises(ValueError, match=message):
+                make(directory("mamba2"))
+        if world > 1:
+            raw = {**megatron_ssm.Config.read(directory("mamba2")).raw, "vocab_size": 61}
+            with pytest.raises(ValueError, match="Megatron divides the vocabulary: 61 % 2 = 1"):
+                megatron_model(megatron_ssm.Config.from_dict(raw), 64, 2, **CPU)
+
+    directory("mamba2")
+    ranks(run, world)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_pipelines_of_shared_blocks_are_refused(ranks, world):
+    from megatron.core import parallel_state
+
+    def run(rank):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
+        with pytest.raises(ValueError, match=f"{world} pipeline stages: only the first has the embeddings"):
+            sizes = dict(num_layers=world, pipeline_model_parallel_size=world, pipeline_dtype=torch.float32)
+            mamba_model(specs.zamba2_stack_spec, "*" * world, **sizes)
+
+    ranks(run, world)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{kind}_stack_spec" for kind in ("mamba", "mamba1", "zamba", "zamba2")] + ["gpt_layer_spec"]
+)
+def test_specs_are_found_as_megatrons_scripts_find_them(name):
+    """`--spec megatron_ssm.integrations.specs NAME`."""
+    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+    assert isinstance(import_module(("megatron_ssm.integrations.specs", name)), ModuleSpec)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_initial_values_do_not_depend_on_the_number_of_ranks(ranks, tp):
+    """Projections by Megatron's init methods, the rest as in state-spaces' code."""
+
+    def run(tp):
+        join(tp)
+        torch.manual_seed(3)
+        mixer = mamba_model(tensor_model_parallel_size=tp, init_method_std=0.5).decoder.layers[0].mixer
+        return {name: p.detach() for name, p in mixer.named_parameters()}
+
+    parts, (one,) = ranks(lambda rank: run(tp), tp), ranks(lambda rank: run(1), 1)
+    for name in ("in_proj.weight.x", "conv.weight.x", "A_log", "dt_bias", "norm_weight"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), one[name])
+    assert math.isclose(one["in_proj.weight.x"].std(), 0.5, rel_tol=0.1) and (one["A_log"] > 0).all()
