@@ -67,7 +67,7 @@ class Run:
     def wait(self, *ranks, timeout=30):
         """Wait for these ranks; returns their exit codes (negative: the signal) and the seconds since the fault."""
         deadline = time.monotonic() + timeout
-        for rank in ranks:
+        for rank in set(ranks) - set(self.codes):
             descriptor = os.pidfd_open(self.pids[rank])
             has_ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             os.close(descriptor)
