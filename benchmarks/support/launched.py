@@ -6,6 +6,7 @@ Each rank is a process with an environment, an exit code and an output of its ow
 import ctypes
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -66,15 +67,13 @@ class Run:
     def wait(self, *ranks, timeout=30):
         """Wait for these ranks; returns their exit codes (negative: the signal) and the seconds since the fault."""
         deadline = time.monotonic() + timeout
-        for rank in ranks:
-            while rank not in self.codes:
-                pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
-                if pid:
-                    self.codes[rank] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} runs after {timeout} s: {texts('err', len(self.pids))}")
-                else:
-                    time.sleep(0.01)  # of a process that may end at any time, there is nothing to wait on
+        for rank in set(ranks) - set(self.codes):
+            descriptor = os.pidfd_open(self.pids[rank])
+            has_ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            os.close(descriptor)
+            if not has_ended:
+                raise TimeoutError(f"rank {rank} runs after {timeout} s: {texts('err', len(self.pids))}")
+            self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
         struck = Path("fault-at")
         seconds = time.time() - float(struck.read_text()) if struck.exists() else 0.0
         return [self.codes[rank] for rank in ranks], seconds

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def newest_checkpoint(
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}")
     path = found[-1]
     described = read_training(path)
+    if described.step != step_of(path):
+        raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
     for name in {**requirements, **described.requirements}:
         theirs, ours = described.requirements.get(name), requirements.get(name)
         if theirs != ours:
@@ -105,7 +108,7 @@ def set_damaged_aside(path: Path) -> Path:
     return damaged
 
 
-def _replace(old: Path, new: Path, is_wanted: Any) -> None:
+def _replace(old: Path, new: Path, is_wanted: Callable[[], bool]) -> None:
     """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed."""
 
     def rename() -> None:

@@ -129,8 +129,8 @@ class Snapshot:
 
         try:
             run_on_rank_0(begin, failure, group)
-            self._write_shards(hidden, failure, group)
-            run_on_rank_0(lambda: self._complete(hidden, final), failure, group)
+            space = self._write_shards(hidden, failure, group)
+            run_on_rank_0(lambda: self._complete(hidden, final, space), failure, group)
         except BaseException:
             if locks:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -139,8 +139,8 @@ class Snapshot:
             for lock in locks:
                 lock.release()
 
-    def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
-        """Write the files of all ranks into the folder."""
+    def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> DiskSpace:
+        """Write the files of all ranks into the folder; returns the space that the disk had."""
         needed = sum(tensor.numel() * tensor.element_size() for tensor in self.state.values())
 
         def prepare() -> DiskSpace:
@@ -151,13 +151,15 @@ class Snapshot:
                     self.write_more(folder)
             return space
 
-        writer = ShardWriter(folder, run_on_every_rank(prepare, failure, group=group))
+        space = run_on_every_rank(prepare, failure, group=group)
+        writer, alone = ShardWriter(folder, space), not dist.is_initialized()
         try:
-            dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+            dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=alone)
         except CheckpointException as error:  # DCP raises it on every rank
             raise Failure(f"{failure}: {first_line(_cause(error))}") from None
+        return space
 
-    def _complete(self, hidden: Path, final: Path) -> None:
+    def _complete(self, hidden: Path, final: Path, space: DiskSpace) -> None:
         """Check the files of all ranks, give the folder its name, and remove old checkpoints."""
         checksum = zlib.crc32((hidden / ".metadata").read_bytes())
         try:
@@ -165,7 +167,8 @@ class Snapshot:
         except DamagedCheckpoint as error:
             raise Failure(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
         training = json.dumps({**self.training, "metadata_crc32": checksum}, indent=2)
-        (hidden / "training.json").write_text(training, encoding="utf-8")
+        with space.explained():
+            (hidden / "training.json").write_text(training, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
         others = [path for path in find_checkpoints(self.directory) if path != final]

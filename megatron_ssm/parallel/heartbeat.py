@@ -13,10 +13,13 @@ import re
 import socket
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from sparsefusion.collectives.agreement import from_first
 
 LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
@@ -35,20 +38,20 @@ def watched(limit: float) -> Iterator[None]:
     if ranks == 1 or not limit or "MASTER_ADDR" not in os.environ:
         yield
         return
-    heart = _Heart(dist.get_rank(), ranks, limit)
+    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit)
     try:
         yield
     except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
-        heart.explain(error)
+        heartbeat.explain(error)
         raise
     except BaseException:
-        heart.stop()
+        heartbeat.stop()
         raise
     else:
-        heart.stop(leaves=True)
+        heartbeat.stop(leaves=True)
 
 
-class _Heart:
+class _Heartbeat:
     """The beats of this rank, and its watch over the others."""
 
     def __init__(self, rank: int, ranks: int, limit: float):
@@ -59,7 +62,9 @@ class _Heart:
         self._place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
         # A connection of its own: the training thread may wait for an answer to its own question.
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-        self._store = dist.PrefixStore(f"heartbeat {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # The store may have keys of ranks before a restart.
+        start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
+        self._store = dist.PrefixStore(f"heartbeat {start}", store)
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of communication in the training thread

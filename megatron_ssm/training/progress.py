@@ -52,7 +52,7 @@ class Progress:
 
     @property
     def _log_error(self) -> str:
-        return f"cannot write to --log {self.options.log}"  # the trackers write in threads of their own
+        return f"cannot write to --log {self.options.log}"
 
     def _open_log(self, start: int) -> TextIO | None:
         """The log, on rank 0. A resumed run keeps the lines of the steps before it."""

@@ -100,6 +100,19 @@ def test_rank_0_is_killed(here):
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
 
 
+def fail(trainer):
+    raise RuntimeError("a bug")
+
+
+def test_a_rank_that_fails_is_named(here):
+    """It ends with its traceback; the other one says which rank has ended."""
+    with launched(2, TINY, Fault(1, 4, fail)) as run:
+        assert run.wait(0, 1)[0] == [1, 1]
+    (line,), trace = texts("err", 2)
+    assert re.match(NAMED.format(rank=1, world=2), line)
+    assert trace[0] == "pretrain.py: rank 1 failed" and trace[-1] == "RuntimeError: a bug"
+
+
 @pytest.mark.parametrize("world, tp, rank", [(2, 1, 1), (3, 1, 2), (2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line, _ = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
