@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch and numpy load their libr
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the scripts set it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns in every forked rank
 
 import pytest
@@ -30,6 +31,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def ranks():
     """ranks(function, world_size, *args, timeout=60): the results of function(rank, *args) on forked gloo ranks."""
     return run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _hide_gpus(request, monkeypatch):
+    """Where there is a GPU, hide it from tests that are not marked `cuda`: commands would choose it by default."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("cuda"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,20 +1,14 @@
 """Models whose sequences context ranks share, and what their training steps send."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.configs.config import Config
-from megatron_ssm.context.channel_exchange import selective_scan_by_channels, ssd_by_heads
-from megatron_ssm.layers import mamba1, mamba2
 from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.training.options import Options
@@ -41,32 +35,6 @@ def training_step(model: Model, tokens: int) -> None:
     if schedule is not None:
         inputs, labels = schedule.shard(inputs), schedule.shard(labels)
     model.loss(inputs, labels, seq=None if schedule is None else tokens).backward()
-
-
-@contextmanager
-def by_channels() -> Iterator[None]:
-    """In the body, state-space layers exchange tokens for channels instead of passing states, much as in Megatron-Core.
-
-    They send less than Megatron-Core, which also exchanges the gate z. Mamba-1's gate is a multiplication of its own here.
-    """
-
-    def selective(heads, context, initial=None):
-        parts = []
-        for head in heads:
-            x, dt, z, B, C = (context.from_blocks(t) for t in (head.x, head.dt, head.z, head.B, head.C))
-            y = selective_scan_by_channels(x, dt, head.A_log, B, C, head.D, head.dt_bias, context)
-            parts.append(context.to_blocks(y * F.silu(z)))
-        return torch.cat(parts, dim=-1), None
-
-    def ssd(x, dt, A_log, B, C, D, context, initial=None):
-        x, dt, B, C = (context.from_blocks(t) for t in (x, dt, B, C))
-        return context.to_blocks(ssd_by_heads(x, dt, A_log, B, C, D, context)), None
-
-    with (
-        mock.patch.object(mamba1, "selective_scan_over_context", selective),
-        mock.patch.object(mamba2, "ssd_over_context", ssd),
-    ):
-        yield
 
 
 def bytes_on_wire() -> int:

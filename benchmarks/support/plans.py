@@ -1,19 +1,132 @@
 """Plans of attention beside one another: their schedules by hand, the speed of links, and predictions against times."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from commir import Mesh, Plan, Schedule, execute
+from benchmarks.support.cells import measured_cells, write_result
+from benchmarks.support.tables import markdown
+from commir import Mesh, Plan, Schedule, execute, programs, search
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, place
+from commir.searching.tile_times import measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
 
 SMALL, LARGEST = 2_000, 20_000_000  # bytes of the messages by which links are measured
+BURST = "16kb"
 STREAMED_Q, STREAMED_KV = Placement("kv", True), Placement("q", True)
+OTHER_WAY = " (the other way)"  # of two ways to place a schedule, at the end of a plan's name
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """One measurement: attention of a shape on nodes of some ranks, each node behind a link of a rate."""
+
+    nodes: int
+    per_node: int
+    rate: str
+    kv_heads: int
+    heads: int = 8
+    seq: int = 1024
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def mesh(self) -> Mesh:
+        """Two levels, or one if each rank is a node."""
+        return Mesh(x=self.ranks) if self.per_node == 1 else Mesh(node=self.nodes, gpu=self.per_node)
+
+    @property
+    def program(self) -> Program:
+        return programs.attention(1, self.heads, self.kv_heads, self.seq, 64, dtype="bfloat16")
+
+    @property
+    def tensors(self) -> str:
+        """The links and the heads, for a table."""
+        return f"{self.rate}, {self.heads}/{self.kv_heads} heads"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A benchmark of the plan that a search chooses against those by hand, in several cells.
+
+    The speeds of the links and the time of a tile are measured before, on all ranks at once; `repeated` times each. The
+    plans take turns, with random inputs in bf16. The plan called ring runs twice, and the difference of its two medians is
+    the spread. by_hand: {name: plan} of a cell, with a ring. shown: names of the table's columns; OTHER_WAY counts as the
+    same name. chosen: how the table calls the chosen plan. has_correlation: of predicted with measured times, in each row.
+    """
+
+    cells: Sequence[AttentionCell]
+    by_hand: Callable[[AttentionCell], dict[str, Plan]]
+    shown: Sequence[str]
+    repeated: int
+    chosen: Callable[[Plan], str]
+    describe: Callable[[AttentionCell], str]
+    has_correlation: bool = False
+
+    def table(self, file: str, first_column: str) -> str:
+        """The table of all cells, or of those whose numbers the command line gives; they are measured by ranks of `file`."""
+        results = measured_cells(file, self.cells, burst=BURST)
+        correlations = ["correlation"] * self.has_correlation
+        header = [first_column, "ring", *self.shown, "chosen", "predicted/measured", *correlations, "spread"]
+        rows = [self._row(cell, measured) for cell, measured in results.items()]
+        pairs = [
+            (each["seconds"][name], seconds) for each in results.values() for name, seconds in each["predicted"].items()
+        ]
+        print(f"rank correlation over all cells: {correlation(*map(list, zip(*pairs, strict=True))):.3f}")
+        return markdown(header, rows)
+
+    def measure(self, out: str, number: str) -> None:
+        """Run one rank of cell number `number`. Rank 0 writes the result to `out`."""
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        cell, group, rank = self.cells[int(number)], dist.group.WORLD, dist.get_rank()
+        tile, speeds = measure_tile(cell.program, cell.ranks, group), link_speeds(cell.mesh, group, self.repeated)
+        best, *_ = search(cell.program, cell.mesh.with_speeds(speeds), point_seconds=tile[0], call_seconds=tile[1])
+        by_hand = self.by_hand(cell)
+        plans = {"ring again": by_hand["ring"], "chosen": best, **by_hand}
+        local = random_blocks(cell.ranks, rank, cell.seq, cell.heads, cell.kv_heads)
+        seconds = median_seconds(plans, local, group, self.repeated)
+        if rank == 0:
+            on_measured_links = {
+                name: plan for name, plan in plans.items() if all(axis.level in speeds for axis in plan.mesh.axes)
+            }
+            write_result(out, {
+                "seconds": seconds,
+                "predicted": {name: predicted(plan, speeds, tile) for name, plan in on_measured_links.items()},
+                "chosen": self.chosen(best),
+                "speeds": speeds,
+                "tile": tile,
+            })  # fmt: skip
+        dist.destroy_process_group()
+
+    def _row(self, cell: AttentionCell, measured: dict) -> list[str]:
+        """A row of the table: times relative to the ring; the chosen plan, relative to the best by hand."""
+        seconds, predictions = measured["seconds"], measured["predicted"]
+        names = [name for name in seconds if name not in ("chosen", "ring again")]
+        best = min(names, key=seconds.__getitem__)
+        others = []
+        for shown in self.shown:
+            ways = [seconds[name] for name in names if name.removesuffix(OTHER_WAY) == shown]
+            others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
+        chosen = f"{measured['chosen']}: {seconds['chosen'] / seconds[best]:.2f} of {best}"
+        error = f"{predictions['chosen'] / seconds['chosen']:.2f}"
+        agreement = []
+        if self.has_correlation:
+            agreement.append(f"{correlation([seconds[n] for n in names], [predictions[n] for n in names]):.2f}")
+        spread = abs(seconds["ring again"] / seconds["ring"] - 1)
+        return [self.describe(cell), f"{seconds['ring']:.3f} s", *others, chosen, error, *agreement, f"{spread:.0%}"]
+
+
+def placed(plan: Plan) -> str:
+    """Which loop each mesh axis of a plan computes."""
+    return str(plan.schedule).partition(": ")[2]
 
 
 def lowered(program: Program, mesh: Mesh, placement: Mapping[str, str | Placement]) -> list[Plan]:

@@ -29,7 +29,9 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     chosen = placements_of(schedule)
     axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
-    if not is_self_attention(program) or not set(axes) <= set(GRID_AXES) or schedule.kernel != "library":
+    if not is_self_attention(program) or not set(axes) <= set(GRID_AXES):
+        return None
+    if schedule.kernel != "library" or schedule.chunked is not None:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None

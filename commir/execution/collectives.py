@@ -28,8 +28,10 @@ def all_to_all(state: RankState, step: AllToAll) -> Run:
     pieces = [_pieces(x, cut, size) for x, (_, cut, _) in zip(state.read(names), step.moves, strict=True)]
     new = [_joined_buffer(piece[own], size, joined) for piece, (_, _, joined) in zip(pieces, step.moves, strict=True)]
     state.count.hold(*new)
-    joined = [_Joined(state, name, x, place, size) for x, (name, _, place) in zip(new, step.moves, strict=True)]
-    yield from _collect(state, step.axis, lambda to: [piece[to] for piece in pieces], joined)
+    moves = [(name, joined) for name, _, joined in step.moves]
+    yield from _collect(
+        state, step.axis, lambda to: [piece[to] for piece in pieces], _destinations(state, moves, new, size)
+    )
     state.replace(names, new)
 
 
@@ -39,8 +41,7 @@ def gather(state: RankState, step: Gather) -> Run:
     blocks = state.read(names)
     new = [_joined_buffer(x, size, joined) for x, (_, joined) in zip(blocks, step.moves, strict=True)]
     state.count.hold(*new)
-    joined = [_Joined(state, name, x, place, size) for x, (name, place) in zip(new, step.moves, strict=True)]
-    yield from _collect(state, step.axis, lambda to: blocks, joined)
+    yield from _collect(state, step.axis, lambda to: blocks, _destinations(state, step.moves, new, size))
     state.replace(names, new)
 
 
@@ -96,62 +97,67 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     whole = [torch.empty_like(x) for x in rows]
     state.count.hold(*whole)
     rounded = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
-    joined = [_Joined(None, name, x, ROWS, size) for name, x in zip(names, whole, strict=True)]
-    yield from _collect(state, step.axis, lambda to: rounded, joined)
+    yield from _collect(
+        state, step.axis, lambda to: rounded, [_Destination(x, ROWS, size, is_in_place=False) for x in whole]
+    )
     state.count.drop(*total, *whole)
     new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
 
 
-def _collect(state: RankState, axis: str, leaving: Callable[[int], list[Tensor]], joined: "list[_Joined]") -> Run:
-    """Bring together what all ranks along an axis have for this one. leaving: this rank's tensors for each. joined: where
-    those of each belong."""
+def _collect(
+    state: RankState, axis: str, blocks_for: Callable[[int], list[Tensor]], destinations: "list[_Destination]"
+) -> Run:
+    """Write what all ranks along an axis send to this one into `destinations`. blocks_for: what a rank is sent."""
     size, own = state.size(axis), state.coordinates[axis]
-    _write_all(joined, own, leaving(own))
-    is_in_place = not any(each.has_copies for each in joined)
+    is_in_place = all(each.is_in_place for each in destinations)
 
-    def arrived(source: int, blocks: list[Tensor]) -> None:
-        _write_all(joined, source, blocks)
-        _drop_copies(state, joined, blocks)
+    def write(source: int, blocks: list[Tensor]) -> None:
+        for each, block in zip(destinations, blocks, strict=True):
+            each.write(source, block)
 
-    receivers = {source: [each.receiver(source) for each in joined] for source in range(size) if source != own}
-    yield from _exchange_with_all(state, axis, leaving, receivers, arrived, size if is_in_place else AHEAD)
+    def write_and_drop(source: int, blocks: list[Tensor]) -> None:
+        write(source, blocks)
+        state.count.drop(*(x for each, x in zip(destinations, blocks, strict=True) if not each.is_in_place))
+
+    write(own, blocks_for(own))
+    buffers = {source: [each.buffer(source) for each in destinations] for source in range(size) if source != own}
+    yield from _exchange_with_all(state, axis, blocks_for, buffers, write_and_drop, size if is_in_place else AHEAD)
 
 
 def _exchange_with_all(
-    state: RankState, axis: str, leaving: Callable[[int], list[Tensor]], receivers: Mapping[int, Any],
-    arrived: Callable[[int, list[Tensor]], None], ahead: int,
+    state: RankState, axis: str, blocks_for: Callable[[int], list[Tensor]],
+    buffers: Mapping[int, Sequence[Tensor | None]], on_arrival: Callable[[int, list[Tensor]], None], most_under_way: int,
 ) -> Run:  # fmt: skip
-    """Exchange tensors with all other ranks along an axis, of which at most `ahead` are on their way at a time.
+    """Exchange tensors with all other ranks along an axis, with at most `most_under_way` of them at a time.
 
-    leaving: those for each rank. receivers: {rank: what its tensors are received into} as in `begin_exchange`. arrived: is
-    called for each rank in turn with its tensors.
+    blocks_for: what a rank is sent. buffers: {rank: the tensors to receive what it sends} as in `begin_exchange`; new ones
+    for a rank that is missing. on_arrival: is called for each rank in turn with what it has sent.
     """
     size, own, under_way = state.size(axis), state.coordinates[axis], deque[tuple[int, Any, list[Tensor]]]()
-    for distance in range(1, size + ahead):
+    for distance in range(1, size + most_under_way):
         if distance < size:
             to, source = (own + distance) % size, (own - distance) % size
-            handle, blocks = yield from state.begin_exchange(axis, leaving(to), distance, receivers.get(source))
+            handle, blocks = yield from state.begin_exchange(axis, blocks_for(to), distance, buffers.get(source))
             under_way.append((source, handle, blocks))
-        if under_way and distance >= ahead:
+        if under_way and distance >= most_under_way:
             source, handle, blocks = under_way.popleft()
             yield handle
-            arrived(source, blocks)
+            on_arrival(source, blocks)
 
 
-class _Joined:
-    """A tensor of `count` blocks at a place, which are written into it. state: None: blocks are never received in place."""
+class _Destination:
+    """A tensor into which `count` blocks are written, at a place. is_in_place: whether they are received there."""
 
-    def __init__(self, state: RankState | None, name: str, x: Tensor, place: Place, count: int) -> None:
-        self.slots = _slots(x, place, count)
-        self._is_in_place = state is not None and is_received_in_place(state.digits, name, place)
+    def __init__(self, x: Tensor, place: Place, count: int, is_in_place: bool) -> None:
+        self.slots, self.is_in_place = _slots(x, place, count), is_in_place
         self._shape = list(x.shape)
         self._shape[place.dim] //= count
 
-    def receiver(self, index: int) -> Tensor | None:
-        """Where block number `index` can be received; None: in a tensor of its own."""
-        return self.slots[index].view(self._shape) if self._is_in_place else None
+    def buffer(self, index: int) -> Tensor | None:
+        """Where block number `index` is received; None: in a tensor of its own."""
+        return self.slots[index].view(self._shape) if self.is_in_place else None
 
     def write(self, index: int, block: Tensor) -> None:
         """Write block number `index`, unless it has been received in its place."""
@@ -159,19 +165,15 @@ class _Joined:
         if block.data_ptr() != slot.data_ptr():
             slot.copy_(block.reshape(slot.shape))
 
-    @property
-    def has_copies(self) -> bool:
-        return not self._is_in_place
 
-
-def _write_all(joined: Sequence[_Joined], index: int, blocks: Sequence[Tensor]) -> None:
-    for each, block in zip(joined, blocks, strict=True):
-        each.write(index, block)
-
-
-def _drop_copies(state: RankState, joined: Sequence[_Joined], blocks: Sequence[Tensor]) -> None:
-    """Count blocks that were received in tensors of their own as no longer needed."""
-    state.count.drop(*(block for each, block in zip(joined, blocks, strict=True) if each.has_copies))
+def _destinations(
+    state: RankState, moves: Sequence[tuple[str, Place]], tensors: Sequence[Tensor], count: int
+) -> list[_Destination]:
+    """Those of operands of which `count` blocks are joined. moves: (operand, where its blocks are joined)."""
+    return [
+        _Destination(x, place, count, is_received_in_place(state.digits, name, place))
+        for x, (name, place) in zip(tensors, moves, strict=True)
+    ]
 
 
 def _combine_pieces(
@@ -180,14 +182,14 @@ def _combine_pieces(
     """Combine this rank's piece of every other rank's partial result into `total`."""
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
 
-    def leaving(to: int) -> list[Tensor]:
+    def pieces_for(to: int) -> list[Tensor]:
         return [state.on_wire(output, piece[to]) for output, piece in zip(outputs, pieces, strict=True)]
 
-    def arrived(source: int, blocks: list[Tensor]) -> None:
+    def combine(source: int, blocks: list[Tensor]) -> None:
         monoid.combine(total, blocks)
         state.count.drop(*blocks)
 
-    yield from _exchange_with_all(state, axis, leaving, {}, arrived, AHEAD)
+    yield from _exchange_with_all(state, axis, pieces_for, {}, combine, AHEAD)
 
 
 def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) -> list[Tensor]:

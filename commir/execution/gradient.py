@@ -33,9 +33,7 @@ def backward_plan(plan: Plan) -> Plan:
         raise ValueError(f"{program.name} has no backward program; only `programs.attention` has")
     if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
-    nest = replace(plan.schedule.of_one_chunk(), homes=())
-    chunks = [digit for digit in plan.schedule.digits if digit.name == plan.schedule.chunked]
-    if not is_placed(nest) or any(plan.schedule.digits_of(digit.axis)[-2] != digit for digit in chunks):
+    if not is_placed(replace(plan.schedule, homes=())):
         raise ValueError(f"{plan.schedule}: only schedules that `place` and `in_chunks` make have a backward plan")
     sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}
     kv_heads = sizes["heads"] // program.operand("k").divisor("heads")

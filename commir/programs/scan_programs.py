@@ -18,19 +18,24 @@ Tensors = Mapping[str, Tensor]
 
 def selective_scan(
     batch: int = 1, seq: int = 4096, heads: int = 8, dim: int = 1, state: int = 16, dtype: str = "float32",
-    order: str = "zigzag",
+    order: str = "zigzag", groups: int = 1,
 ) -> Program:  # fmt: skip
     """x (batch, seq, heads, dim), dt (batch, seq, heads), B, C (batch, seq, state), A (heads, state) -> y, shaped like x.
 
-    At home the ranks share the sequence, in `order`; A is whole on every rank. dt is the step size, after softplus.
+    At home the ranks share the sequence, in `order`; A is whole on every rank. dt is the step size, after softplus. With
+    several groups of heads, each has its own B and C, which are (batch, seq, groups, state). ValueError: the heads do not
+    divide by the groups, or a size is below 1.
     """
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{heads} heads do not divide into {groups} groups")
     axes = (
         Axis("batch", batch), Axis("heads", heads), Axis("seq", seq, SCANNED, order), Axis("dim", dim, WHOLE),
         Axis("state", state, WHOLE), Axis("blocks", 1, WHOLE),
     )  # fmt: skip
     x, y = (Operand(name, ("batch", "seq", "heads", "dim"), "seq") for name in "xy")
     dt = Operand("dt", ("batch", "seq", "heads"), "seq", is_wide=True)
-    b, c = (Operand(name, ("batch", "seq", "state"), "seq") for name in "BC")
+    shared = (("batch", "seq", "heads", "state"), "seq", (("heads", heads // groups),))
+    b, c = (Operand(name, *(shared if groups > 1 else (("batch", "seq", "state"), "seq"))) for name in "BC")
     rates = Operand("A", ("heads", "state"), is_wide=True)
     summary = "batch", "blocks", "heads"
     internal = (
@@ -97,12 +102,19 @@ def _blocks(program: Program, inputs: Tensors, indices: Tensors) -> tuple[list[d
 
 def _recurrence(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y (batch, tokens, heads, dim), final state (batch, heads, dim, state)), token by token."""
-    x, dt, b, c, rates = (block[name] for name in ("x", "dt", "B", "C", "A"))
+    x, dt, rates = (block[name] for name in ("x", "dt", "A"))
+    b, c = (_per_head(block[name], x.shape[2]) for name in "BC")
     decay = torch.exp(dt.unsqueeze(-1) * rates)  # (batch, tokens, heads, state)
-    entry = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b[:, :, None, None]
+    entry = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b
     state = torch.zeros_like(entry[:, 0]) if state is None else state
     outputs = []
     for t in range(x.shape[1]):
         state = decay[:, t, :, None] * state + entry[:, t]
-        outputs.append((state * c[:, t, None, None]).sum(-1))
+        outputs.append((state * c[:, t]).sum(-1))
     return torch.stack(outputs, 1), state
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """B or C of all heads, or of each group of heads -> (batch, tokens, heads, 1, state)."""
+    x = x.unsqueeze(2) if x.ndim == 3 else x
+    return x.repeat_interleave(heads // x.shape[2], 2).unsqueeze(3)

@@ -115,11 +115,13 @@ def placements_of(nest: LoopNest) -> dict[str, Placement]:
 
 
 def is_placed(nest: LoopNest) -> bool:
-    """Whether a schedule is what `place` makes of its placements, with digits of any names, and with homes unchanged."""
+    """Whether a schedule is what `place` and then `in_chunks` make, with digits of any names, and with homes unchanged."""
     chosen = placements_of(nest)
     alone = {name: chosen.get(name, Placement(nest.digits[0].axis)) for name in nest.mesh.names}
     try:
         placed = place(LoopNest(nest.program, nest.mesh), **alone)
+        if nest.chunked is not None:
+            placed = in_chunks(placed, nest.digit(nest.chunked).axis, nest.chunks)
     except Illegal:
         return False
     return _form(nest) == _form(placed)
@@ -127,16 +129,19 @@ def is_placed(nest: LoopNest) -> bool:
 
 def _form(nest: LoopNest) -> tuple[Any, ...]:
     """A schedule without the names of its digits, where neighbouring digits that are inside the tile are one."""
-    used = {name: ("rank", m) for name, m in nest.parallel} | {name: ("ring", m) for name, m in nest.shifts}
+    used: dict[str, Any] = dict.fromkeys(nest.order, "loop")
+    if nest.chunked is not None:
+        used[nest.chunked] = "chunk"
+    used |= {name: ("rank", m) for name, m in nest.parallel} | {name: ("ring", m) for name, m in nest.shifts}
     digits: list[tuple[str, int, Any]] = []
     for digit in (each for each in nest.digits if each.size > 1):
-        role = used.get(digit.name, digit.name if digit.name in (*nest.order, nest.chunked) else None)
+        role = used.get(digit.name)
         if digits and digits[-1][0] == digit.axis and digits[-1][2] is role is None:
             digits[-1] = digit.axis, digits[-1][1] * digit.size, None
         else:
             digits.append((digit.axis, digit.size, role))
-    loops = [(nest.digit(name).axis, used.get(name)) for name in nest.order if nest.digit(name).size > 1]
-    return digits, loops, nest.homes, nest.chunked
+    loops = [(nest.digit(name).axis, used[name]) for name in nest.order if nest.digit(name).size > 1]
+    return digits, loops, nest.homes
 
 
 def known_as(nest: LoopNest) -> str:

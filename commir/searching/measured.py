@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 
 from commir.execution.executor import execute
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import repetitions, timed
+
+from .tile_times import random_inputs
 
 
 def fastest(
@@ -28,7 +29,10 @@ def fastest(
         raise ValueError("fastest: there are no plans to time")
     if repeated < 1:
         raise ValueError(f"fastest: repeated={repeated}; a plan must run at least once")
-    calls = [timed(partial(execute, plan, _inputs(plan, device), group), device) for plan in plans]
+    calls = []
+    for plan in plans:
+        shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}
+        calls.append(timed(partial(execute, plan, random_inputs(plan.program, shapes, device), group), device))
     if group is None:
         seconds = [statistics.median(call() for _ in range(repeated)) for call in calls]
     else:
@@ -37,11 +41,3 @@ def fastest(
     return [
         replace(plans[n], reason=f"measured: {seconds[n]:.3g} s, number {place}") for place, n in enumerate(order, 1)
     ]
-
-
-def _inputs(plan: Plan, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Random blocks of the inputs at home."""
-    dtype = getattr(torch, plan.program.dtype)
-    shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}
-    wide = {each.name: at_least_fp32(dtype) if each.is_wide else dtype for each in plan.inputs()}
-    return {name: torch.randn(shape, device=device).to(wide[name]) for name, shape in shapes.items()}

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -44,14 +45,18 @@ def tile_program(program: Program, blocks: int) -> Program:
     return program.resized(**{name: units[name] * max(1, count) for name, count in counts.items()})
 
 
+def random_inputs(
+    program: Program, shapes: Mapping[str, Sequence[int]], device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Normal random inputs of these shapes, in the dtypes of the program."""
+    dtype = getattr(torch, program.dtype)
+    dtypes = {name: at_least_fp32(dtype) if program.operand(name).is_wide else dtype for name in shapes}
+    return {name: torch.randn(*shape, device=device).to(dtypes[name]) for name, shape in shapes.items()}
+
+
 def _seconds(tile: Program) -> float:
     """The median time of a tile on this machine."""
-    dtype = getattr(torch, tile.dtype)
-    inputs = {
-        operand.name: torch.randn(tile.shape(operand)).to(at_least_fp32(dtype) if operand.is_wide else dtype)
-        for operand in tile.inputs
-        if operand.in_tile
-    }
+    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile})
     indices = {axis.name: torch.arange(axis.size) for axis in tile.axes if axis.kind != WHOLE}
     stopwatch = timed(partial(tile_of(tile), tile, inputs, indices))
     return statistics.median(stopwatch() for _ in range(REPETITIONS))

@@ -4,15 +4,13 @@ The ranks compare outcomes afterwards, so that all raise the same error and none
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import agree_in_groups, check_member
 from sparsefusion.foundation.command_line import Failure
 
 Result = TypeVar("Result")
@@ -32,37 +30,21 @@ def run_and_compare(
     unchanged. ValueError on every rank, with the text of the first failure and its rank, if the action fails on some of them
     only, and if the compared values differ. Each group gathers 16 bytes from each rank (see `agree`), on `device`.
     """
-    several = []
+    groups = tuple(groups)
     for group in groups:
         check_member(group)
-        if group is not None and group.size() > 1:
-            several.append(group)
-    if not several:
-        return action()
-    results: list[Result] = []
-    error: Exception | None = None
-
-    def outcome(group: ProcessGroup) -> object:
-        if error is not None:
-            raise error
-        if not results:
-            results.append(action())
-        return also(group), compared(results[0])
-
-    for group in several:
-        try:
-            agree(partial(all_gather_small, group=group), device, partial(outcome, group))
-        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
-            error = raised
-    if error is not None:
-        raise error
-    return results[0]
+    several = {group: "ranks" for group in groups if group is not None and group.size() > 1}
+    return agree_in_groups(action, lambda result, group: (also(group), compared(result)), several, device)
 
 
 def run_on_every_rank(
-    action: Callable[[], Result], failure: str, kind: type[Exception] = Failure, compared: str = ""
+    action: Callable[[], Result],
+    failure: str,
+    kind: type[Exception] = Failure,
+    compared: str = "",
+    group: ProcessGroup | None = None,
 ) -> Result:
-    """What `action()` returns, after all ranks of the default group have completed it.
+    """What `action()` returns, after all ranks of `group` (None: the default group) have completed it.
 
     If it fails on any rank, every rank raises `kind` with one line: `failure` and the cause, both of the first rank that
     failed. An unexpected exception (neither OSError nor `kind`) is raised unchanged on the rank where it occurred. compared:
@@ -77,8 +59,8 @@ def run_on_every_rank(
     report = (None if error is None else f"{failure}: {first_line(error)}", compared)
     reports = [report]
     if dist.is_initialized():
-        reports = [report] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
+        reports = [report] * dist.get_world_size(group)
+        dist.all_gather_object(reports, report, group)
     if error is not None and not isinstance(error, (OSError, kind)):
         raise error
     if line := next((line for line, _ in reports if line), None):
@@ -88,10 +70,10 @@ def run_on_every_rank(
     return results[0]
 
 
-def run_on_rank_0(action: Callable[[], object], failure: str) -> None:
+def run_on_rank_0(action: Callable[[], object], failure: str, group: ProcessGroup | None = None) -> None:
     """Run `action` on rank 0 while the others wait; if it fails, every rank raises Failure as `run_on_every_rank` does."""
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    run_on_every_rank(action if is_rank_0 else lambda: None, failure)
+    run_on_every_rank(action if is_rank_0 else lambda: None, failure, group=group)
 
 
 def first_line(error: BaseException) -> str:

@@ -46,6 +46,7 @@ def load(
     graphs: bool = True,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    exchange_channels: bool = False,
 ) -> Model:
     """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
 
@@ -65,7 +66,8 @@ def load(
 
     context: a schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
     The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the attention of
-    a hybrid model.
+    a hybrid model. exchange_channels: without a cache, state-space layers give each of these ranks all tokens of some
+    channels, instead of passing states; this sends less where sequences are short (docs/concepts/passing-states.md).
 
     sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see
     `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache. It needs reduce="fp32".
@@ -84,7 +86,7 @@ def load(
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         config = Config.read(directory)
         config.check_ranks(1 if group is None else group.size())
-        check_schedule(context, config, group, data_group)
+        check_schedule(context, config, group, data_group, exchange_channels)
         tensors = open_tensors(Path(directory), stack)
         return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
@@ -100,6 +102,7 @@ def load(
             repr(context),
             sequence_parallel,
             recompute,
+            exchange_channels,
         )
         return *arguments, opened[0]
 
@@ -108,8 +111,9 @@ def load(
 
     def build_and_fill() -> Model:
         model = build(
-            config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel, recompute
-        )
+            config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel, recompute,
+            exchange_channels,
+        )  # fmt: skip
         try:
             with torch.no_grad():
                 quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
@@ -156,6 +160,7 @@ def build(
     context: Attention2D | None = None,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    exchange_channels: bool = False,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
     config.check_ranks(1 if group is None else group.size())
@@ -166,7 +171,7 @@ def build(
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
-    model = Model(config, ranks, data_group, dtype, device, context)
+    model = Model(config, ranks, data_group, dtype, device, context, exchange_channels)
     prefer_huge_pages(model.parameters())
     return model
 

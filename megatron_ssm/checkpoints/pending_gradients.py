@@ -3,8 +3,9 @@
 A run with any number of data-parallel replicas can continue from them.
 """
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .agreement import first_line, run_on_every_rank
+from .shards import new_file
 
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
 
@@ -36,18 +38,23 @@ class Trainer(Protocol):
         ...
 
 
-def write_pending(directory: Path, trainer: Trainer) -> None:
-    """Write this rank's file, if its trainer sends gradients sparsely. OSError if it cannot be written."""
-    groups = trainer.groups
+def pending_writer(trainer: Trainer, copies: bool = False) -> Callable[[Path], None] | None:
+    """A function that writes this rank's file into a directory; None unless its trainer sends gradients sparsely.
+
+    copies: of the state as it is now, which may change before the function is called. It raises OSError if it cannot write.
+    """
     if trainer.fusion is None:
-        return
-    path = _path(
-        directory, groups.tensor_rank, groups.tensor_ranks, groups.data_context_rank, groups.data_context_ranks
-    )
-    try:
-        torch.save(trainer.fusion.state_dict(), path)
-    except RuntimeError as error:  # torch's, if the disk is full
-        raise OSError(str(error)) from None
+        return None
+    groups, state = trainer.groups, trainer.fusion.state_dict()
+    if copies:
+        state = copy.deepcopy(state)
+
+    def write(directory: Path) -> None:
+        ranks = groups.tensor_rank, groups.tensor_ranks, groups.data_context_rank, groups.data_context_ranks
+        with new_file(_path(directory, *ranks)) as file:
+            torch.save(state, file)
+
+    return write
 
 
 def has_pending(directory: Path) -> bool:

@@ -9,17 +9,18 @@ final name is complete.
 
 import json
 import pickle
-import re
 import shutil
+import zlib
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -31,8 +32,12 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
 from .agreement import first_line, run_on_every_rank, run_on_rank_0
+from .disk_space import DirectoryLock, DiskSpace
+from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training
+from .shards import ShardReader, ShardWriter, open_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Stage = Callable[[str, torch.Tensor], torch.Tensor]  # the name of an entry, a tensor of the state -> what is written
 
 
 def save_training(
@@ -49,50 +54,108 @@ def save_training(
 
     requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
     `Options.decay_steps`. write_more: writes additional files of this rank into the folder it is given. Failure on every
-    rank if any of them cannot write, or if rank 0 does not find what the others have written: all ranks must see the same
-    directory.
-
-    Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
-    several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows) and `training.json`, and makes, renames
-    and removes folders. Communication over the default group, as pickles: DCP gathers every rank's plan on rank 0 and
-    scatters the plans without duplicates, then gathers a list of what was written and broadcasts it; before and after, the
-    ranks gather their errors. No tensor is sent.
+    rank: see `Snapshot.write`, which says what is sent.
     """
-    directory = Path(directory)
-    hidden, final = directory / f".step-{step:06d}", directory / f"step-{step:06d}"
-    failure = f"cannot write {final}"
-    training = json.dumps({"step": step, "decay_steps": decay_steps, **requirements}, indent=2)
+    Snapshot.of(directory, step, model, optimizer, requirements, decay_steps, write_more, keep).write()
 
-    def begin() -> None:
-        for unfinished in directory.glob(".step-*"):  # of runs that were ended while they wrote or removed them
-            shutil.rmtree(unfinished, ignore_errors=True)
-        hidden.mkdir(parents=True)
 
-    def end() -> None:
-        _check_complete(hidden)
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint that is to be written: this rank's part of the state, and what `training.json` will say."""
+
+    directory: Path
+    step: int
+    state: dict[str, torch.Tensor]
+    training: dict[str, Any]
+    write_more: Callable[[Path], None] | None = None
+    keep: int = 2
+
+    @classmethod
+    def of(
+        cls,
+        directory: str | Path,
+        step: int,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        requirements: dict[str, Any],
+        decay_steps: int = 0,
+        write_more: Callable[[Path], None] | None = None,
+        keep: int = 2,
+        stage: Stage = lambda name, tensor: tensor,
+    ) -> "Snapshot":
+        """That of a model in training. stage: copies a tensor that will change before it is written."""
+        if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
+            _reset_optimizer(optimizer, 0)  # every step so far was skipped
+        training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
+        return cls(Path(directory), step, _state(model, optimizer, stage), training, write_more, keep)
+
+    def write(self, group: ProcessGroup | None = None) -> None:
+        """Write it, on all ranks together. Failure on every rank if one of them cannot write; nothing of it then remains.
+
+        It fails too if rank 0 does not find what the others have written: all ranks must see the same directory. A full
+        disk is reported with what was needed and what was free.
+
+        Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
+        several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows, and checksums) and `training.json`,
+        and makes, renames and removes folders. It holds a lock meanwhile, so folders that it finds half-written are of runs
+        that have ended; it removes them. Communication over `group` (None: the default group), as pickles: DCP gathers
+        every rank's plan on rank 0 and scatters the plans without duplicates, then gathers a list of what was written and
+        broadcasts it; before and after, the ranks gather their errors. No tensor is sent.
+        """
+        hidden, final = self.directory / f".step-{self.step:06d}", self.directory / f"step-{self.step:06d}"
+        failure, locks = f"cannot write {final}", []
+
+        def begin() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            locks.append(DirectoryLock(self.directory))
+            for unfinished in half_written(self.directory) if locks[0].is_held else [hidden]:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            hidden.mkdir()
+
+        try:
+            run_on_rank_0(begin, failure, group)
+            self._write_shards(hidden, failure, group)
+            run_on_rank_0(lambda: self._complete(hidden, final), failure, group)
+        except BaseException:
+            if locks:
+                shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        finally:
+            for lock in locks:
+                lock.release()
+
+    def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
+        """Write the files of all ranks into the folder."""
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in self.state.values())
+
+        def prepare() -> DiskSpace:
+            folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
+            space = DiskSpace.of(folder, needed)
+            with space.explained():
+                if self.write_more:
+                    self.write_more(folder)
+            return space
+
+        writer = ShardWriter(folder, run_on_every_rank(prepare, failure, group=group))
+        try:
+            dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # DCP raises it on every rank
+            raise Failure(f"{failure}: {first_line(_cause(error))}") from None
+
+    def _complete(self, hidden: Path, final: Path) -> None:
+        """Check the files of all ranks, give the folder its name, and remove old checkpoints."""
+        checksum = zlib.crc32((hidden / ".metadata").read_bytes())
+        try:
+            open_shards(hidden, checksum)
+        except DamagedCheckpoint as error:
+            raise Failure(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
+        training = json.dumps({**self.training, "metadata_crc32": checksum}, indent=2)
         (hidden / "training.json").write_text(training, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
-        others = [path for path in find_checkpoints(directory) if path != final]
-        for old in others[: max(0, len(others) - keep + 1)]:
+        others = [path for path in find_checkpoints(self.directory) if path != final]
+        for old in others[: max(0, len(others) - self.keep + 1)]:
             _remove(old)
-
-    run_on_rank_0(begin, failure)
-    if write_more:
-        run_on_every_rank(lambda: write_more(hidden), failure)
-    try:
-        dcp.save(_state(model, optimizer), checkpoint_id=hidden, no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # DCP raises it on every rank
-        raise Failure(f"{failure}: {first_line(_cause(error))}") from None
-    run_on_rank_0(end, failure)
-
-
-def _check_complete(folder: Path) -> None:
-    """Failure unless this rank finds the files of all ranks, in the sizes that rank 0's table of contents names."""
-    try:
-        _open_reader(folder)
-    except ValueError as error:
-        raise Failure(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
 
 
 def _remove(checkpoint: Path) -> None:
@@ -102,80 +165,29 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def set_aside(directory: str | Path) -> None:
-    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
-
-    All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
-    """
-    directory = Path(directory)
-    old = directory.with_name(f"{directory.name}.old")
-
-    def rename() -> None:
-        if find_checkpoints(directory):
-            if old.exists():
-                shutil.rmtree(old)
-            directory.rename(old)
-
-    run_on_rank_0(rename, f"cannot rename {directory} to {old}")
-
-
-def find_checkpoints(directory: str | Path) -> list[Path]:
-    """The complete checkpoints in a directory, oldest first."""
-    found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted((p for p in found if (p / "training.json").is_file()), key=lambda p: int(p.name[5:]))
-
-
-def newest_checkpoint(directory: str | Path, requirements: dict[str, Any]) -> tuple[Path, int]:
-    """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
-
-    Needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
-    """
-    found = find_checkpoints(directory)
-    if not found:
-        raise ValueError(f"nothing to resume: {directory} holds no checkpoint")
-    path = found[-1]
-    step, _, saved = _read_training(path)
-    for name in {**requirements, **saved}:
-        if requirements.get(name) != saved.get(name):
-            theirs, ours = saved.get(name), requirements.get(name)
-            raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
-    return path, step
-
-
-def saved_decay_steps(path: Path) -> int:
-    """The `Options.decay_steps` of the run that wrote a checkpoint (0: none, or not recorded)."""
-    return _read_training(path)[1]
-
-
-def _read_training(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """(step, decay steps, settings of the run) from a checkpoint's training.json; ValueError if it cannot be read."""
-    file = path / "training.json"
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
-        valid = all(type(count) is int and count >= 0 for count in (step, decay_steps))
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {first_line(error)}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{file} is not a checkpoint's")
-    return step, decay_steps, saved
-
-
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
-    ValueError on every rank if it is damaged, cannot be read by one of them, or belongs to another model. Errors that the
-    table of contents and the sizes of the files show are found before a tensor is read.
+    step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
+    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, cannot be read by one of them, or belongs to
+    another model; then the model may be filled in part. Errors that the table of contents and the sizes of the files show
+    are found before a tensor is read. Each rank verifies the checksums of what it reads.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
     outcome. No tensor is sent.
     """
     failure = f"{path} is damaged or of another model"
-    reader = run_on_every_rank(lambda: _open_reader(path), failure, ValueError, compared=Path(path).name)
-    _reset_optimizer(optimizer, step)
+
+    def open_checkpoint() -> tuple[ShardReader, int]:
+        if not (Path(path) / "training.json").is_file():
+            return open_shards(path, None), step
+        described = read_training(Path(path))
+        steps = step if described.optimizer_steps is None else described.optimizer_steps
+        return open_shards(path, described.metadata_crc32), steps
+
+    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, compared=Path(path).name)
+    _reset_optimizer(optimizer, steps)
     state = _state(model, optimizer)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -183,16 +195,22 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         cause = _cause(error)
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
             cause = ValueError("an entry of a file is not a tensor")
-        raise ValueError(f"{failure}: {cause}") from None
+        raise DamagedCheckpoint(f"{failure}: {cause}") from None
     try:
         torch.set_rng_state(state["rng"])
     except RuntimeError as error:
-        raise ValueError(f"{failure}: {first_line(error)}") from None
+        raise DamagedCheckpoint(f"{failure}: {first_line(error)}") from None
 
 
 def _cause(error: CheckpointException) -> BaseException:
     """The error of the first rank that failed."""
     return next(iter(error.failures.values()))[0]
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the optimizer (see `fused_adam`) has done, which are fewer than the run's if some were skipped."""
+    held = optimizer.param_groups if counts_by_group(optimizer) else optimizer.state.values()
+    return next(int(each["step"]) for each in held if "step" in each)
 
 
 def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -208,15 +226,22 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             optimizer.state[parameter] = state
 
 
-def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these."""
+def _state(
+    model: Model, optimizer: torch.optim.Optimizer, stage: Stage = lambda name, tensor: tensor
+) -> dict[str, torch.Tensor]:
+    """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these.
+
+    stage: replaces each tensor, by a copy.
+    """
     state = {"rng": torch.get_rng_state()}
     for parameter in model.parameters():
         field = field_of(parameter)
-        state[f"model.{field.name}"] = _distributed(parameter.detach(), field, model.ranks)
-        for moment in MOMENTS if parameter.requires_grad else ():
-            tensor = optimizer.state[parameter][moment]
-            state[f"{moment}.{field.name}"] = _distributed(tensor, field, model.ranks)
+        tensors = {"model": parameter.detach()}
+        if parameter.requires_grad:
+            tensors |= {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
+        for kind, tensor in tensors.items():
+            name = f"{kind}.{field.name}"
+            state[name] = _distributed(stage(name, tensor), field, model.ranks)
     return state
 
 
@@ -240,59 +265,3 @@ def _distributed(tensor: torch.Tensor, field: Field, ranks: Ranks) -> torch.Tens
         shape=full.shape,
         stride=full.stride(),
     )
-
-
-def _open_reader(path: str | Path) -> "_Reader":
-    """A reader of this checkpoint; ValueError with one line, whatever is wrong."""
-    try:
-        return _Reader(path)
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from None
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, but it unpickles the metadata with a list of permitted classes, and checks the sizes of files.
-
-    Error if the metadata cannot be read, or a file that it names is missing or shorter than the metadata says.
-    """
-
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        with open(Path(path) / ".metadata", "rb") as file:
-            self.metadata = _Unpickler(file).load()
-        if not isinstance(self.metadata, Metadata):
-            raise ValueError(f"its metadata is of type {type(self.metadata).__name__}")
-        for entry in self.metadata.storage_data.values():
-            if Path(entry.relative_path).name != entry.relative_path:
-                raise ValueError(f"its metadata names {entry.relative_path}, which is not a file of the checkpoint")
-            size, wanted = (Path(path) / entry.relative_path).stat().st_size, entry.offset + entry.length
-            if size < wanted:
-                raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents."""
-        return self.metadata
-
-
-# The classes that metadata may name. BytesStorageMetadata is not among them: DCP would unpickle the bytes of such an entry.
-_PERMITTED = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", "float64", "float32", "bfloat16", "float16", "uint8"),
-}  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads the records that describe the tensors of a checkpoint, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> object:
-        """The class, if it is permitted; UnpicklingError otherwise."""
-        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePath  # the folder where it was written; Python 3.13 names another module
-        if name not in _PERMITTED.get(module, ()):
-            raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
-        return super().find_class(module, name)

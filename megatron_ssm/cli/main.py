@@ -27,6 +27,10 @@ def parser() -> Parser:
     convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
     convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    about = (
+        "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."
+    )
+    _add_advise(commands.add_parser("advise", help="how to divide a model over ranks", description=about))
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -57,6 +61,28 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 
 
+def _add_advise(advise: argparse.ArgumentParser) -> None:
+    """The flags of `advise`."""
+    advise.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory, or its config.json")
+    advise.add_argument(
+        "--fabric", required=True, metavar="F", help="from `sparsefusion measure` or `sparsefusion fit`"
+    )
+    advise.add_argument("--ranks", type=int, metavar="N", help="default: the most that the fabric was measured on")
+    advise.add_argument(
+        "--device", choices=("a100", "h100", "h200", "measured"), metavar="NAME",
+        help="a100, h100, h200, or measured: time the model's parts on this machine (default: measured for a fabric "
+        "between CPUs, otherwise h100)",
+    )  # fmt: skip
+    advise.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank (default: the device's)")
+    advise.add_argument("--seq-length", type=int, default=2048, metavar="N", help="training: tokens of a sequence")
+    advise.add_argument("--global-batch-size", type=int, default=64, metavar="N", help="training: sequences per step")
+    advise.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="training: at a time on a rank")
+    advise.add_argument("--prompt", type=int, default=1024, metavar="N", help="generation: tokens of a prompt")
+    advise.add_argument("--new-tokens", type=int, default=256, metavar="N", help="generation: tokens of a reply")
+    advise.add_argument("--batch", type=int, default=1, metavar="N", help="generation: prompts at once")
+    advise.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_hidden(parser: argparse.ArgumentParser, *flags: str) -> None:
     """Flags that launchers pass, and that the help does not show."""
     for flag in flags:
@@ -69,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.command == "generate":
         return _generate(arguments, argv)
-    return {"convert": _convert, "doctor": _doctor}[arguments.command](arguments)
+    return {"convert": _convert, "doctor": _doctor, "advise": _advise}[arguments.command](arguments)
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -103,6 +129,18 @@ def _convert(arguments: argparse.Namespace) -> int:
         convert_checkpoint(arguments)
 
     return run("megatron_ssm convert", command)
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    leave_on_interrupt()
+    silence_third_parties()
+
+    def command() -> None:
+        from megatron_ssm.advice.command import advise
+
+        advise(arguments)
+
+    return run("megatron_ssm advise", command)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

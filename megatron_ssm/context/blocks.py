@@ -23,14 +23,16 @@ BLOCKS_PER_RANK = {"zigzag": 2, "contiguous": 1}
 class ContextRanks:
     """The ranks that share each sequence. group: None is one rank. counter: adds up what this rank sends to the others.
 
-    recomputation: keeps what the ranks exchange if activations are recomputed. ValueError for an order in which a rank's
-    tokens are not blocks.
+    recomputation: keeps what the ranks exchange if activations are recomputed. exchanges_channels: for a scan without a
+    cache, each rank gets all tokens of some channels, instead of states (`channel_exchange`). ValueError for an order in
+    which a rank's tokens are not blocks.
     """
 
     group: ProcessGroup | None
     counter: Counter
     order: str = "zigzag"
     recomputation: Recomputation = field(default_factory=Recomputation)
+    exchanges_channels: bool = False
 
     def __post_init__(self) -> None:
         if self.order not in BLOCKS_PER_RANK:

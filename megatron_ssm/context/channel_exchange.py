@@ -2,54 +2,58 @@
 
 This is what Megatron-Core does for Mamba layers, and Ulysses for attention. Its bytes grow with the length of the
 sequence, those of `scans` do not; for short sequences they are fewer. The gate z and the norm are computed where the tokens
-are, so they are not sent. All channels read B and C, so every rank receives them whole; of Mamba-2's groups, it receives
-those that its heads use.
+are, so they are not sent. If the groups of channels that share B and C divide over the ranks, a rank receives B and C of its
+own groups, and otherwise those of all groups. Tensors are in blocks, as in `scans`.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 
 from megatron_ssm.ops.scan import selective_scan, ssd
 from megatron_ssm.parallel.operators import differentiable
 from sparsefusion.collectives import counted
 
 from .blocks import ContextRanks
+from .scans import ScanInputs
 from .state_passing import ChannelPartition
 
 
 def _tokens_to_channels(x, partition):
-    """(batch, tokens of this rank, channels, n) -> (batch, all tokens in order, own channels, n); backward the other way."""
-    return differentiable(x, lambda t: _to_channels(t, partition), lambda grad: _to_tokens(grad, partition))
+    """(batch * blocks, block length, channels, n) -> (batch, all tokens in order, own channels, n), and back in backward."""
+    return _exchanged(x, partition, _to_channels, _to_tokens)
 
 
 def _channels_to_tokens(y, partition):
     """The inverse of `_tokens_to_channels`."""
-    return differentiable(y, lambda t: _to_tokens(t, partition), lambda grad: _to_channels(grad, partition))
+    return _exchanged(y, partition, _to_tokens, _to_channels)
+
+
+def _exchanged(x, partition, exchange, transpose):
+    once = partition.context.recomputation.communicate_once
+    return differentiable(x, lambda t: once(lambda: exchange(t, partition)), lambda grad: transpose(grad, partition))
 
 
 def _gather_tokens(x, context):
-    """(batch, tokens of this rank, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients."""
+    """(batch * blocks, block length, ...) -> (batch, all tokens in order, ...); backward sums the ranks' gradients."""
 
     def gather(x):
-        return _in_order(counted.all_gather(x, context.group, context.counter), context)
+        parts = counted.all_gather(x, context.group, context.counter).unflatten(1, (-1, context.blocks_per_rank))
+        owners = [context.rank_of_block(block) for block in range(context.blocks)]
+        return torch.cat([parts[rank, :, place] for rank, place in owners], dim=1)
 
     def sum_own(grad):
         blocks = grad.unflatten(1, (context.blocks, -1))
-        rows = [blocks[:, list(context.blocks_of_rank(rank))].flatten(1, 2) for rank in range(context.size)]
+        rows = [blocks[:, list(context.blocks_of_rank(rank))].flatten(0, 1) for rank in range(context.size)]
         return counted.reduce_scatter(torch.stack(rows), context.group, context.counter)
 
-    return differentiable(x, gather, sum_own)
-
-
-def _in_order(parts, context):
-    """(ranks, batch, tokens of a rank, ...) -> (batch, all tokens in order, ...)."""
-    blocks = parts.unflatten(2, (context.blocks_per_rank, -1))
-    owners = [context.rank_of_block(block) for block in range(context.blocks)]
-    return torch.cat([blocks[rank, :, place] for rank, place in owners], dim=1)
+    return differentiable(x, lambda t: context.recomputation.communicate_once(lambda: gather(t)), sum_own)
 
 
 def _to_channels(x, partition):
     # (batch, blocks of a rank, channels, tokens, n), and then (all blocks, batch, own channels, tokens, n)
-    blocks = x.unflatten(1, (partition.context.blocks_per_rank, -1)).transpose(2, 3)
+    blocks = x.unflatten(0, (-1, partition.context.blocks_per_rank)).transpose(2, 3)
     whole = partition.blocks_to_channels(blocks.flatten(3)).unflatten(3, (-1, x.shape[3]))
     return whole.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
@@ -57,31 +61,60 @@ def _to_channels(x, partition):
 def _to_tokens(y, partition):
     whole = y.unflatten(1, (partition.context.blocks, -1)).permute(1, 0, 3, 2, 4)
     blocks = partition.channels_to_blocks(whole.flatten(3)).unflatten(3, (-1, y.shape[3]))
-    return blocks.transpose(2, 3).flatten(1, 2)
+    return blocks.transpose(2, 3).flatten(0, 1)
 
 
-def selective_scan_by_channels(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A_log: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    dt_bias: torch.Tensor | None,
-    context: ContextRanks,
-) -> torch.Tensor:
-    """`ops.scan.selective_scan` without a gate: (batch, tokens of this rank, channels), like x.
+def _own_channels(x, dt, partition):
+    """x (batch * blocks, block length, channels, n) and dt (no n) -> those of all tokens in order, and of own channels.
 
-    x, dt: like the result; B, C: (batch, tokens of this rank, N). Forward sends 3 numbers per channel and token, to all
-    ranks together, and 2N per token to each; backward sends as many.
+    Both are in one message if they have the same dtype.
     """
+    if x.dtype != dt.dtype:
+        return _tokens_to_channels(x, partition), _tokens_to_channels(dt.unsqueeze(-1), partition).squeeze(-1)
+    packed = _tokens_to_channels(torch.cat([x, dt.unsqueeze(-1)], dim=-1), partition)
+    return packed[..., :-1], packed[..., -1]
+
+
+def _own_groups(B, C, partition):
+    """(B and C of the groups that have own channels, (batch, all tokens, own groups, N) each; the group of each channel).
+
+    B, C: (batch * blocks, block length, groups, N). Neighbouring channels are a group.
+    """
+    groups, context, both = B.shape[2], partition.context, torch.cat([B, C], dim=-1)
+    group_of_channel = torch.arange(partition.count)[partition.own] // (partition.count // groups)
+    first, last = int(group_of_channel[0]), int(group_of_channel[-1])
+    if groups % context.size == 0:
+        both = _tokens_to_channels(both, ChannelPartition(groups, context))
+    else:
+        both = _gather_tokens(both, context)[:, :, first : last + 1]
+    return *both.chunk(2, dim=-1), group_of_channel - first
+
+
+def selective_scan_by_channels(heads: Sequence[ScanInputs], context: ContextRanks) -> torch.Tensor:
+    """`scans.selective_scan_over_context` in which each context rank computes some channels: y, like x of all heads.
+
+    There are at least as many channels as ranks. Forward sends 3 numbers per channel and token, to all ranks together, and
+    2N per head and token: to all ranks together if the heads divide over them, and to each of them otherwise. Backward sends
+    as many.
+    """
+    x, dt, z = (torch.cat(parts, dim=-1) for parts in zip(*((head.x, head.dt, head.z) for head in heads), strict=True))
+    B, C = (torch.stack(parts, dim=2) for parts in zip(*((head.B, head.C) for head in heads), strict=True))
     partition = ChannelPartition(x.shape[2], context)
-    packed = _tokens_to_channels(torch.stack([x, dt.to(x.dtype)], dim=-1), partition)
-    B, C = _gather_tokens(torch.cat([B, C], dim=-1), context).chunk(2, dim=-1)
-    own = partition.own
-    bias = None if dt_bias is None else dt_bias[own]
-    y, _ = selective_scan(packed[..., 0], packed[..., 1], A_log[own], B, C, D[own], None, bias)
-    return _channels_to_tokens(y.unsqueeze(-1), partition).squeeze(-1)
+    x, dt = _own_channels(x.unsqueeze(-1), dt, partition)
+    B, C, head_of_channel = _own_groups(B, C, partition)
+    widths = head_of_channel.bincount().tolist()
+    own = [torch.cat(parts)[partition.own].split(widths) for parts in zip(*map(_parameters, heads), strict=True)]
+    outputs = [
+        selective_scan(x, dt, A_log, B[:, :, index], C[:, :, index], D, None, dt_bias)[0]
+        for index, (x, dt, A_log, D, dt_bias) in enumerate(
+            zip(x.squeeze(-1).split(widths, -1), dt.split(widths, -1), *own, strict=True)
+        )
+    ]
+    return _channels_to_tokens(torch.cat(outputs, dim=-1).unsqueeze(-1), partition).squeeze(-1) * F.silu(z)
+
+
+def _parameters(head):
+    return head.A_log, head.D, head.dt_bias
 
 
 def ssd_by_heads(
@@ -93,22 +126,16 @@ def ssd_by_heads(
     D: torch.Tensor,
     context: ContextRanks,
 ) -> torch.Tensor:
-    """`ops.scan.ssd` in which each context rank computes some heads: (batch, tokens of this rank, heads, head_dim), like x.
+    """`scans.ssd_over_context` in which each context rank computes some heads: y, like x.
 
-    dt: (batch, tokens of this rank, heads); B, C: (batch, tokens of this rank, groups, N). Forward sends 2 * head_dim + 1
-    numbers per head and token, to all ranks together, and 2N per group and token: to all ranks together if the groups divide
-    over the ranks, and to each of them otherwise. Backward sends as many.
+    There are at least as many heads as ranks. Forward sends 2 * head_dim + 1 numbers per head and token, to all ranks
+    together, and 2N per group and token: to all ranks together if the groups divide over them, and to each of them
+    otherwise. Backward sends as many.
     """
-    heads, groups = x.shape[2], B.shape[2]
-    partition = ChannelPartition(heads, context)
-    packed = _tokens_to_channels(torch.cat([x, dt.unsqueeze(-1).to(x.dtype)], dim=-1), partition)
-    both = torch.cat([B, C], dim=-1)
-    if groups % context.size == 0:
-        both = _tokens_to_channels(both, ChannelPartition(groups, context))
-    else:
-        group_of_head = torch.arange(heads, device=x.device)[partition.own] // (heads // groups)
-        both = _gather_tokens(both, context)[:, :, group_of_head]
-    B, C = both.chunk(2, dim=-1)
-    x, dt = packed[..., :-1], packed[..., -1].to(A_log.dtype)
+    partition = ChannelPartition(x.shape[2], context)
+    x, dt = _own_channels(x, dt, partition)
+    B, C, group = _own_groups(B, C, partition)
+    if len(set(group.bincount().tolist())) > 1:  # the recurrence takes groups of equal size
+        B, C = (t[:, :, group.to(t.device)] for t in (B, C))
     y, _ = ssd(x, dt, A_log[partition.own], B, C, D[partition.own])
     return _channels_to_tokens(y, partition)

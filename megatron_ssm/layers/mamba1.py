@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.channel_exchange import selective_scan_by_channels
 from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context
 from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops import cuda_kernels
@@ -83,7 +84,7 @@ class MambaMixer(nn.Module):
     all-reduce of the gradient of in_proj's input and, if forward does, that of x_proj's output.
 
     context: the ranks that hold the other tokens of the sequence (None: this rank has all). Then both directions also pass
-    states and the convolution's inputs between these ranks (see `context`).
+    the convolution's inputs and states between these ranks, or exchange channels (see `context`).
     """
 
     lora: Adapters | None
@@ -156,6 +157,8 @@ class MambaMixer(nn.Module):
         x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
         sharding = None if cache is None else info.sharding  # without a cache, nobody reads the final state
         inputs = [self._scan_inputs(x[..., h], context.to_blocks(z)[..., h], h, sharding) for h in self._head_slices()]
+        if cache is None and context.exchanges_channels:
+            return context.from_blocks(selective_scan_by_channels(inputs, context))
         y, passed = selective_scan_over_context(inputs, context, state)
         if cache is not None and info.sharding is not None:
             keep_last_inputs(mixed, info.sharding, info.rows, cache)

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks, halo
+from megatron_ssm.context.channel_exchange import ssd_by_heads
 from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
 from megatron_ssm.ops.scan import ssd
@@ -43,7 +44,7 @@ class Mamba2Mixer(nn.Module):
     convolution); and with 1 < groups < ranks one of the gradients of the sums of squares.
 
     context: the ranks that hold the other tokens of the sequence (None: this rank has all). Then both directions also pass
-    states and the convolution's inputs between these ranks (see `context`).
+    the convolution's inputs and states between these ranks, or exchange channels (see `context`).
     """
 
     lora: Adapters | None
@@ -129,7 +130,10 @@ class Mamba2Mixer(nn.Module):
         x, B, C = self._parts(xBC)
         if cache is not None and info.sharding is not None:
             dt = info.sharding.mask_padding(dt)
-        y, passed = ssd_over_context(x, context.to_blocks(dt), self.A_log, B, C, self.D, context, state)
+        inputs = x, context.to_blocks(dt), self.A_log, B, C, self.D, context
+        if cache is None and context.exchanges_channels:
+            return context.from_blocks(ssd_by_heads(*inputs)).flatten(2)
+        y, passed = ssd_over_context(*inputs, state)
         if cache is not None and info.sharding is not None:
             keep_last_inputs(mixed, info.sharding, info.rows, cache)
             cache.state[info.rows] = passed.whole_final().unflatten(2, cache.state.shape[2:])

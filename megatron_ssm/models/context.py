@@ -1,6 +1,7 @@
 """The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -12,36 +13,41 @@ from torch.distributed import ProcessGroup
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from attention2d.layout.checks import check_heads
 from attention2d.layout.token_order import local_length
-from commir import Mesh, best_grid
-from commir.programs import attention
+from commir import Mesh, Plan, best_grid, search, verify
+from commir.programs import attention, selective_scan
+from commir.scheduling.placements import placements_of
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, agree_in_groups
 from sparsefusion.collectives.counted import Counter, all_gather_small
+from sparsefusion.fabric.cost_model import Fabric
 
 if TYPE_CHECKING:
     from .model import Model
 
 Result = TypeVar("Result")
+ALL = sys.maxsize  # plans of a search
 
 
 def schedule_of(
-    name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, training: bool = True
-) -> Attention2D:
+    name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, training: bool = True,
+    fabric: Fabric | None = None,
+) -> Attention2D:  # fmt: skip
     """The attention schedule called `name` for the ranks of `group`.
 
     name: ring, all-gather, ulysses, usp (two ranks of each cell divide the heads), 2d (the most square grid), 3d (usp on
     such a grid), or auto: the one that sends the fewest bytes for this model's attention, split over `tensor_ranks`, and for
     `batch` sequences of `seq` tokens; training: forward and backward. search: the same by commir, which derives the messages
     of every grid from the loops of attention, and verifies the one that it takes. A model without attention sends nothing by
-    it, and auto and search are then the ring. ValueError if the schedule does not fit the number of ranks.
+    it, and auto and search are then the ring. fabric: both then take the fastest by its measured links instead. ValueError
+    if the schedule does not fit the number of ranks.
     """
     ranks, shared = group.size(), config.shared
     if name in ("auto", "search") and shared is not None:
         heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
         sizes: dict[str, int] = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
-        return (choose if name == "auto" else _searched)(group, **sizes, itemsize=4, training=training)
+        return (choose if name == "auto" else _searched)(group, **sizes, itemsize=4, training=training, fabric=fabric)
     if name in ("usp", "3d") and ranks % 2:
         raise ValueError(
             f"the schedule {name} needs an even number of ranks, not {ranks}: pairs of them divide the heads"
@@ -58,16 +64,46 @@ def schedule_of(
 
 
 def _searched(
-    group: ProcessGroup, heads: int, kv_heads: int, head_dim: int, seq: int, batch: int, itemsize: int, training: bool
-) -> Attention2D:
+    group: ProcessGroup, heads: int, kv_heads: int, head_dim: int, seq: int, batch: int, itemsize: int, training: bool,
+    fabric: Fabric | None,
+) -> Attention2D:  # fmt: skip
     """The schedule of the best grid that commir finds; its `reason` explains the plan. Arguments: as for `choose`."""
     ranks = group.size()
     padded = local_length("zigzag", seq, ranks) * ranks
     program = attention(batch, heads, kv_heads, padded, head_dim, dtype={2: "bfloat16", 4: "float32"}[itemsize])
-    plan, (rows, cols, ulysses, overlap) = best_grid(program, Mesh(rank=ranks), training)
+    mesh = Mesh(rank=ranks, speeds=None if fabric is None else {"rank": fabric})
+    plan, (rows, cols, ulysses, overlap) = best_grid(program, mesh, training)
     schedule = Attention2D(group, rows, cols, ulysses, overlap=overlap)
     schedule.reason = plan.explain()
     return schedule
+
+
+def scan_plan(
+    group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, fabric: Fabric | None = None
+) -> tuple[Plan, bool]:
+    """(the best plan for the scan of a state-space layer, verified; whether the ranks of `group` exchange channels in it).
+
+    `commir.search` compares passing states with exchanging channels, in fp32, by bytes or by the time on `fabric`. Backward
+    sends as much as forward in both, so the plan is best for training too. Channels are exchanged only if they divide over
+    the ranks; so must the groups that share B and C, if there are several. All ranks that call it with the same arguments
+    get the same plan. Other arguments: as for `schedule_of`.
+    """
+    ranks = group.size()
+    is_mamba1 = config.groups == 0  # whose channels are heads of one element; its heads have B and C of their own
+    program = selective_scan(
+        batch,
+        local_length("zigzag", seq, ranks) * ranks,
+        (config.intermediate_size if is_mamba1 else config.heads) // tensor_ranks,
+        1 if is_mamba1 else config.head_dim,
+        config.state_size,
+        groups=max(1, (config.heads if is_mamba1 else config.groups) // tensor_ranks),
+    )
+    for plan in search(program, Mesh(rank=ranks), fabric, top=ALL):
+        loops = {each.axis for each in placements_of(plan.schedule).values()}
+        if loops <= {"seq"} or loops == {"heads"}:
+            verify(plan)
+            return plan, loops == {"heads"}
+    raise AssertionError("the padded sequence divides over the ranks")
 
 
 def check_schedule(
@@ -75,11 +111,12 @@ def check_schedule(
     config: Config,
     group: ProcessGroup | None,
     data_group: ProcessGroup | None = None,
+    exchange_channels: bool = False,
 ) -> None:
-    """ValueError if `schedule` cannot spread the sequences of this model over ranks.
+    """ValueError if `schedule` cannot spread the sequences of this model over ranks, or there are too few channels for it.
 
     group: the tensor-parallel ranks. data_group: the ranks with other sequences. No rank but this one may be in two of these
-    and the context ranks.
+    and the context ranks. exchange_channels: whether each context rank computes some channels, or heads of the Mamba-2 kind.
     """
     if schedule is None:
         return
@@ -93,16 +130,21 @@ def check_schedule(
                 raise ValueError(
                     f"context ranks {sorted(context)} and {kind} ranks {sorted(others)} must share this rank only"
                 )
+    ranks = 1 if group is None else group.size()
+    channels, what = (config.heads, "heads") if config.groups else (config.intermediate_size, "channels")
+    if exchange_channels and channels // ranks < schedule.ranks:
+        raise ValueError(
+            f"exchange_channels=True: {channels // ranks} {what} are too few for {schedule.ranks} context ranks"
+        )
     if config.shared is not None:
-        ranks = 1 if group is None else group.size()
         check_heads(config.shared.heads // ranks, config.shared.kv_heads // ranks, schedule.grid.ulysses)
 
 
-def context_ranks(schedule: Attention2D | None, ranks: Ranks) -> ContextRanks | None:
+def context_ranks(schedule: Attention2D | None, ranks: Ranks, exchange_channels: bool = False) -> ContextRanks | None:
     """The ranks of a schedule, or None if there is only one. ranks: the tensor-parallel ranks, whose counter they use."""
     if schedule is None or schedule.ranks == 1:
         return None
-    return ContextRanks(schedule.group, ranks.counter, schedule.order, ranks.recomputation)
+    return ContextRanks(schedule.group, ranks.counter, schedule.order, ranks.recomputation, exchange_channels)
 
 
 def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> None:
@@ -143,23 +185,6 @@ def check_on_context_ranks(model: "Model", check: Callable[[], Result], compared
     """
     if model.context_ranks is None:
         return check()
-    groups = [(model.context_ranks.group, "context ranks"), (model.ranks.group, "tensor-parallel ranks")]
-    results: list[Result] = []
-    error: Exception | None = None
-
-    def arguments() -> tuple:
-        if error is not None:
-            raise error
-        results.append(check())
-        return compared
-
-    for group, whose in groups:
-        if group is None:
-            continue
-        try:
-            agree(partial(all_gather_small, group=group), model.device, arguments, whose)
-        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
-            error = raised
-    if error is not None:
-        raise error
-    return results[0]
+    groups = {model.context_ranks.group: "context ranks", model.ranks.group: "tensor-parallel ranks"}
+    several = {group: whose for group, whose in groups.items() if group is not None}
+    return agree_in_groups(check, lambda *_: compared, several, model.device)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import idle_tensors, layout
+from megatron_ssm.configs.layouts import idle_tensors
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
@@ -28,7 +28,7 @@ from sparsefusion.collectives import counted as collectives
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
 from .inputs import batch_info, can_be_sharded, check_call, check_inputs, lengths_of, pad_to_multiple
-from .lora import Lora, lora_fields
+from .lora import Lora
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
-    context_ranks are these ranks, or None if there is one.
+    context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
     The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
     weights is "int8" if the matrices are quantized, so that the model can only generate, and None otherwise; graphs tells
@@ -58,12 +58,13 @@ class Model(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         schedule: Attention2D | None = None,
+        exchange_channels: bool = False,
     ):
         super().__init__()
         config.check_ranks(ranks.size)
-        check_schedule(schedule, config, ranks.group, data_group)
+        check_schedule(schedule, config, ranks.group, data_group, exchange_channels)
         self.config, self.ranks, self.data_group = config, ranks, data_group
-        self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks)
+        self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks, exchange_channels)
         # All ranks make this group together, so it comes before everything that may fail on one rank alone.
         self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
         self.directory: Path | None = None
@@ -107,8 +108,7 @@ class Model(nn.Module):
 
     def attach_fields(self) -> None:
         """Give each parameter its field of the layout; see `parameters.attach_fields`."""
-        fields = [*layout(self.config), *lora_fields(self.config, self.lora)]
-        attach_fields(self, fields, self.ranks, is_complete=self.weights is None)
+        attach_fields(self, self.config, self.lora, self.ranks, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""

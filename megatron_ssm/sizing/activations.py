@@ -45,11 +45,14 @@ class TrainingMemory:
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""
-        stored = self.config.num_layers * self._stored + len(self.config.hybrid_layers) * self._stored_by_shared_block
+        stored = (
+            self.config.num_layers * self.stored_by_layer
+            + len(self.config.hybrid_layers) * self._stored_by_shared_block
+        )
         return int(self.itemsize * batch * tokens * (stored + max(self._head, self._backward)))
 
     @property
-    def _stored(self) -> float:
+    def stored_by_layer(self) -> float:
         """What the norm and the mixer of a layer store from forward to backward."""
         return self._hidden + self._kept if self.recompute else self._norm(1) + self._mixer
 

@@ -12,7 +12,7 @@ from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import Parser, did_you_mean
 
-# Schedules of attention2d. auto: the one that sends the fewest bytes.
+# Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
 
@@ -33,6 +33,12 @@ class Options:
         "", "directory for checkpoints, and at the end for the model in Hugging Face format", required=True
     )
     log: str = _option("", "file for JSON lines, one per logged step")
+    tensorboard: str = _option("", "directory for TensorBoard's files with the same numbers")
+    wandb: str = _option("", "project at Weights & Biases for the same numbers", flag_alone="megatron-ssm")
+    peak_tflops: float = _option(0.0, "TFLOP/s of a rank's device, for the utilization (0: of a known GPU with --bf16)")
+    profile: str = _option("", "directory for a trace of a few steps by torch's profiler, on rank 0")
+    profile_step_start: int = _option(10, "first step of the trace")
+    profile_step_end: int = _option(12, "last step of the trace")
     resume: str = _option(
         "", "continue from the newest checkpoint in --out; auto: or begin, if there is none", choices=("", "newest", "auto"),
         flag_alone="newest",
@@ -60,7 +66,11 @@ class Options:
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
-    context_schedule: str = _option("auto", "how these compute attention (zamba, zamba2)", choices=CONTEXT_SCHEDULES)
+    context_schedule: str = _option(
+        "auto",
+        "how these compute attention (zamba, zamba2); search: a verified plan, and also of what state-space layers exchange",
+        choices=CONTEXT_SCHEDULES,
+    )
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
@@ -94,8 +104,11 @@ class Options:
     lora_targets: tuple[str, ...] = _option(("in_proj",), "Hugging Face's names of the linear layers with adapters")
 
     keep: int = _option(2, "number of checkpoints to keep, the newest")
+    async_save: bool = _option(False, "write checkpoints while training goes on, from a copy of the state in memory")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
     exit_interval: int = _option(0, "save a checkpoint and exit after a step that is a multiple of this (0: never)")
+    max_skipped_steps: int = _option(5, "steps in a row that may be skipped because a loss or gradient is not finite")
+    lost_rank_timeout: float = _option(15.0, "seconds without a sign of life of a rank until the others end (0: off)")
     log_interval: int = _option(10, "steps between logged steps")
     eval_interval: int = _option(0, "steps between evaluations; the last step evaluates too (0: only that one)")
     device: str = _option("", "cpu or cuda (default: cuda where there is one)", choices=("", "cpu", "cuda"))
@@ -118,6 +131,10 @@ class Options:
             raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive")
         if self.sequence_parallel and self.reduce != "fp32":
             raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
+        if self.profile_step_end < self.profile_step_start:
+            raise ValueError(
+                f"--profile-step-end {self.profile_step_end} is before --profile-step-start {self.profile_step_start}"
+            )
         if not 0 < self.gradient_density <= 1:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         if not -(2**63) <= self.seed < 2**63:
@@ -184,10 +201,11 @@ _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",
                      "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval", "shared_blocks",
-                     "adapter_rank", "num_attention_heads", "keep"), 1),
+                     "adapter_rank", "num_attention_heads", "keep", "profile_step_start"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
-                     "gradient_density_warmup", "memory_budget", "lora_rank"), 0),
+                     "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
+                     "peak_tflops", "lora_rank"), 0),
 }  # fmt: skip
 
 

@@ -4,36 +4,26 @@ Every rank reads the inputs. Before training, the ranks compare what they have r
 one rank, or differs between ranks, every rank raises the same error.
 """
 
-import functools
 import json
 import math
 import tempfile
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from attention2d import Attention2D
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.folders import find_checkpoints, read_training, set_aside
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.peft import save_lora
-from megatron_ssm.checkpoints.pending_gradients import has_pending, read_pending, write_pending
-from megatron_ssm.checkpoints.training import (
-    find_checkpoints,
-    load_training,
-    newest_checkpoint,
-    save_training,
-    saved_decay_steps,
-    set_aside,
-)
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.diagnostics.doctor import kernels_line
-from megatron_ssm.models.context import schedule_of
+from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.lora import add_lora, find_modules
 from megatron_ssm.models.model import Model
@@ -46,24 +36,33 @@ from megatron_ssm.parallel.groups import (
     launched_ranks,
     shut_down,
 )
+from megatron_ssm.parallel.heartbeat import watched
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import all_gather_small
 
 from .corpus import Corpus
 from .data import Batches, Tokens
+from .interruption import Interruption
 from .memory_budget import check_memory_budget
 from .options import Options
+from .profiling import Profiler, utilization
 from .progress import Progress, is_due
+from .saving import Saver, checkpoint_to_resume, resume
+from .tracking import check_trackers
 from .trainer import Trainer, evaluate
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
-LOCAL_OPTIONS = {"data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device"}
+LOCAL_OPTIONS = {
+    "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "out", "log", "device", "profile",
+    "tensorboard",
+}  # fmt: skip
 
 
 def pretrain(options: Options) -> None:
     """Train as the options say. Called on every rank that a launcher has started, or alone.
 
-    ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on.
+    ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on. If a
+    rank is lost while the others train, their processes end (see `parallel.heartbeat`).
     """
     tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
     check_world(tensor, launched_ranks(), context)
@@ -73,7 +72,8 @@ def pretrain(options: Options) -> None:
         join(tensor, device, context=context)
         inputs = _read_on_all_ranks(options, device_of_rank(device))
         groups = initialize(tensor, device, context=context)
-        _run(options, inputs, groups, device_of_rank(device))
+        with Interruption(device_of_rank(device)) as interruption, watched(options.lost_rank_timeout):
+            _run(options, inputs, groups, device_of_rank(device), interruption)
     finally:
         shut_down()
 
@@ -83,8 +83,7 @@ class Inputs:
     """What a run reads before training begins.
 
     requirements: what a run that resumes from this one's checkpoints must have in common with it (JSON values). checkpoint:
-    the one from which this run resumes, and its step; None for a new run. saved_decay_steps: `Options.decay_steps` of the
-    run that wrote the checkpoint (0: unknown).
+    the one from which this run resumes, and its step; None for a new run.
     """
 
     out: Path
@@ -93,7 +92,6 @@ class Inputs:
     batches: Batches
     requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
-    saved_decay_steps: int
 
     @classmethod
     def read(cls, options: Options) -> "Inputs":
@@ -110,13 +108,14 @@ class Inputs:
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
         requirements = _resume_requirements(options, config, corpus)
         begins = not options.resume or (options.resume == "auto" and not find_checkpoints(out / "checkpoints"))
-        checkpoint = None if begins else newest_checkpoint(out / "checkpoints", requirements)
+        falls_back = options.resume == "auto"
+        checkpoint = None if begins else checkpoint_to_resume(out / "checkpoints", requirements, falls_back)
         if checkpoint and checkpoint[1] > options.train_iters:
             path, step = checkpoint
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
         _check_log(options.log)
-        decay_steps = saved_decay_steps(checkpoint[0]) if checkpoint else 0
-        return cls(out, corpus, config, batches, requirements, checkpoint, decay_steps)
+        check_trackers(options)
+        return cls(out, corpus, config, batches, requirements, checkpoint)
 
     @property
     def start(self) -> int:
@@ -133,7 +132,6 @@ class Inputs:
             "resumed step": self.start,
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "requirements": self.requirements,
-            "saved decay steps": self.saved_decay_steps,
         }
 
 
@@ -154,57 +152,55 @@ def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
     return inputs[0]
 
 
-def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device) -> None:
+def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption) -> None:
     """Build or load the model, train it, and write it."""
     torch.manual_seed(options.seed)
     with make_model(options, inputs.config, groups, device) as model:
-        progress = Progress(options, inputs.start)
+        progress = Progress(options)
         trainer = Trainer(model, groups, options, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
         progress.print_line(_summary(model, groups, inputs))
-        _resume(trainer, inputs, progress)
-        if _train(trainer, inputs, progress) == options.train_iters:
+        inputs = _resume(trainer, inputs, progress)
+        progress.begin(inputs.start, utilization(options, model, groups.ranks))
+        if _train(trainer, inputs, progress, interruption) == options.train_iters:
             _write_model(model, inputs, progress)
 
 
-def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> None:
-    """Load the checkpoint, or rename the folder of an earlier run's checkpoints if this is a new run."""
+def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
+    """Load the checkpoint, or rename the folder of an earlier run's checkpoints if this is a new run.
+
+    Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
+    """
     if inputs.checkpoint is None:
         set_aside(inputs.out / "checkpoints")
-        return
-    progress.print_decay(inputs.saved_decay_steps)
-    load_training(*inputs.checkpoint, trainer.model, trainer.optimizer)
-    if has_pending(inputs.checkpoint[0]):
-        read_pending(inputs.checkpoint[0], trainer)
+        return inputs
+    checkpoint = resume(trainer, inputs.checkpoint, inputs.requirements, progress.print_line)
+    decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
+    progress.print_decay(decay_steps)
+    return replace(inputs, checkpoint=checkpoint)
 
 
-def _train(trainer: Trainer, inputs: Inputs, progress: Progress) -> int:
+def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
+    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
+    profiler = Profiler(options, trainer.groups.rank)
     for step in range(inputs.start + 1, options.train_iters + 1):
-        result = trainer.step(inputs.batches, step - 1)
-        is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
+        with profiler.step(step):
+            result = trainer.step(inputs.batches, step - 1)
+        is_last = step == options.train_iters
         held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
         progress.end_step(step, result, is_logged=held_out is not None)
         if held_out is not None:
             progress.add_evaluation(step, evaluate(trainer.model, held_out, trainer.groups, options))
         progress.write_log()
-        if is_last or leaves or is_due(step, options.save_interval):
-            _save_checkpoint(trainer, inputs, step)
-        if leaves and not is_last:
-            progress.print_line(f"leaving after step {step}, as --exit-interval says; --resume continues")
+        if reason := saver.end_step(step, interruption):
+            progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
             break
+    saver.finish()
     progress.close()
     return step
-
-
-def _save_checkpoint(trainer: Trainer, inputs: Inputs, step: int) -> None:
-    """Write a training checkpoint, with gradients that sparse reduction has not sent yet."""
-    directory, decay_steps = inputs.out / "checkpoints", trainer.options.decay_steps
-    write_more = functools.partial(write_pending, trainer=trainer)
-    state = trainer.model, trainer.optimizer
-    save_training(directory, step, *state, inputs.requirements, decay_steps, write_more, trainer.options.keep)
 
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
@@ -220,12 +216,11 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
 
 def make_model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
     """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
-    dtype, schedule = getattr(torch, options.params_dtype), _context_schedule(options, config, groups)
     more: dict[str, Any] = dict(
-        dtype=dtype,
+        dtype=getattr(torch, options.params_dtype),
         device=device,
         reduce=options.reduce,
-        context=schedule,
+        **_context_of(options, config, groups),
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute_activations,
     )
@@ -238,18 +233,16 @@ def make_model(options: Options, config: Config, groups: Groups, device: torch.d
     return initialize_parameters(model, options.seed)
 
 
-def _context_schedule(options: Options, config: Config, groups: Groups) -> Attention2D | None:
-    """How the context ranks share a sequence; None if there is one. ValueError if --context-schedule does not fit them."""
+def _context_of(options: Options, config: Config, groups: Groups) -> dict[str, Any]:
+    """The arguments of `load` that say how the context ranks share a sequence; none if there is one rank.
+
+    ValueError if --context-schedule does not fit them.
+    """
     if groups.context is None:
-        return None
-    return schedule_of(
-        options.context_schedule,
-        groups.context,
-        config,
-        groups.tensor_ranks,
-        options.seq_length,
-        options.micro_batch_size,
-    )
+        return {}
+    name, sizes = options.context_schedule, (groups.tensor_ranks, options.seq_length, options.micro_batch_size)
+    exchange = name == "search" and scan_plan(groups.context, config, *sizes)[1]
+    return {"context": schedule_of(name, groups.context, config, *sizes), "exchange_channels": exchange}
 
 
 def _make_output_directory(path: str) -> Path:
@@ -284,6 +277,12 @@ def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> di
     return json.loads(json.dumps({**shape, **run, **text}))
 
 
+def _exchange_of(model: Model) -> str:
+    """How its context ranks share a sequence."""
+    exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
+    return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
+
+
 def _checksum(tokens: Tokens) -> int:
     array: Any = tokens.ids.numpy()
     return zlib.crc32(array)
@@ -292,7 +291,7 @@ def _checksum(tokens: Tokens) -> int:
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
-    context = "" if groups.context is None else f" {groups.context_ranks} context ({model.schedule}) x"
+    context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
     if inputs.checkpoint:

@@ -1,6 +1,7 @@
 """The progress of a training run: lines on rank 0's terminal, and the JSON lines of --log."""
 
 import json
+import math
 import sys
 import time
 from datetime import timedelta
@@ -14,30 +15,44 @@ from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from sparsefusion.foundation.command_line import Printer
 
 from .options import Options
+from .tracking import Trackers
 from .trainer import Step
 
 
 class Progress:
     """Prints a line per logged step (and a progress bar on a terminal) on rank 0, and writes the same to --log.
 
-    start: the step from which the run continues, 0 for a new one. All ranks call every method together; Failure or
-    ValueError on every rank if rank 0 cannot write the log.
+    All ranks call every method together; Failure or ValueError on every rank if rank 0 cannot write the log.
     """
 
-    def __init__(self, options: Options, start: int):
+    def __init__(self, options: Options):
         self.options = options
         self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self._line: dict[str, Any] | None = None  # of the current step, if it is logged
+        self._file: TextIO | None = None
+        self._trackers: Trackers | None = None
+        self._bar = tqdm(disable=True)
+
+    def begin(self, start: int, utilization: float = 0.0) -> None:
+        """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on.
+
+        utilization: the share of the devices' peak that a token per second is (0: unknown; it is not reported).
+        """
+        self._utilization = utilization
+        options = self.options
         self._throughput = Throughput(options.train_iters - start, options.global_batch_size * options.seq_length)
         is_shown = self._is_first_rank and sys.stderr.isatty()
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
-        self._file: TextIO | None = None
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
+        if options.tensorboard or options.wandb:
+            failure = "cannot begin to write for --tensorboard or --wandb"
+            make = Trackers if self._is_first_rank else lambda options: None
+            self._trackers = run_on_every_rank(lambda: make(options), failure)
 
     @property
     def _log_error(self) -> str:
-        return f"cannot write to --log {self.options.log}"
+        return f"cannot write to --log {self.options.log}"  # the trackers write in threads of their own
 
     def _open_log(self, start: int) -> TextIO | None:
         """The log, on rank 0. A resumed run keeps the lines of the steps before it."""
@@ -67,16 +82,23 @@ class Progress:
         """A step has ended. Print and prepare its line if `is_logged`, at --log-interval, and at the first and last step."""
         self._throughput.count_step()
         self._bar.update()
+        if result.is_skipped:
+            self.print_line(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
         if not (is_logged or is_due(step, self.options.log_interval) or step in (1, self.options.train_iters)):
             return
         rate, left = self._throughput.read()
+        used = f"  {rate * self._utilization:.1%} MFU" if self._utilization else ""
         self.print_line(
             f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
-            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+            f"lr {result.lr:.2e}  {rate:,.0f} tokens/s{used}  {timedelta(seconds=round(left))} left"
         )
         tokens = step * self.options.global_batch_size * self.options.seq_length
-        self._line = dict(step=step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=tokens,
-                          tokens_per_s=rate)  # fmt: skip
+        loss, norm = (value if math.isfinite(value) else None for value in (result.loss, result.grad_norm))
+        self._line = dict(step=step, loss=loss, lr=result.lr, grad_norm=norm, tokens=tokens, tokens_per_s=rate)
+        if self._utilization:
+            self._line["mfu"] = rate * self._utilization
+        if result.is_skipped:
+            self._line["skipped"] = True
 
     def add_evaluation(self, step: int, nats: float) -> None:
         """Print the held-out loss after a logged step and add it to the line. Its time does not count as training."""
@@ -87,7 +109,8 @@ class Progress:
 
     def write_log(self) -> None:
         """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
-        if self._line and self.options.log:
+        options = self.options
+        if self._line and (options.log or options.tensorboard or options.wandb):
             run_on_every_rank(self._write_line, self._log_error)
         self._line = None
 
@@ -95,12 +118,16 @@ class Progress:
         if self._file is not None:
             self._file.write(json.dumps(self._line) + "\n")
             self._file.flush()
+        if self._trackers is not None and self._line is not None:
+            self._trackers.write(self._line)
 
     def close(self) -> None:
         """End the progress bar and close the log."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 class Throughput:

@@ -99,11 +99,15 @@ class _Loss(nn.Module):
 
 @dataclass
 class Step:
-    """The result of a step; `loss` and `grad_norm` (before clipping) are those of the whole global batch."""
+    """The result of a step; `loss` and `grad_norm` (before clipping) are those of the whole global batch.
+
+    is_skipped: one of them is not finite, so the step has changed nothing.
+    """
 
     loss: float
     grad_norm: float
     lr: float
+    is_skipped: bool = False
 
 
 class Trainer:
@@ -125,19 +129,22 @@ class Trainer:
             )
         self.fusion: SparseFusion | None = None
         self.pending_gradients: dict[str, torch.Tensor] = {}
+        self.skipped_in_a_row = 0
         if groups.data_context is not None and options.gradient_mode != "dense":
             self.fusion = SparseFusion(
                 options.gradient_density, options.gradient_sparsifier, options.gradient_mode,
                 density_warmup=options.gradient_density_warmup, model_group=groups.tensor,
                 copied=lambda parameter: field_of(parameter).copies(groups.tensor_ranks) > 1,
                 report=lambda line: report(line) if groups.rank == 0 else None,
+                on_nonfinite="skip-known" if options.max_skipped_steps else "raise",
             ).attach(self.loss)  # fmt: skip
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.
 
         Context and data-parallel ranks sum their gradients; the tensor-parallel ranks exchange what `Model.loss` and
-        `grad_norm` send. Failure on every rank if the loss or the gradient is not finite.
+        `grad_norm` send. A step whose loss or gradient norm is not finite, which all ranks see alike, is skipped; Failure on
+        every rank if there are more than `max_skipped_steps` of these in a row.
         """
         inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
         total: torch.Tensor | float = 0.0
@@ -148,11 +155,14 @@ class Trainer:
             except FloatingPointError as error:  # SparseFusion raises it on every rank
                 problem = str(error).partition(": ")[2].partition(". ")[0]
                 raise Failure(f"step {step + 1}: {problem}, so training stops") from None
-        self._add_pending_gradients()
+        added = self._add_pending_gradients()
         norm = grad_norm(self.model)
         loss, rate = float(total), learning_rate(self.options, step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Failure(f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: not finite, so training stops")
+            return self._skip(step, Step(loss, float(norm), rate, is_skipped=True))
+        self.skipped_in_a_row = 0
+        for name in added:
+            del self.pending_gradients[name]
         clip_gradients(self.model, norm, self.options.clip_grad)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -160,16 +170,29 @@ class Trainer:
         fused_adam.zero_gradients(self.optimizer)
         return Step(loss, float(norm), rate)
 
+    def _skip(self, step: int, result: Step) -> Step:
+        """Drop the gradients of a step that is not finite; returns its result, or raises Failure if it is one too many."""
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.options.max_skipped_steps:
+            before = f" after {self.skipped_in_a_row - 1} skipped steps" if self.skipped_in_a_row > 1 else ""
+            problem = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite{before}, so training stops"
+            raise Failure(f"step {step + 1}: {problem}")
+        fused_adam.zero_gradients(self.optimizer)
+        return result
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) under the names that `fusion` uses."""
         loss = self.loss.module if isinstance(self.loss, DistributedDataParallel) else self.loss
         return loss.named_parameters()
 
-    def _add_pending_gradients(self) -> None:
-        """Add them to the gradients; those of parameters without a gradient wait for a later step."""
+    def _add_pending_gradients(self) -> list[str]:
+        """Add them to the gradients; returns their names. Those of parameters without a gradient wait for a later step."""
+        added = []
         for name, parameter in self.named_parameters() if self.pending_gradients else ():
             if name in self.pending_gradients and parameter.grad is not None:
-                parameter.grad += self.pending_gradients.pop(name).view_as(parameter).to(parameter.grad)
+                parameter.grad += self.pending_gradients[name].view_as(parameter).to(parameter.grad)
+                added.append(name)
+        return added
 
     def _backward(self, inputs: torch.Tensor, labels: torch.Tensor, is_last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; returns its share of the loss. Replicas average after the last one."""

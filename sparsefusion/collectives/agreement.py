@@ -3,11 +3,14 @@
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .counted import all_gather_small
 
 SHOWN = 320  # bytes of each rank's arguments in the error
 
@@ -45,6 +48,37 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     if wrong is not None:
         raise wrong
     return int(gathered[0, 1])
+
+
+def agree_in_groups(
+    action: Callable[[], T],
+    compared: Callable[[T, dist.ProcessGroup], object],
+    groups: Mapping[dist.ProcessGroup, str],
+    device: torch.device | str,
+) -> T:
+    """What `action()` returns, after the ranks of each group have completed it, and agreed on `compared(result, group)`.
+
+    groups: {process group: what an error calls its ranks}; they compare one after the other, and the ranks of a group learn
+    of an error in those before. Errors and messages are those of `agree`, for each group.
+    """
+    results: list[T] = []
+    error: Exception | None = None
+
+    def outcome(group: dist.ProcessGroup) -> object:
+        if error is not None:
+            raise error
+        if not results:
+            results.append(action())
+        return compared(results[0], group)
+
+    for group, whose in groups.items():
+        try:
+            agree(partial(all_gather_small, group=group), device, partial(outcome, group), whose)
+        except Exception as raised:  # of any kind: the ranks of the next group must learn of it
+            error = raised
+    if error is not None:
+        raise error
+    return results[0] if results else action()
 
 
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device | str | None) -> T:

@@ -1,12 +1,17 @@
-"""Forked gloo ranks: how the tests run more than one rank.
+"""How the tests run more than one rank: gloo ranks by `run_ranks`, NCCL ranks by `run_cuda_ranks`.
 
-A rank is a fork of the test process, so it starts in milliseconds, needs no pickling of its function and arguments,
+A gloo rank is a fork of the test process, so it starts in milliseconds, needs no pickling of its function and arguments,
 and shares what was imported before. It reports through a pipe and then waits to be killed: if it exited, the other ranks
 would see a broken connection instead of the error that came first.
+
+CUDA cannot be used in a fork of a process that has used it, so an NCCL rank is a fork of a server that has only imported
+torch. Where there are fewer GPUs than ranks, all ranks share the first GPU. NCCL refuses that on one host, so each
+rank then says that it is a host of its own (NCCL_HOSTID), and the ranks exchange messages through sockets.
 """
 
 import faulthandler
 import io
+import multiprocessing
 import os
 import pickle
 import selectors
@@ -19,6 +24,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -236,3 +242,71 @@ def _send(writer, report):
     with open(writer, "wb") as pipe:
         pipe.write(HEADER.pack(len(report)))
         pipe.write(report)
+
+
+# NCCL ranks
+
+
+def run_cuda_ranks(function, world_size, *args, timeout=120):
+    """The list of function(rank, *args) of `world_size` NCCL ranks, for which GPUs are already chosen.
+
+    function: of a module, because it is found by its name. Results travel by torch.save, and should be on the CPU. If a rank
+    raises or dies, RuntimeError with the first traceback; TimeoutError if some have not finished after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    with tempfile.TemporaryDirectory(prefix="cuda-ranks-") as directory:
+        store, ranks, pipes = (Path(directory) / "store").as_uri(), [], {}
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                ranks.append(
+                    context.Process(
+                        target=_run_cuda_rank, args=(sender, function, rank, world_size, store, args, timeout)
+                    )
+                )
+                ranks[-1].start()
+                sender.close()
+                pipes[receiver] = rank
+            return _collect_cuda(pipes, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect_cuda(pipes, timeout):
+    """The results that arrive through {pipe: rank}, in the order of the ranks."""
+    deadline, results, waiting = time.monotonic() + timeout, {}, dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} had not finished after {timeout} s")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                result, trace = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a result") from None
+            if trace:
+                raise RuntimeError(f"rank {rank} of {len(pipes)}: {trace}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run_cuda_rank(pipe, function, rank, world_size, store, args, timeout):
+    """Join a group of NCCL ranks, call the function, and send (its result, "") or (None, the traceback)."""
+    try:
+        has_own_gpu = torch.cuda.device_count() >= world_size
+        if not has_own_gpu:
+            os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.cuda.set_device(rank if has_own_gpu else 0)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world_size, timeout=limit)
+        outcome = function(rank, *args), ""
+        torch.cuda.synchronize()
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
+    pipe.send_bytes(buffer.getvalue())

@@ -49,11 +49,11 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
     return Batches(stream(vocab), run.seq_length, run.global_batch_size, run.seed)
 
 
-def trainer(run: Options, groups: Groups = None, vocab=VOCAB) -> Trainer:
+def trainer(run: Options, groups: Groups = None, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer of a new model over these groups (None: one rank)."""
     groups = groups or Groups()
     config = Config.from_dict(run.new_config(vocab, 0))
-    return Trainer(make_model(run, config, groups, torch.device("cpu")), groups, run)
+    return Trainer(make_model(run, config, groups, torch.device(device)), groups, run)
 
 
 def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
@@ -63,9 +63,9 @@ def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
     return torch.tensor([[r.loss, r.grad_norm] for r in results], dtype=torch.float64).T
 
 
-def trainer_on(tp, run: Options, vocab=VOCAB) -> Trainer:
+def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
-    return trainer(run, initialize(tp, context=run.context_parallel_size), vocab)
+    return trainer(run, initialize(tp, device, context=run.context_parallel_size), vocab, device)
 
 
 def pieces(trainer: Trainer) -> dict:

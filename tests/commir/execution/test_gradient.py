@@ -10,7 +10,7 @@ from commir import Mesh, Schedule, differentiable, execute, interpret, programs,
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
-from commir.scheduling.placements import Placement, place
+from commir.scheduling.placements import Placement, in_chunks, place
 from loop_programs import assert_close, random_inputs
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)  # keys travel; queries travel
@@ -102,7 +102,10 @@ def test_other_plans_do_not_run_on_attention2d():
     mixed = plan_of(dict(x=2, y=2), dict(x="kv", y=RING_KV), 48)
     rows_first = plan_of(dict(x=2, y=2), dict(x="q", y="kv"), 48)
     double_ring = plan_of(dict(x=2, y=2), dict(x=RING_KV, y=RING_KV), 48)  # sends less along x than a ring of all ranks
+    ring = place(Schedule(programs.attention(2, 4, 2, 48, 8), Mesh(x=2)), x=RING_KV)
+    assert grid_of(ring.lower()) == (2, 1, 1, True)
     assert grid_of(mixed) is grid_of(rows_first) is grid_of(double_ring) is None
+    assert grid_of(in_chunks(ring, "heads", 2).lower()) is None
 
 
 def test_decoding_does_not_run_on_attention2d():

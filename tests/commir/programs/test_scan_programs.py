@@ -20,21 +20,23 @@ def inputs_of(program):
 
 
 def one_rank(x, dt, B, C, A):
-    state, outputs = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[2], dtype=x.dtype), []
+    state, outputs = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype), []
+    B, C = (t.unsqueeze(2).expand(*x.shape[:3], -1) if t.ndim == 3 else t.repeat_interleave(x.shape[2] // t.shape[2], 2)
+            for t in (B, C))  # fmt: skip
     for t in range(x.shape[1]):
         decay = torch.exp(dt[:, t, :, None] * A)
-        state = decay[:, :, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, None, None]
-        outputs.append((state * C[:, t, None, None]).sum(-1))
+        state = decay[:, :, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        outputs.append((state * C[:, t, :, None]).sum(-1))
     return torch.stack(outputs, 1)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("heads", [12, 5])
+@pytest.mark.parametrize("heads, groups", [(12, 1), (5, 1), (24, 12), (6, 2)])
 @pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2), (2, 3)])
-def test_every_plan_equals_one_rank(sizes, heads, order):
-    """Also where the heads do not divide, so that summaries are gathered."""
+def test_every_plan_equals_one_rank(sizes, heads, groups, order):
+    """Also where the heads do not divide, so that summaries are gathered, and where heads have B and C in groups."""
     mesh = mesh_of(*sizes)
-    program = programs.selective_scan(2, 6 * mesh.ranks, heads, 2, 3, "float64", order)
+    program = programs.selective_scan(2, 6 * mesh.ranks, heads, 2, 3, "float64", order, groups)
     inputs = inputs_of(program)
     expected = {"y": one_rank(**inputs)}
     found = plans(program, mesh)

@@ -9,7 +9,7 @@ from commir import Mesh, Schedule, interpret, programs, verify
 from commir.execution.state import Count
 from commir.execution.verifier import unscheduled
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, is_placed, known_as, place
+from commir.scheduling.placements import Placement, in_chunks, is_placed, known_as, place
 from loop_programs import assert_close, random_inputs
 
 MESH = Mesh(x=2, y=3)
@@ -191,3 +191,7 @@ def test_what_is_placed():
     assert known_as(ring) == "ring"
     inner = schedule.tile("q", 4).tile("q.i", 2).parallelize("q.i.o", "gpu")
     assert not is_placed(inner) and not is_placed(ring.shard("lse", "heads", "gpu"))
+    chunks = ring.tile("heads", 2).chunk("heads.o")
+    assert is_placed(chunks) and is_placed(in_chunks(ring, "heads", 2))
+    assert not is_placed(ring.tile("q.i", 2).tile("q.i.i", 2).chunk("q.i.i.o"))
+    assert not is_placed(chunks.reorder("kv.o", "heads.i"))

@@ -13,14 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tiny
-from megatron_ssm.checkpoints.training import (
-    MOMENTS,
-    find_checkpoints,
-    load_training,
-    newest_checkpoint,
-    save_training,
-    set_aside,
-)
+from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside
+from megatron_ssm.checkpoints.training import MOMENTS, load_training, save_training
 from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
@@ -347,7 +341,7 @@ def test_an_interrupted_checkpoint_is_not_found(tmp_path):
     with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
         save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
     (tmp_path / "step-000001").unlink()
-    assert os.listdir(tmp_path) == [".step-000001"]
+    assert os.listdir(tmp_path) == []
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):
         newest_checkpoint(tmp_path, RUN_SETTINGS)

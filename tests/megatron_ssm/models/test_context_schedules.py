@@ -7,6 +7,8 @@ from attention2d import Attention2D, Ring, Ulysses
 from megatron_ssm import Config
 from megatron_ssm.models.context import schedule_of
 from serving import checkpoint
+from sparsefusion import Fabric
+from sparsefusion.fabric.curve import Curve
 
 SIZES = dict(tensor_ranks=1, seq=64, batch=1)
 
@@ -50,6 +52,24 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family):
     results = ranks(run, world)
     assert all(is_best for is_best, _ in results)
     assert len({reason for _, reason in results}) == 1
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_measured_fabric_decides(ranks, world):
+    """Ulysses sends the fewest bytes; behind links of high latency, both searches take a schedule with fewer messages."""
+    config = Config.read(checkpoint("zamba2"))
+    fabric = Fabric((Curve.fit("p2p", world, [(1e3, 1.0), (1e9, 1.1)]),))
+
+    def run(rank):
+        found = []
+        for name in ("auto", "search"):
+            chosen = [schedule_of(name, dist.group.WORLD, config, **SIZES, fabric=each) for each in (None, fabric)]
+            assert [each.grid.ulysses == world for each in chosen] == [True, False]
+            found.append(chosen[1].reason)
+        return found
+
+    results = ranks(run, world)
+    assert all(found == results[0] for found in results)
 
 
 @pytest.mark.parametrize("world", (3, 5))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_ssm.checkpoints.training import find_checkpoints, load_training, save_training
+from megatron_ssm.checkpoints.folders import find_checkpoints
+from megatron_ssm.checkpoints.training import load_training, save_training
 from megatron_ssm.ops import cuda_kernels, fused_adam
 from megatron_ssm.parallel.groups import Groups
 from scans import KINDS, PREVIOUS, error, in_pieces, inputs_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tiny
-from megatron_ssm.checkpoints.training import find_checkpoints, load_training, save_training
+from megatron_ssm.checkpoints.folders import find_checkpoints
+from megatron_ssm.checkpoints.training import load_training, save_training
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.ops.optional_imports import OptionalImport
 from megatron_ssm.training.trainer import Trainer

@@ -19,6 +19,7 @@ MODELS = {
         "mamba": dict(model_type="mamba"),
         "mamba2": {},
         "mamba2 groups": dict(mamba_num_groups=2),
+        "mamba2 large states": dict(mamba_state_dim=32),  # larger than a rank's tokens
         "falcon": dict(model_type="falcon_mamba", lr=1e-3),
         "zamba": tiny.ZAMBA,
         "zamba2": dict(tiny.ZAMBA2, lr=1e-3),
@@ -71,6 +72,8 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
         ("zamba", 1, 2, 1, "ring"),
         pytest.param("zamba2", 1, 4, 1, "2d", marks=pytest.mark.full),
         ("zamba2", 1, 2, 2, "auto"),
+        ("mamba2 large states", 1, 2, 1, "search"),
+        pytest.param("zamba2", 1, 4, 1, "search", marks=pytest.mark.full),
     ],
 )
 def test_curves(ranks, model, tp, cp, dp, schedule):
@@ -112,6 +115,20 @@ def test_sparse_gradients_are_summed_over_context_ranks(ranks, tp, cp, dp):
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * cp * dp)
     assert all(torch.equal(other, curves[0]) for other in curves)
     assert (curves[0] - one_rank("mamba2")[0]).abs().max() <= EXACT
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_search_also_chooses_what_scans_exchange(ranks, world):
+    def run(rank):
+        found = {}
+        for model in ("mamba2", "mamba2 large states"):
+            for schedule in ("auto", "search"):
+                run = tiny.options(**MODELS[model], context_parallel_size=world, context_schedule=schedule)
+                found[model, schedule] = tiny.trainer_on(1, run).model.context_ranks.exchanges_channels
+        return found
+
+    for found in ranks(run, world):
+        assert [key for key, exchanges in found.items() if exchanges] == [("mamba2 large states", "search")]
 
 
 @pytest.mark.parametrize("world", (3, 5))

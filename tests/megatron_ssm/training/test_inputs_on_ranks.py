@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import tiny
-from megatron_ssm.checkpoints.pending_gradients import read_pending, write_pending
+from megatron_ssm.checkpoints.pending_gradients import pending_writer, read_pending
 from megatron_ssm.models.model import Model
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
@@ -157,7 +157,8 @@ def test_a_resumed_run_that_ends_at_once_keeps_the_log(text):
     options = parse_options(["--data", "text", *TINY, "--log", "log", "--exit-interval", "1"])
     pretrain(options)
     before = Path("log").read_text()
-    progress = Progress(options, start=1)
+    progress = Progress(options)
+    progress.begin(1)
     assert before.startswith('{"step": 1,') and Path("log").read_text() == before
     progress.close()
 
@@ -194,7 +195,7 @@ def test_gradients_saved_on_another_gpu(ranks, text, world_size, monkeypatch):
         assert trainer.fusion.state_dict()["residuals"]
         with monkeypatch.context() as patch:
             patch.setattr(torch.serialization, "location_tag", lambda storage: f"cuda:{rank}")
-            write_pending(Path("out"), trainer)
+            pending_writer(trainer)(Path("out"))
 
     trainer_options = tiny.options(gradient_mode="layerwise", gradient_density=0.05, global_batch_size=2 * world_size)
     Path("out").mkdir()

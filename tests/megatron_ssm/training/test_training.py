@@ -309,22 +309,51 @@ def make_gradient_infinite(trainer):
     [(2, 1, make_gradient_infinite), (1, 2, make_loss_nan), (2, 2, make_loss_nan), (2, 2, make_gradient_infinite)],
 )
 def test_a_non_finite_step_stops_every_rank(ranks, tp, dp, spoil):
-    """NaN or Inf appears on the last rank alone, in the third step."""
-    run = tiny.options()
+    """NaN or Inf appears on the last rank alone, from the third step on; the run may skip none, or two."""
 
     def train(rank):
-        trainer = tiny.trainer_on(tp, run)
-        tiny.curve(trainer, 2)
-        if rank == tp * dp - 1:
-            spoil(trainer)
-        with pytest.raises(Failure) as failure:
-            tiny.curve(trainer, start=2)
-        return str(failure.value)
+        lines = []
+        for skipped in (0, 2):
+            trainer = tiny.trainer_on(tp, tiny.options(max_skipped_steps=skipped))
+            tiny.curve(trainer, 2)
+            if rank == tp * dp - 1:
+                spoil(trainer)
+            with pytest.raises(Failure) as failure:
+                tiny.curve(trainer, start=2)
+            lines.append(str(failure.value))
+        return tuple(lines)
 
-    lines = ranks(train, tp * dp)
-    assert len(set(lines)) == 1
-    assert re.fullmatch(r"step 3: loss \S+, gradient norm (nan|inf): not finite, so training stops", lines[0])
-    assert ("loss nan" in lines[0]) == (spoil is make_loss_nan)
+    (lines,) = set(ranks(train, tp * dp))
+    for line, step, after in zip(lines, (3, 5), ("", " after 2 skipped steps"), strict=True):
+        problem = rf"step {step}: loss \S+, gradient norm (nan|inf): not finite{after}, so training stops"
+        assert re.fullmatch(problem, line)
+        assert ("loss nan" in line) == (spoil is make_loss_nan)
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("mode", ("dense", "layerwise"))
+def test_a_skipped_step_changes_nothing(ranks, tp, dp, mode):
+    """The run is the one whose batches lack that step: parameters, moments, step counts, residuals."""
+    run = tiny.options(gradient_mode=mode, gradient_density=0.1, lr_decay_style="constant", lr_warmup_iters=0)
+
+    def train(rank):
+        trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
+        data = tiny.batches(run)
+        for step in range(5):
+            result = trainer.step(data, step)
+            other.step(data, step)
+        handle = trainer.model.layers[0].mixer.D.register_hook(lambda grad: grad * (math.inf if rank == 0 else 1.0))
+        result = trainer.step(data, 5)
+        handle.remove()
+        assert result.is_skipped and not math.isfinite(result.grad_norm)
+        for step in (6, 7):
+            assert trainer.step(data, step) == other.step(data, step)
+        pairs = list(zip(trainer.model.parameters(), other.model.parameters(), strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        states = [(trainer.optimizer.state[ours], other.optimizer.state[theirs]) for ours, theirs in pairs]
+        return all(torch.equal(ours[name], theirs[name]) for ours, theirs in states for name in theirs)
+
+    assert all(ranks(train, tp * dp))
 
 
 # Evaluation

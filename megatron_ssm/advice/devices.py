@@ -1,0 +1,70 @@
+"""What one rank computes with: estimates from the rates of a GPU, as time = FLOPs / rate + bytes / bandwidth.
+
+They are estimates of large models: products of matrices at a share of the peak, everything else and decoding at a share of
+the memory's bandwidth. `measured.MeasuredDevice` has the same methods and times the model's own parts instead.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.memory import Memory
+
+KERNELS = 20  # launched by a layer's forward pass, about
+MOVES = 3  # how often an activation is written or read in a forward pass, about
+
+
+@dataclass(frozen=True)
+class Device:
+    """memory: bytes. flops: per second, in products of large matrices. bandwidth: bytes per second, of the memory.
+
+    launch: seconds per kernel that the host launches. itemsize: bytes of an element of weights and activations in
+    generation.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    launch: float = 5e-6
+    itemsize: int = 2
+
+    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+        """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
+        rows = batch * tokens
+        stored = config.num_layers * TrainingMemory(config, ranks).stored_by_layer
+        products = rows * 2 * Memory(config, ranks, 1).weights_read_per_token + batch * _attention(
+            config, ranks, tokens, seq
+        )
+        moved = rows * stored * MOVES * self.itemsize
+        return products / self.flops + moved / self.bandwidth + KERNELS * config.num_layers * self.launch
+
+    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward pass in training; arguments as in `forward`."""
+        forward = self.forward(config, ranks, batch, tokens, seq)
+        return forward, 2 * forward
+
+    def optimizer(self, config: Config, ranks: int) -> float:
+        """Seconds of AdamW, which reads weights, gradients and two moments in fp32, and writes three of them."""
+        return 7 * Memory(config, ranks, 4).weights / self.bandwidth
+
+    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+        """Seconds to decode one token of `batch` sequences of `length` tokens, in a CUDA graph."""
+        shape = Memory(config, ranks, self.itemsize)
+        moved = 2 * shape.state_per_sequence + length * shape.keys_and_values_per_token
+        return (shape.weights_read_per_token + batch * moved) / self.bandwidth
+
+
+def _attention(config: Config, ranks: int, tokens: int, seq: int) -> float:
+    """FLOPs of causal attention of `tokens` of `seq` tokens: each reads half of them on average."""
+    if config.shared is None:
+        return 0.0
+    return len(config.hybrid_layers) * 4 * config.shared.heads // ranks * config.shared.head_dim * tokens * seq / 2
+
+
+# Half of the peak in bf16, and 70 % of the memory's bandwidth, of the vendor's data sheets.
+DEVICES = {
+    "a100": Device("A100 80 GB", 80e9, 0.5 * 312e12, 0.7 * 2.0e12),
+    "h100": Device("H100 SXM", 80e9, 0.5 * 989e12, 0.7 * 3.35e12),
+    "h200": Device("H200 SXM", 141e9, 0.5 * 989e12, 0.7 * 4.8e12),
+}

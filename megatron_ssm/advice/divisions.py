@@ -1,0 +1,242 @@
+"""All divisions of a model and its batch over ranks, with their predicted times and memory, the fastest first.
+
+A division has `tensor` x `context` x `data` ranks. A training step takes
+
+    micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks)
+    + what backward does not hide of the sums of gradients + AdamW
+
+and a reply takes the time of its prompt (TTFT) and of its tokens (TPOT each). Each of the times is of the slowest rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from attention2d.schedules.choosing import candidates
+from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.memory import Memory
+from sparsefusion import FORMATS, Fabric
+
+from .traffic import backward_sums, exact_sums, gradient_sums, passed_states, seconds_of, seconds_of_block_sums
+
+WORTHWHILE = 0.9  # a less exact format must reduce the time of a step to this share
+HIDDEN = 0.7  # the share of backward during which gradients are sent: the first bucket is ready after a part of it
+SPARSE = 0.2  # the share of a step from which on the sums of gradients are worth fusing sparsely
+FP32 = 4  # bytes
+
+
+class Computes(Protocol):
+    """What a rank computes with: `devices.Device` or `measured.MeasuredDevice`. `ranks` ranks split each layer."""
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of weights and activations in generation."""
+
+    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
+
+    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward pass in training."""
+
+    def optimizer(self, config: Config, ranks: int) -> float:
+        """Seconds of AdamW."""
+
+    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step: global_batch sequences of seq tokens, of which a rank computes micro_batch at a time."""
+
+    seq: int
+    global_batch: int
+    micro_batch: int = 1
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Replies of `new` tokens to `batch` prompts of `prompt` tokens, which are generated together."""
+
+    prompt: int
+    new: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Division:
+    """One division and its prediction, or why it is excluded.
+
+    parts: {what: seconds}, of which `seconds` is the sum. memory: bytes on the rank that needs most. format: of the sums of
+    block outputs. attention: the schedule of context ranks. gradients: the gradient mode. For generation also ttft and tpot.
+    """
+
+    tensor: int
+    context: int
+    data: int
+    parts: dict[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+    format: str = "fp32"
+    attention: str = ""
+    gradients: str = "dense"
+    recompute: bool = False
+    ttft: float = 0.0
+    tpot: float = 0.0
+    excluded: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a training step, or of a reply."""
+        return sum(self.parts.values())
+
+    @property
+    def sizes(self) -> str:
+        """The numbers of ranks, in words."""
+        return f"TP {self.tensor} x CP {self.context} x DP {self.data}"
+
+
+def training_divisions(config: Config, ranks: int, job: Training, fabric: Fabric, device: Computes) -> list[Division]:
+    """All divisions for training: those that fit, the fastest first, and then those that are excluded."""
+    found = [_training(config, *sizes, job, fabric, device) for sizes in _sizes(ranks)]
+    return sorted(found, key=lambda each: (bool(each.excluded), each.seconds))
+
+
+def generation_divisions(
+    config: Config, ranks: int, job: Generation, fabric: Fabric, device: Computes
+) -> list[Division]:
+    """All divisions for generation, as in `training_divisions`; `data` replicas each generate a batch of their own."""
+    found = [_generation(config, *sizes, job, fabric, device) for sizes in _sizes(ranks)]
+    return sorted(found, key=lambda each: (bool(each.excluded), each.seconds, -each.data))
+
+
+def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(tensor, context, data) whose product is `ranks`."""
+    for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        for context in (n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0):
+            yield tensor, context, ranks // tensor // context
+
+
+def _training(
+    config: Config, tensor: int, context: int, data: int, job: Training, fabric: Fabric, device: Computes
+) -> Division:
+    """The prediction of one division."""
+    sizes, per_step = (tensor, context, data), job.micro_batch * data
+    try:
+        config.check_ranks(tensor)
+        if job.global_batch % per_step:
+            raise ValueError(
+                f"a batch of {job.global_batch} does not divide over {data} x micro-batches of {job.micro_batch}"
+            )
+        tokens = _tokens(config, job.seq, context)
+        attention, attention_seconds = _attention(config, tensor, context, job.seq, job.micro_batch, True, fabric)
+    except ValueError as error:
+        return Division(*sizes, excluded=str(error))
+    weights, recompute = Memory(config, tensor, FP32).weights, False
+    needed = 4 * weights + TrainingMemory(config, tensor).peak(job.micro_batch, tokens)
+    if needed > device.memory:
+        recompute = True
+        needed = 4 * weights + TrainingMemory(config, tensor, recompute=True).peak(job.micro_batch, tokens)
+    if needed > device.memory:
+        return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
+    forward, backward = device.micro_batch(config, tensor, job.micro_batch, tokens, job.seq)
+    micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
+    compute = micro_batches * (forward * (1 + recompute) + backward)
+    rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric)
+    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric) for each in FORMATS if each != "auto"}
+    format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
+    sums = seconds_of(gradient_sums(weights, context * data), fabric)
+    parts = {
+        "compute": compute,
+        "tensor-parallel sums": micro_batches * (rest + by_format[format]),
+        "context ranks": micro_batches * (
+            seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric) + attention_seconds
+        ),
+        "sums of gradients": max(sums - HIDDEN * backward, sums * (1 - HIDDEN)),
+        "AdamW": device.optimizer(config, tensor),
+    }  # fmt: skip
+    gradients = "auto" if parts["sums of gradients"] > SPARSE * sum(parts.values()) else "dense"
+    return Division(*sizes, parts, needed, format, attention, gradients, recompute)
+
+
+def _generation(
+    config: Config, tensor: int, context: int, data: int, job: Generation, fabric: Fabric, device: Computes
+) -> Division:
+    """The prediction of one division."""
+    sizes = (tensor, context, data)
+    try:
+        config.check_ranks(tensor)
+        tokens = _tokens(config, job.prompt, context)
+        attention, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
+    except ValueError as error:
+        return Division(*sizes, excluded=str(error))
+    shape = Memory(config, tensor, device.itemsize)
+    needed = shape.weights + shape.prefill(job.batch, tokens) + shape.cache(job.batch, job.prompt + job.new)
+    if needed > device.memory:
+        return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
+    compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
+    token = device.token(config, tensor, job.batch, job.prompt)
+
+    def sums(format: str, rows: int) -> float:
+        exact = seconds_of(exact_sums(config, tensor, rows), fabric)
+        return exact + seconds_of_block_sums(config, tensor, rows, format, fabric)
+
+    rows = job.batch * tokens
+    states = seconds_of(passed_states(config, tensor, context, job.batch, False), fabric) + attention_seconds
+    times = {
+        name: (compute + states + sums(name, rows), token + sums(name, job.batch)) for name in FORMATS if name != "auto"
+    }
+    format = _format({name: ttft + job.new * tpot for name, (ttft, tpot) in times.items()})
+    ttft, tpot = times[format]
+    parts = {
+        "prompt, computed": compute,
+        "prompt, tensor-parallel sums": sums(format, rows),
+        "prompt, context ranks": states,
+        "tokens, computed": job.new * token,
+        "tokens, tensor-parallel sums": job.new * sums(format, job.batch),
+    }
+    return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
+
+
+def _tokens(config: Config, seq: int, context: int) -> int:
+    """The tokens of a sequence on each of `context` ranks, which have two blocks; ValueError if these are too short."""
+    if context == 1:
+        return seq
+    block = -(-seq // (2 * context))
+    if block < config.conv_kernel - 1:
+        raise ValueError(f"{seq} tokens are too few for {context} context ranks")
+    return 2 * block
+
+
+def _attention(
+    config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric
+) -> tuple[str, float]:
+    """(the schedule that sends the least, the seconds of its messages in all hybrid layers)."""
+    shared = config.shared
+    if context == 1 or shared is None:
+        return "", 0.0
+    heads, kv_heads = shared.heads // tensor, shared.kv_heads // tensor
+    best = candidates(context, heads, kv_heads, shared.head_dim, seq, training, fabric, batch, FP32)[0]
+    name = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
+    return name, len(config.hybrid_layers) * (best.seconds or 0.0)
+
+
+def _format(times: dict[str, float]) -> str:
+    """The most exact format, unless a less exact one reduces the time to WORTHWHILE."""
+    chosen = "fp32"
+    for name, time in times.items():
+        if time < WORTHWHILE * times[chosen]:
+            chosen = name
+    return chosen
+
+
+def _too_large(needed: float, device: Computes) -> str:
+    return f"needs {needed / 1e9:.2f} GB of the {device.memory / 1e9:.2f} GB of a rank"

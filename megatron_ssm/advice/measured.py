@@ -1,0 +1,192 @@
+"""This machine as a device: times of the parts of a model, on all ranks that will compute at the same time.
+
+The part of a tensor-parallel rank computes as much as a model on one rank that is as many times narrower. So that model is
+built with random weights, with one and with a few layers, and timed without messages; all layers are extrapolated from it.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from attention2d.compute.tile import attend
+from megatron_ssm.checkpoints.hf import build
+from megatron_ssm.configs.config import Config
+from megatron_ssm.models.initialization import initialize
+from megatron_ssm.models.model import Model
+from megatron_ssm.ops import fused_adam
+from megatron_ssm.sizing.memory import Memory
+from sparsefusion.collectives.counted import all_reduce
+
+REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
+LAYERS = (1, 4)  # of the models that are timed
+NEW = 4  # decoded tokens that are timed
+BACKWARD_ATTENTION = 2.5  # its products of matrices, over those of forward
+
+
+def part_of(config: Config, ranks: int, layers: int, is_hybrid: bool = False) -> Config:
+    """A model for one rank that computes what one of `ranks` tensor-parallel ranks does, with `layers` layers.
+
+    is_hybrid: whether its first layer uses the shared block; the others do not.
+    """
+    config.check_ranks(ranks)
+    shared = config.shared
+    if shared is not None:
+        shared = replace(
+            shared, heads=shared.heads // ranks, kv_heads=shared.kv_heads // ranks,
+            feed_forward_size=shared.feed_forward_size // ranks,
+        )  # fmt: skip
+    return replace(
+        config, num_layers=layers, vocab_size=-(-config.vocab_size // ranks), shared=shared if is_hybrid else None,
+        intermediate_size=config.intermediate_size // ranks, heads=max(1, config.heads // ranks),
+        groups=max(1, config.groups // ranks) if config.groups else 0, hybrid_layers=(0,) if is_hybrid else (),
+    )  # fmt: skip
+
+
+@dataclass
+class MeasuredDevice:
+    """A `devices.Device` that times models on this rank, and takes the slowest rank's times. All ranks call it together.
+
+    memory: bytes of a rank. group: the ranks that measure at the same time (None: this one alone).
+    """
+
+    memory: float
+    group: ProcessGroup | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What was measured."""
+        return f"this machine's {self.device.type}, measured in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of weights and activations in generation."""
+        return self.dtype.itemsize
+
+    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
+        (seconds,) = self._of_layers(_prompt, config, ranks, batch, tokens)
+        return seconds + self._attention(config, ranks, batch, tokens, seq)
+
+    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward pass in training, over `tokens` of the `seq` tokens of each sequence."""
+        forward, backward, _ = self._of_layers(_training, config, ranks, batch, tokens)
+        more = self._attention(config, ranks, batch, tokens, seq)
+        return forward + more, backward + BACKWARD_ATTENTION * more
+
+    def optimizer(self, config: Config, ranks: int) -> float:
+        """Seconds of AdamW, in proportion to the weights."""
+        part = part_of(config, ranks, LAYERS[-1])
+        seconds = self._slowest([self._times(_training, part, 1, 2 * config.conv_kernel)])[0, 2]
+        return float(seconds) * Memory(config, ranks).weights / Memory(part).weights
+
+    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+        return self._of_layers(_token, config, ranks, batch, length)[0]
+
+    def _of_layers(
+        self,
+        run: Callable[[Model, torch.Tensor], tuple[float, ...]],
+        config: Config,
+        ranks: int,
+        batch: int,
+        tokens: int,
+    ) -> tuple[float, ...]:
+        """The times of `run` for all layers of the part of a model, from those for few layers."""
+        key = (run, config, ranks, batch, tokens)
+        if key not in self._known:
+            fewer, more = LAYERS
+            models = [part_of(config, ranks, layers) for layers in LAYERS]
+            models += [part_of(config, ranks, fewer, is_hybrid=True)] if config.shared is not None else []
+            times = self._slowest([self._times(run, each, batch, tokens) for each in models])
+            layer = (times[1] - times[0]).clamp(min=0) / (more - fewer)
+            total = times[0] + (config.num_layers - fewer) * layer
+            if config.shared is not None:
+                total += len(config.hybrid_layers) * (times[2] - times[0]).clamp(min=0)
+            self._known[key] = tuple(total.tolist())
+        return self._known[key]
+
+    def _times(self, run: Callable, config: Config, batch: int, tokens: int) -> tuple[float, ...]:
+        """The median times of `run` for a model with random weights and prompts."""
+        model = initialize(build(config, dtype=self.dtype, device=self.device), seed=0)
+        ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+        found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
+        return tuple(map(statistics.median, zip(*found, strict=True)))
+
+    def _slowest(self, times: Sequence[Any]) -> torch.Tensor:
+        """The largest times of all ranks."""
+        mine = torch.tensor(times, dtype=torch.float64, device=self.device)
+        return all_reduce(mine, self.group, op=dist.ReduceOp.MAX).cpu()
+
+    def _attention(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+        """Seconds of attention to the keys of other context ranks, which the part of a model does not have."""
+        if config.shared is None or tokens == seq:
+            return 0.0
+        shared, key = config.shared, (attend, config, ranks, batch, tokens)
+        if key not in self._known:
+            heads = [shared.heads // ranks, shared.kv_heads // ranks, shared.kv_heads // ranks]
+            q, k, v = (
+                torch.randn(tokens, batch, n, shared.head_dim, device=self.device, dtype=self.dtype) for n in heads
+            )
+            run = lambda: attend(q, k, v, True, shared.head_dim**-0.5)  # noqa: E731
+            mine = statistics.median(_clock(run, self.device) for _ in range(REPEATED))
+            self._known[key] = (float(self._slowest([mine])),)
+        return len(config.hybrid_layers) * (seq / tokens - 1) * self._known[key][0]
+
+
+def own_memory(ranks_on_host: int, device: torch.device) -> float:
+    """Bytes of memory for one rank of `ranks_on_host`."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks_on_host
+
+
+# What is timed: functions of a model and ids (batch, tokens)
+
+
+def _clock(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
+    """Forward, backward and AdamW."""
+    losses: list[torch.Tensor] = []
+    forward = _clock(lambda: losses.append(model.loss(ids, ids)), ids.device)
+    backward = _clock(losses[0].backward, ids.device)
+    optimizer = fused_adam.adamw([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=1e-4)
+    return forward, backward, _clock(optimizer.step, ids.device)
+
+
+@torch.no_grad()
+def _prompt(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
+    """Reading the prompts."""
+    cache = model.new_cache(*ids.shape)
+    return (_clock(lambda: model.local_logits(ids, None, cache, 1), ids.device),)
+
+
+@torch.no_grad()
+def _token(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
+    """One of a few decoded tokens after the prompts; the first is not timed, nor those that CUDA graphs need."""
+    cache = model.new_cache(len(ids), ids.shape[1] + 2 * NEW)
+    model.local_logits(ids, None, cache, 1)
+
+    def decode() -> None:
+        for _ in range(NEW):
+            model.local_logits(ids[:, :1], None, cache, 1)
+
+    _clock(decode, ids.device)
+    return (_clock(decode, ids.device) / NEW,)

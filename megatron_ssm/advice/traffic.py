@@ -1,0 +1,113 @@
+"""What ranks send in a training step, for a prompt and for a decoded token, and how long it takes on a fabric.
+
+The tensor-parallel sums are those of `sizing.advise.all_reduces`, for every token. Backward sums the gradients of the same
+activations (Megatron's f and g), where the attention's input is twice as wide, and the gradients of parameters that several
+ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums the gradients of all data x context ranks.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.advise import SUM_BYTES, all_reduces
+from megatron_ssm.sizing.memory import Memory
+from sparsefusion import Fabric
+
+BUCKET = 25 * 2**20  # bytes of gradients that torch's DDP sums at once
+# What an operation that was not measured is estimated by: it sends as many bytes, in as many steps.
+INSTEAD = {"all_to_all": ("reduce_scatter", None), "p2p": ("all_gather", 2)}  # (operation, ranks if they differ)
+BYTES_IN_FORMAT = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 128}  # of an element on the wire
+
+
+@dataclass(frozen=True)
+class Message:
+    """`count` collectives of a `Fabric`, each of `nbytes` among `ranks` ranks."""
+
+    operation: str
+    nbytes: float
+    ranks: int
+    count: float = 1
+
+
+def seconds_of(messages: Iterable[Message], fabric: Fabric) -> float:
+    """The time of messages one after the other. Numbers of ranks that were never measured are extrapolated."""
+    known, total = {curve.operation for curve in fabric.curves}, 0.0
+    for each in messages:
+        if each.nbytes and each.count and each.ranks > 1:
+            operation, ranks = each.operation, each.ranks
+            if operation not in known and operation in INSTEAD:
+                operation, ranks = INSTEAD[operation][0], INSTEAD[operation][1] or ranks
+            total += each.count * fabric.time(operation, each.nbytes, ranks, extrapolate=True)
+    return total
+
+
+def block_sums(config: Config, ranks: int, tokens: int) -> list[tuple[float, int]]:
+    """[(bytes, count)] of the sums of block outputs in a forward pass over `tokens` tokens: those that `reduce=` rounds.
+
+    If Mamba-2's norm is summed with them, they have one more column.
+    """
+    row, norm = SUM_BYTES * tokens, SUM_BYTES * tokens if config.groups == 1 else 0
+    mixers = row * config.hidden_size + norm, config.num_layers
+    return [mixers, (row * config.hidden_size, 2 * len(config.hybrid_layers))] if ranks > 1 else []
+
+
+def seconds_of_block_sums(config: Config, ranks: int, tokens: int, format: str, fabric: Fabric) -> float:
+    """The time of these sums in a wire format.
+
+    Exact ones are all-reduces. The others are an exchange of pieces and an all-gather of their sums, or an all-gather of
+    everything, whichever is faster.
+    """
+    total = 0.0
+    for nbytes, count in block_sums(config, ranks, tokens):
+        sent = nbytes / SUM_BYTES * BYTES_IN_FORMAT[format]
+        exact = [Message("all_reduce", nbytes, ranks, count)]
+        two_shot = [Message("all_to_all", sent, ranks, count), Message("all_gather", sent / ranks, ranks, count)]
+        ways = [exact] if format == "fp32" else [two_shot, [Message("all_gather", sent, ranks, count)]]
+        total += min(seconds_of(way, fabric) for way in ways)
+    return total
+
+
+def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
+    """The other sums of a forward pass: of the embedding, and of x_proj or of norms over several ranks."""
+    if ranks > 1:
+        yield Message("all_reduce", SUM_BYTES * config.hidden_size * tokens, ranks)
+        for nbytes, count in list(all_reduces(config, ranks))[2:]:
+            yield Message("all_reduce", nbytes * tokens, ranks, count)
+
+
+def backward_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
+    """The sums of a backward pass, and of the loss."""
+    if ranks == 1:
+        return
+    row, hybrid = SUM_BYTES * config.hidden_size * tokens, len(config.hybrid_layers)
+    yield Message("all_reduce", row, ranks, config.num_layers + 1 + hybrid)  # of in_proj, the head and MLPs
+    yield Message("all_reduce", 2 * row, ranks, hybrid)
+    for nbytes, count in list(all_reduces(config, ranks))[2:]:
+        yield Message("all_reduce", nbytes * tokens, ranks, count)
+    if config.shared is not None and config.shared.adapter_rank:
+        low = SUM_BYTES * tokens * config.shared.adapter_rank
+        yield Message("all_reduce", low, ranks, hybrid * (4 if config.shared.attention_adapters else 1))
+    yield Message("all_reduce", SUM_BYTES * tokens, ranks, 3)  # largest logit, sum of exponentials, logit of the label
+    if config.groups % ranks:  # B and C of a group on several ranks: rows of in_proj, convolution, its bias
+        rows = 2 * config.groups * config.state_size
+        for width in (config.hidden_size, config.conv_kernel, 1):
+            yield Message("all_reduce", SUM_BYTES * rows * width, ranks, config.num_layers)
+
+
+def passed_states(config: Config, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:
+    """What `context` ranks exchange in all state-space layers for `batch` sequences: states, and inputs of convolutions."""
+    if context == 1:
+        return
+    shape = Memory(config, tensor, itemsize=4)
+    times = config.num_layers * (2 if training else 1)
+    state = SUM_BYTES * batch * shape.inner * config.state_size
+    yield Message("all_to_all", 2 * state, context, 2 * times)
+    yield Message("p2p", SUM_BYTES * batch * 2 * (config.conv_kernel - 1) * shape.convolved, context, times)
+
+
+def gradient_sums(weights: float, ranks: int) -> Iterator[Message]:
+    """The sums of gradients of `weights` bytes over `ranks` data x context ranks, bucket by bucket."""
+    buckets = math.ceil(weights / BUCKET)
+    if ranks > 1 and buckets:
+        yield Message("all_reduce", weights / buckets, ranks, buckets)

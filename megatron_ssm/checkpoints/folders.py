@@ -1,0 +1,117 @@
+"""The folders of a run's training checkpoints: which there are, what their `training.json` says, and renaming them."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .agreement import first_line, run_on_rank_0
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint cannot be read. An earlier one of the same run may be intact. path: of the checkpoint, if it is known."""
+
+    def __init__(self, message: str, path: Path | None = None):
+        super().__init__(message)
+        self.path = path
+
+
+def find_checkpoints(directory: str | Path) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first."""
+    found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted((p for p in found if (p / "training.json").is_file()), key=step_of)
+
+
+def half_written(directory: str | Path) -> list[Path]:
+    """The folders in a directory that runs were writing or removing when they ended, or are writing now."""
+    return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(path.name[5:])
+
+
+def newest_checkpoint(
+    directory: str | Path, requirements: dict[str, Any], before: int | None = None
+) -> tuple[Path, int]:
+    """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
+
+    before: a step; only checkpoints of earlier steps count (None: all). DamagedCheckpoint if its description cannot be read.
+    Needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
+    """
+    found = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
+    if not found:
+        earlier = "" if before is None else f" from before step {before}"
+        raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}")
+    path = found[-1]
+    described = read_training(path)
+    for name in {**requirements, **described.requirements}:
+        theirs, ours = described.requirements.get(name), requirements.get(name)
+        if theirs != ours:
+            raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
+    return path, described.step
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint's `training.json` says.
+
+    decay_steps: the `Options.decay_steps` of its run (0: none, or not recorded). optimizer_steps: how many steps the
+    optimizer has done (None: as many as `step`). metadata_crc32: the checksum of `.metadata` (None: not recorded).
+    requirements: what a run that resumes must have in common with its run.
+    """
+
+    step: int
+    decay_steps: int
+    optimizer_steps: int | None
+    metadata_crc32: int | None
+    requirements: dict[str, Any]
+
+
+def read_training(path: Path) -> Description:
+    """The description of a checkpoint; DamagedCheckpoint if it cannot be read."""
+    file = path / "training.json"
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
+        optimizer_steps, checksum = saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None)
+        counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum) if count is not None)]
+        is_valid = all(type(count) is int and count >= 0 for count in counts)
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read {file}: {first_line(error)}", path) from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        is_valid = False
+    if not is_valid:
+        raise DamagedCheckpoint(f"{file} is not a checkpoint's", path)
+    return Description(step, decay_steps, optimizer_steps, checksum, saved)
+
+
+def set_aside(directory: str | Path) -> None:
+    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
+
+    All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
+    """
+    directory = Path(directory)
+    _replace(directory, directory.with_name(f"{directory.name}.old"), lambda: bool(find_checkpoints(directory)))
+
+
+def set_damaged_aside(path: Path) -> Path:
+    """Rename a checkpoint so that no run takes it for one; returns its new name, which is replaced. As `set_aside`."""
+    damaged = path.with_name(f"{path.name}.damaged")
+    _replace(path, damaged, path.exists)
+    return damaged
+
+
+def _replace(old: Path, new: Path, is_wanted: Any) -> None:
+    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed."""
+
+    def rename() -> None:
+        if is_wanted():
+            if new.exists():
+                shutil.rmtree(new)
+            old.rename(new)
+
+    run_on_rank_0(rename, f"cannot rename {old} to {new}")

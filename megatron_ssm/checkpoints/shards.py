@@ -1,0 +1,182 @@
+"""Reads and writes the files of a training checkpoint through torch.distributed.checkpoint (DCP), with checksums.
+
+Each entry of a file (a tensor, or this rank's part of one) has a CRC-32, which stands beside its offset in `.metadata`. A
+rank that reads an entry verifies it first. DCP and torch write checksums too, but do not verify them. Checkpoints without
+checksums, of earlier versions, can be read.
+"""
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .disk_space import DiskSpace
+from .folders import DamagedCheckpoint
+
+PIECE = 1 << 20  # bytes that are read at once to compute a checksum
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """DCP's writer, but it records checksums, and reports the error of the disk where torch reports a consequence.
+
+    space: of the disk, for the message if it is full.
+    """
+
+    def __init__(self, path: str | Path, space: DiskSpace):
+        super().__init__(path)
+        self._space, self._files = space, _Files()
+        self.fs = self._files
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file. OSError if that fails."""
+        with self._space.explained():
+            written = super().write_data(plan, planner)
+        for result in written.value():
+            entry = result.storage_data
+            entry.crc32 = self._files.checksums[entry.relative_path][entry.offset]
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`, on rank 0. OSError if that fails."""
+        with self._space.explained():
+            super().finish(metadata, results)
+
+
+class _Files(FileSystem):
+    """The files that DCP writes. checksums: {file: {offset: CRC-32 of the entry that begins there}}."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, dict[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """An open file; a new one is a `new_file`."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with new_file(path) as file:
+            self.checksums[Path(path).name] = file.checksums
+            yield file
+
+
+@contextmanager
+def new_file(path: str | os.PathLike) -> Iterator["_ChecksummedFile"]:
+    """A new file to save tensors to. OSError, also where torch raises a RuntimeError because it could not be written."""
+    with _ChecksummedFile(path) as file:
+        try:
+            yield file
+        except RuntimeError as error:
+            raise file.error or error from None
+
+
+class _ChecksummedFile(io.BufferedWriter):
+    """A new file of entries. DCP asks for the position before it writes an entry, and so an entry begins there.
+
+    checksums: {offset: CRC-32 of the entry that begins there}. error: the one with which a write has failed.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(io.FileIO(path, "wb"))
+        self.checksums: dict[int, int] = {}
+        self.error: OSError | None = None
+        self._start = 0
+
+    def tell(self) -> int:
+        """The position, where a new entry may begin."""
+        self._start = super().tell()
+        return self._start
+
+    def write(self, data: Any) -> int:
+        """Write bytes of the current entry."""
+        self.checksums[self._start] = zlib.crc32(data, self.checksums.get(self._start, 0))
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def open_shards(path: str | Path, metadata_crc32: int | None) -> "ShardReader":
+    """A reader of this checkpoint; DamagedCheckpoint with one line, whatever is wrong. metadata_crc32: None if unknown."""
+    try:
+        return ShardReader(path, metadata_crc32)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise DamagedCheckpoint(str(error).partition("\n")[0] or type(error).__name__) from None
+
+
+class ShardReader(dcp.FileSystemReader):
+    """DCP's reader, but it unpickles the metadata with a list of permitted classes, and checks files.
+
+    Error if the metadata cannot be read or has another checksum, or a file that it names is missing or shorter than the
+    metadata says. While it reads, ValueError if an entry has another checksum.
+    """
+
+    def __init__(self, path: str | Path, metadata_crc32: int | None):
+        super().__init__(path)
+        data = (Path(path) / ".metadata").read_bytes()
+        _check("its .metadata", zlib.crc32(data), metadata_crc32)
+        self.metadata = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(self.metadata, Metadata):
+            raise ValueError(f"its metadata is of type {type(self.metadata).__name__}")
+        for entry in self.metadata.storage_data.values():
+            if Path(entry.relative_path).name != entry.relative_path:
+                raise ValueError(f"its metadata names {entry.relative_path}, which is not a file of the checkpoint")
+            size, wanted = (Path(path) / entry.relative_path).stat().st_size, entry.offset + entry.length
+            if size < wanted:
+                raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's table of contents."""
+        return self.metadata
+
+    def _slice_file(self, file: IO[bytes], entry: Any) -> IO[bytes]:
+        """The bytes of an entry, whose checksum is verified before torch reads them."""
+        file.seek(entry.offset)
+        checksum, left = 0, entry.length
+        while left and (piece := file.read(min(left, PIECE))):
+            checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+        name = f"{entry.relative_path}, bytes {entry.offset} to {entry.offset + entry.length - 1},"
+        _check(name, checksum, getattr(entry, "crc32", None))
+        return super()._slice_file(file, entry)
+
+
+def _check(name: str, checksum: int, expected: int | None) -> None:
+    """ValueError unless the checksum is the expected one, if that is known."""
+    if expected is not None and checksum != expected:
+        raise ValueError(f"{name} has the CRC-32 {checksum:08x}, not {expected:08x}")
+
+
+# The classes that metadata may name. BytesStorageMetadata is not among them: DCP would unpickle the bytes of such an entry.
+_PERMITTED = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "float64", "float32", "bfloat16", "float16", "uint8"),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads the records that describe the tensors of a checkpoint, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> object:
+        """The class, if it is permitted; UnpicklingError otherwise."""
+        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return PurePath  # the folder where it was written; Python 3.13 names another module
+        if name not in _PERMITTED.get(module, ()):
+            raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+        return super().find_class(module, name)

@@ -1,0 +1,162 @@
+"""Notices ranks that have ended, hang, or cannot be reached, and ends the others with one line that names them.
+
+A collective with such a rank waits until its time-out, or fails with an error that names no rank. So a thread of each rank
+counts beats in the store in which the ranks met (torchrun's, or rank 0's) and watches the beats of the next rank. The first
+to miss one compares the beats of all ranks, and leaves in the store which have stopped; every rank reads it there. A second
+thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
+ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
+LOST = "lost"  # the key under which the ranks that have stopped are written
+
+
+@contextlib.contextmanager
+def watched(limit: float) -> Iterator[None]:
+    """Watch the ranks of the default group in this block; all of them enter it together.
+
+    limit: the seconds without a beat after which a rank counts as lost (0: do not watch). Then, or if communication in the
+    block has failed because a rank has ended, the process ends with code 1, on all ranks that run, and the first of these
+    prints the line. Ranks that were not started by a launcher (MASTER_ADDR is not set) are not watched.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1 or not limit or "MASTER_ADDR" not in os.environ:
+        yield
+        return
+    heart = _Heart(dist.get_rank(), ranks, limit)
+    try:
+        yield
+    except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
+        heart.explain(error)
+        raise
+    except BaseException:
+        heart.stop()
+        raise
+    else:
+        heart.stop(leaves=True)
+
+
+class _Heart:
+    """The beats of this rank, and its watch over the others."""
+
+    def __init__(self, rank: int, ranks: int, limit: float):
+        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.interval = min(1.0, limit / 10)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
+        # A connection of its own: the training thread may wait for an answer to its own question.
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
+        self._store = dist.PrefixStore(f"heartbeat {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._unanswered = 0  # beats since the store has answered
+        self._failure: str | None = None  # of communication in the training thread
+        self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
+        self._leaves = False
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_store)]
+        for thread in self._threads:
+            thread.start()
+
+    def explain(self, error: RuntimeError) -> None:
+        """End the process with the line of the ranks that have stopped; return if none has, so that the error is a bug."""
+        self._failure = _described(error)
+        self._asked.set()
+        self._answered.wait()
+        self.stop()
+
+    def stop(self, leaves: bool = False) -> None:
+        """Stop watching. leaves: tell the others that this rank leaves because its work is done."""
+        self._leaves = leaves
+        self._stopped.set()
+        self._threads[0].join(ROUNDS * self.interval)
+
+    # The first thread
+
+    def _beat(self) -> None:
+        """Beat, and watch the next rank, until it is stopped or a rank is lost."""
+        seen, missed = -1, 0
+        try:
+            while not self._stopped.wait(0 if self._asked.is_set() else self.interval):
+                self._store.add(f"beats {self.rank}", 1)
+                if self._store.check([LOST]):
+                    self._end(json.loads(self._store.get(LOST)))
+                beats = self._beats((self.rank + 1) % self.ranks)
+                missed = missed + 1 if beats == seen and beats < LEFT else 0
+                seen, self._unanswered = beats, 0
+                if self._asked.is_set() or missed * self.interval >= self.limit:
+                    self._compare()
+                    if self._asked.is_set():
+                        self._answered.set()
+                        return
+            if self._leaves:
+                self._store.add(f"beats {self.rank}", LEFT)
+        except RuntimeError:  # the store has ended
+            if self._asked.is_set():
+                self._end_alone(f"{self._place} has ended")
+
+    def _beats(self, rank: int) -> int:
+        return self._store.add(f"beats {rank}", 0)
+
+    def _compare(self) -> None:
+        """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster."""
+        before = [self._beats(rank) for rank in range(self.ranks)]
+        for _ in range(ROUNDS):
+            self._stopped.wait(self.interval)
+            self._store.add(f"beats {self.rank}", 1)
+        lost = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
+        if lost:
+            names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
+            cause = self._failure or f"there was no sign of life for {self.limit:g} s"
+            line = f"rank {names} has ended, hangs or cannot be reached: {cause}"
+            self._store.compare_set(LOST, "", json.dumps({"lost": lost, "line": line}))
+            self._end(json.loads(self._store.get(LOST)))
+
+    def _process(self, rank: int) -> str:
+        key = f"process {rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else "not yet started"
+
+    def _end(self, found: dict) -> None:
+        """End this process; the first of those that are not lost prints the line.
+
+        It waits before, as launchers end all ranks after the first, and the store may end with this process.
+        """
+        if self.rank == min(set(range(self.ranks)) - set(found["lost"]), default=self.rank):
+            _print(found["line"])
+        threading.Event().wait(ROUNDS * self.interval)
+        os._exit(1)
+
+    def _end_alone(self, what: str) -> None:
+        """End this process, which cannot agree with the others on who prints the line."""
+        _print(f"rank {self.rank} of {self.ranks}: {what}: {self._failure or 'so the other ranks cannot be reached'}")
+        os._exit(1)
+
+    # The second thread
+
+    def _watch_store(self) -> None:
+        """End this process if the store does not answer within the limit."""
+        while not self._stopped.wait(self.interval):
+            self._unanswered += 1
+            if self._unanswered * self.interval > self.limit + ROUNDS * self.interval:
+                self._end_alone(f"{self._place} has not answered for {self.limit:g} s")
+
+
+def _described(error: RuntimeError) -> str:
+    """The first line of an error, without gloo's source file and advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", line)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

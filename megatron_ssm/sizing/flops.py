@@ -1,0 +1,61 @@
+"""Floating-point operations of a model: what its mathematics needs, however it is computed. Loads no torch.
+
+Forward needs for each token
+
+    2 * (elements of the matrices that the token is multiplied with)
+    + 7 * layers * inner * state                    the scan
+    + 4 * uses * heads * head_dim * seq             scores and sums of attention (Zamba, Zamba2)
+
+A shared block counts once for each layer that uses it, with the adapters of that layer; the embedding is looked up, and
+counts only as a tied head. The 7 is Megatron-LM's (`num_floating_point_operations` in megatron/training/training.py), which
+leaves out the convolution and the norms too. Attention counts all pairs of tokens, as PaLM's utilization does (Chowdhery et
+al., 2022, appendix B). Backward needs twice as much as forward. Activations that are computed again do not count.
+"""
+
+import math
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import Field, layout
+
+SCAN = 7
+# Dense bf16 TFLOP/s of the vendors' data sheets, by a part of the name that torch gives a GPU; the first that fits.
+BF16_TFLOPS = {
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
+    "A6000": 154.8, "RTX 4090": 165.2,
+}  # fmt: skip
+
+
+def matrix_elements(config: Config) -> int:
+    """The elements of the matrices that one token is multiplied with in forward."""
+    per_block = len(config.hybrid_layers) // max(1, config.shared_copies)
+    remainder = len(config.hybrid_layers) % max(1, config.shared_copies)
+
+    def uses(field: Field) -> int:
+        if len(field.shape) != 2 or field.fp32 or ".idle." in field.name:
+            return 0
+        if field.name == "embeddings.weight":
+            return int(config.tie_embeddings)
+        if field.name.startswith("shared."):
+            return per_block + (int(field.name.split(".")[1]) < remainder)
+        return 1
+
+    return sum(uses(field) * math.prod(field.shape) for field in layout(config))
+
+
+def forward_flops(config: Config, seq: int) -> float:
+    """Operations for one token in a sequence of `seq` tokens."""
+    scan = SCAN * config.num_layers * config.intermediate_size * config.state_size
+    attention = 0
+    if config.shared is not None:
+        attention = 4 * len(config.hybrid_layers) * config.shared.heads * config.shared.head_dim * seq
+    return 2 * matrix_elements(config) + scan + attention
+
+
+def training_flops(config: Config, seq: int) -> float:
+    """Operations for one token in a training step, forward and backward."""
+    return 3 * forward_flops(config, seq)
+
+
+def known_peak(device_name: str) -> float | None:
+    """The bf16 TFLOP/s of a GPU with this name; None if it is not known."""
+    return next((peak for part, peak in BF16_TFLOPS.items() if part in device_name), None)

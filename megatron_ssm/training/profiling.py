@@ -1,0 +1,54 @@
+"""How fast a run is: its share of the devices' peak, and a trace that Perfetto and chrome://tracing show."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.models.model import Model
+from megatron_ssm.sizing.flops import known_peak, training_flops
+
+from .options import Options
+
+
+def utilization(options: Options, model: Model, ranks: int) -> float:
+    """The share of the peak of all ranks' devices that one token per second is; 0 if the peak is not known."""
+    peak: float | None = options.peak_tflops
+    if not peak and options.bf16 and model.device.type == "cuda":
+        peak = known_peak(torch.cuda.get_device_name(model.device))
+    return training_flops(model.config, options.seq_length) / (peak * 1e12 * ranks) if peak else 0.0
+
+
+class Profiler:
+    """Records the steps from --profile-step-start to --profile-step-end on rank 0, and writes the trace to --profile.
+
+    All ranks call it together. Failure on every rank if rank 0 cannot write the trace.
+    """
+
+    def __init__(self, options: Options, rank: int):
+        self._first, self._last = options.profile_step_start, options.profile_step_end
+        self._path = Path(options.profile) / f"steps-{self._first}-{self._last}.json" if options.profile else None
+        self._records = self._path is not None and rank == 0
+        self._profile: torch.profiler.profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Run a step in this block."""
+        if self._records and step == self._first:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profile.start()
+        yield
+        if self._path is not None and step == self._last:
+            run_on_rank_0(self._write, f"cannot write to --profile {self._path.parent}")
+
+    def _write(self) -> None:
+        if self._profile is not None and self._path is not None:
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()  # an OSError, where the profiler would only warn
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None

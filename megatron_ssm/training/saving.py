@@ -1,0 +1,108 @@
+"""The checkpoints of a run: writing them, at once or in the background, and resuming from the newest intact one."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.folders import DamagedCheckpoint, newest_checkpoint, set_damaged_aside, step_of
+from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writer, read_pending
+from megatron_ssm.checkpoints.training import Snapshot, Stage, load_training
+from megatron_ssm.parallel.groups import TIMEOUT
+
+from .interruption import Interruption
+from .progress import is_due
+from .trainer import Trainer
+
+
+class Saver:
+    """Writes the checkpoints of a run into a directory. All ranks make the same calls; Failure on every rank if one fails.
+
+    requirements: what a run that resumes must have in common with this one. With --async-save, a checkpoint may still be
+    under way when `save` returns.
+    """
+
+    def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any]):
+        self._trainer, self._directory, self._requirements = trainer, directory, requirements
+        self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
+
+    def end_step(self, step: int, interruption: Interruption) -> str:
+        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
+        signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
+        if has_failed:
+            self.finish()  # raises the error on every rank
+        options = self._trainer.options
+        is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
+        if is_last or leaves or signal or is_due(step, options.save_interval):
+            self.save(step)
+            signal = signal or interruption.on_any_rank()[0]
+        if is_last or not (leaves or signal):
+            return ""
+        return f"on {signal}" if signal else "as --exit-interval says"
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet."""
+        if self._background is None:
+            self._snapshot(step).write()
+        else:
+            self._background.write(lambda stage: self._snapshot(step, stage))
+
+    def _snapshot(self, step: int, stage: Stage | None = None) -> Snapshot:
+        trainer, options = self._trainer, self._trainer.options
+        more = dict(stage=stage) if stage else {}
+        return Snapshot.of(
+            self._directory, step, trainer.model, trainer.optimizer, self._requirements, options.decay_steps,
+            pending_writer(trainer, copies=stage is not None), options.keep, **more,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Wait until no checkpoint is under way."""
+        if self._background is not None:
+            self._background.wait()
+
+
+def checkpoint_to_resume(
+    directory: Path, requirements: dict[str, Any], falls_back: bool, before: int | None = None
+) -> tuple[Path, int]:
+    """The newest checkpoint from before a step (None: of all) and its step, as `newest_checkpoint`.
+
+    falls_back: return it also if its description is damaged, and let `resume` report this.
+    """
+    try:
+        return newest_checkpoint(directory, requirements, before)
+    except DamagedCheckpoint as error:
+        if not falls_back or error.path is None:
+            raise
+        return error.path, step_of(error.path)
+
+
+def resume(
+    trainer: Trainer, checkpoint: tuple[Path, int], requirements: dict[str, Any], report: Callable[[str], object]
+) -> tuple[Path, int]:
+    """Load a checkpoint, and with --resume auto the newest earlier one if it is damaged; returns the one that was loaded.
+
+    The damaged one is renamed, so that no later run takes it. report: gets lines on rank 0 that say so. ValueError on every
+    rank if none is left.
+    """
+    falls_back = trainer.options.resume == "auto"
+    while (error := _load(trainer, *checkpoint)) is not None:
+        if not falls_back:
+            raise error
+        path, step = checkpoint
+        find_earlier = functools.partial(checkpoint_to_resume, path.parent, requirements, falls_back, step)
+        checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
+        report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
+    if has_pending(checkpoint[0]):
+        read_pending(checkpoint[0], trainer)
+    return checkpoint
+
+
+def _load(trainer: Trainer, path: Path, step: int) -> DamagedCheckpoint | None:
+    """Load a checkpoint; returns the error if it is damaged."""
+    try:
+        load_training(path, step, trainer.model, trainer.optimizer)
+    except DamagedCheckpoint as error:
+        return error
+    return None

@@ -1,0 +1,50 @@
+"""What people watch besides the log: TensorBoard and Weights & Biases. Rank 0 writes them."""
+
+import importlib.util
+from dataclasses import asdict
+from typing import Any
+
+from .options import Options, flag
+
+
+def check_trackers(options: Options) -> None:
+    """ValueError if a package that the options need is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(options, name) and importlib.util.find_spec(name) is None:
+            raise ValueError(f"{flag(name)} needs the package {name}: pip install 'megatron-ssm[log]'")
+
+
+class Trackers:
+    """The trackers that the options ask for. OSError if one cannot write."""
+
+    def __init__(self, options: Options):
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if options.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(options.tensorboard)
+        if options.wandb:
+            import wandb
+
+            try:  # its environment variables say to whom it sends, or that it does not (WANDB_MODE=offline)
+                self._wandb = wandb.init(project=options.wandb, dir=options.out, config=asdict(options))
+            except wandb.Error as error:
+                raise OSError(f"Weights & Biases: {error}") from None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write the numbers of a logged step, which are those of the log."""
+        values = {name: value for name, value in line.items() if name != "step" and value is not None}
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, line["step"])
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=line["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

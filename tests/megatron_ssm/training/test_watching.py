@@ -1,0 +1,143 @@
+"""What people watch. Oracles: torch's FLOP counter, TensorBoard's reader, the run's own log, a trace in JSON."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny
+from benchmarks.support.launched import TINY, launched, lines, write_text
+from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+from sparsefusion.foundation.command_line import run
+
+MODELS = {
+    "mamba": dict(model_type="mamba"),
+    "falcon_mamba": dict(model_type="falcon_mamba", untie_embeddings_and_output_weights=True),
+    "mamba2": dict(mamba_num_groups=2),
+    "zamba": tiny.ZAMBA,
+    "zamba2": dict(tiny.ZAMBA2, num_layers=3, shared_blocks=2),
+    "zamba2 untied": tiny.ZAMBA2_UNTIED,
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text()
+
+
+# Floating-point operations
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_matrix_products_are_those_that_torch_counts(model):
+    """Products with matrices, in forward and backward; the scan's and attention's own are counted by other operators."""
+    trainer = tiny.trainer(tiny.options(**MODELS[model]))
+    inputs, labels = tiny.batches(trainer.options).batch(0)
+    counted = []
+    with FlopCounterMode(display=False) as counter:
+        loss = trainer.loss(inputs, labels)
+    counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
+    products = 2 * matrix_elements(trainer.model.config) * inputs.numel()
+    assert counted == [products, 2 * products]
+
+
+def test_attention_against_torch():
+    """The rest of the formula for a hybrid: the scan's 7 operations, and products that torch counts."""
+    config = tiny.trainer(tiny.options(**tiny.ZAMBA2)).model.config
+    shared, seq = config.shared, 12
+    q = torch.zeros(1, shared.heads, seq, shared.head_dim)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    attention = len(config.hybrid_layers) * counter.get_total_flops() / seq
+    scan = 7 * config.num_layers * config.intermediate_size * config.state_size
+    assert forward_flops(config, seq) == 2 * matrix_elements(config) + scan + attention
+
+
+def test_the_published_model_needs_about_6_per_parameter():
+    """Kaplan's rule, for a model whose sequences are short."""
+    config = Config.read(Path(__file__).resolve().parents[3] / "examples" / "configs" / "mamba2-2.7b.json")
+    assert training_flops(config, 2048) == pytest.approx(6 * 2.7e9, rel=0.1)
+
+
+def test_known_gpus():
+    assert known_peak("NVIDIA H100 80GB HBM3") == 989 and known_peak("NVIDIA H100 PCIe") == 756
+    assert known_peak("NVIDIA A100-SXM4-80GB") == 312 and known_peak("Radeon") is None
+
+
+# In a run
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_everything_at_once(here, world, monkeypatch):
+    """TensorBoard and Weights & Biases get the numbers of the log; the trace has the products of two steps."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = "--tensorboard board --wandb tests --peak-tflops 0.001 --profile trace --profile-step-start 2"
+    with launched(world, [*TINY, *flags.split(), "--profile-step-end", "3"]) as run:
+        assert run.wait(*range(world), timeout=60)[0] == [0] * world, lines("err", world)
+    log = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert len(log) == 6
+    config = Config.read("out")
+    for line in log:
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * training_flops(config, 16) / (1e9 * world))
+    assert sum("% MFU" in line for line in lines("out", world)) == 6
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("board").Reload()
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [line["step"] for line in log]
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in log], rel=1e-6)
+
+    (offline,) = Path("out/wandb").glob("offline-run-*/*.wandb")
+    assert b"grad_norm" in offline.read_bytes() and b"mfu" in offline.read_bytes()
+
+    (trace,) = Path("trace").iterdir()
+    assert trace.name == "steps-2-3.json"
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2 and "aten::mm" in names
+
+
+def test_no_peak_no_utilization(here, capsys):
+    pretrain(tiny_options())
+    assert "MFU" not in capsys.readouterr().out and "mfu" not in Path("log.jsonl").read_text()
+
+
+def tiny_options(*more):
+    return parse_options([*TINY, *more])
+
+
+@pytest.mark.parametrize("name", ("tensorboard", "wandb"))
+def test_a_missing_package(here, capsys, monkeypatch, name):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None if wanted == name else find(wanted))
+    options = replace(tiny_options(), **{name: "somewhere"})
+    assert run("pretrain.py", lambda: pretrain(options)) == 2
+    line = f"pretrain.py: --{name} needs the package {name}: pip install 'megatron-ssm[log]'\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_trace_that_cannot_be_written(here, capsys):
+    Path("trace").write_text("")
+    options = tiny_options("--profile", "trace", "--profile-step-start", "1", "--profile-step-end", "1")
+    assert run("pretrain.py", lambda: pretrain(options)) == 1
+    assert capsys.readouterr().err == "pretrain.py: cannot write to --profile trace: File exists\n"
+
+
+def test_a_trace_of_no_steps():
+    with pytest.raises(ValueError, match="^--profile-step-end 3 is before --profile-step-start 10$"):
+        replace(tiny_options(), profile="trace", profile_step_end=3)
