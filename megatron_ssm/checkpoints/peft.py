@@ -13,8 +13,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ssm.configs.layouts import Field, field_of, hf_shapes
-from megatron_ssm.models.lora import NOT_TRAINED, Lora, attach_lora, lora_fields, lora_targets
+from megatron_ssm.configs.layouts import hf_shapes
+from megatron_ssm.models.lora import (
+    NOT_TRAINED,
+    Lora,
+    adapter_parameters,
+    attach_lora,
+    lora_fields,
+    lora_targets,
+    remove_lora,
+)
 from megatron_ssm.models.model import Model
 
 from .agreement import first_line, run_and_compare
@@ -47,7 +55,7 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
     """
     lora = _adapters_of(model)
     tensors: dict[str, list] = {}
-    for field, parameter in _adapter_parameters(model):
+    for field, parameter in adapter_parameters(model):
         tensors.setdefault(field.hf, []).append(parameter)
     copies = [model.data_group, None if model.context_ranks is None else model.context_ranks.group]
     error = None
@@ -66,11 +74,6 @@ def _adapters_of(model: Model) -> Lora:
     if model.lora is None:
         raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
     return model.lora
-
-
-def _adapter_parameters(model: Model) -> list[tuple[Field, torch.nn.Parameter]]:
-    parameters = dict(model.named_parameters())
-    return [(field, parameters[field.name]) for field in lora_fields(model.config, model.lora)]
 
 
 def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
 
     All ranks of the model and of its groups call it together. ValueError or FileNotFoundError on every rank, with the model
     unchanged, for files that are damaged, for adapters of layers that the model does not have, and for kinds of adapters
-    that are not implemented.
+    that are not implemented. The groups compare twice, as in `load`.
     """
     groups = (model.ranks.group, model.data_group, None if model.context_ranks is None else model.context_ranks.group)
     with ExitStack() as stack:
@@ -119,10 +122,20 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
             lambda: _open(model, Path(directory), stack), lambda opened: opened[0], groups, model.device
         )
         attach_lora(model, lora)
-        for field, parameter in _adapter_parameters(model):
-            with torch.no_grad():
-                parameter.copy_(field_of(parameter).read(tensors[field.hf], model.ranks.rank, model.ranks.size))
-            parameter.requires_grad_(trainable and f".{NOT_TRAINED}." not in field.name)
+        try:
+            run_and_compare(lambda: _fill(model, tensors, trainable), lambda _: "loaded", groups, model.device)
+        except BaseException:
+            remove_lora(model)
+            raise
+
+
+@torch.no_grad()
+def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
+    """Copy this rank's parts of the stored tensors into the adapters."""
+    for field, parameter in adapter_parameters(model):
+        if parameter.numel():
+            parameter.copy_(field.read(tensors[field.hf], model.ranks.rank, model.ranks.size))
+        parameter.requires_grad_(trainable and f".{NOT_TRAINED}." not in field.name)
 
 
 def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:

@@ -70,9 +70,15 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
         attention_layer=ModuleSpec(module=HybridLayer, submodules=layer) if hybrid else _attention_layer(),
         mlp_layer=_refused("-") if hybrid else _mlp_layer(),
-        moe_layer=_refused("E"),
+        **_other_layers(),
     )
     return ModuleSpec(module=Stack, params=dict(family=family, given=given), submodules=layers)
+
+
+def _other_layers() -> dict[str, ModuleSpec]:
+    """A refusal for each kind of layer that the installed Megatron-Core knows and this spec does not have."""
+    symbols = {"moe_layer": "E", "gdn_layer": "G", "dsa_layer": "D", "mla_layer": "+"}
+    return {name: _refused(symbol) for name, symbol in symbols.items() if hasattr(StackSubmodules, name)}
 
 
 def _refused(symbol: str) -> ModuleSpec:

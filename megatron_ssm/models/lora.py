@@ -141,7 +141,7 @@ def add_lora(model: "Model", rank: int, alpha: float, targets: Iterable[str], se
     ValueError for a target that the model does not have, for a model that has adapters, and for a quantized model.
     """
     attach_lora(model, Lora(rank, alpha, find_modules(model.config, targets)))
-    for field, parameter in _adapter_parameters(model):
+    for field, parameter in adapter_parameters(model):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))
         with torch.no_grad():
             parameter.copy_(draw(model.config, field, generator)[field.piece(model.ranks.rank, model.ranks.size)])
@@ -181,8 +181,8 @@ def _low_rank(target: Target, lora: Lora, model: "Model") -> LowRank:
     return LowRank(split, lora.rank, inputs, rows, lora.scale, ranks, model.dtype, model.device, **shared)
 
 
-def _adapter_parameters(model: "Model") -> Iterable[tuple[Field, torch.nn.Parameter]]:
-    """(field, parameter) of every adapter, in the layout's order; none if there are no adapters."""
+def adapter_parameters(model: "Model") -> list[tuple[Field, torch.nn.Parameter]]:
+    """(field, parameter) of A and B of every adapter, in the layout's order; none if there are no adapters."""
     parameters = dict(model.named_parameters())
     return [(field, parameters[field.name]) for field in lora_fields(model.config, model.lora)]
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import idle_tensors, layout
+from megatron_ssm.configs.layouts import idle_tensors
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
@@ -28,7 +28,7 @@ from sparsefusion.collectives import counted as collectives
 from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
 from .context_attention import ContextAttention
 from .inputs import batch_info, can_be_sharded, check_call, check_inputs, lengths_of, pad_to_multiple
-from .lora import Lora, lora_fields
+from .lora import Lora
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
 
@@ -106,8 +106,7 @@ class Model(nn.Module):
 
     def attach_fields(self) -> None:
         """Give each parameter its field of the layout; see `parameters.attach_fields`."""
-        fields = [*layout(self.config), *lora_fields(self.config, self.lora)]
-        attach_fields(self, fields, self.ranks, is_complete=self.weights is None)
+        attach_fields(self, self.config, self.lora, self.ranks, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""

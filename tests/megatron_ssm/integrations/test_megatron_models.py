@@ -1,5 +1,6 @@
 """Megatron's MambaModel with our layers. Oracles: transformers in float64, and plain torch operations."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cases import Oracle
 from megatron_cpu import CPU, gradients_of, join
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model
+from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec
 
 EXACT = 5e-11
 CASES = {
@@ -93,21 +95,24 @@ def test_loss_and_gradients_over_context_ranks(ranks, name, tp, cp, kind, oracle
 SEQ, VOCAB, HEADS, GROUPS, PATTERN = 32, 64, 4, 2, "M*M-"
 
 
-def hybrid(tp=1, cp=1):
-    """A MambaModel of PATTERN with the parameters that Megatron and we initialize, the same for all numbers of ranks."""
-    from megatron.core.models.mamba import MambaModel
+def config_of(layers, tp, cp):
+    """A small configuration in float64, after the process groups and the seed of all numbers of ranks have been set."""
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_ssm.integrations.specs import mamba_stack_spec
 
     join(tp, cp)
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=HEADS, num_query_groups=GROUPS, normalization="RMSNorm",
+    return TransformerConfig(
+        num_layers=layers, hidden_size=32, num_attention_heads=HEADS, num_query_groups=GROUPS, normalization="RMSNorm",
         mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2, tensor_model_parallel_size=tp, init_method_std=0.2,
         context_parallel_size=cp, cp_comm_type="2d", params_dtype=torch.float64, **CPU,
     )  # fmt: skip
-    return MambaModel(config, mamba_stack_spec, VOCAB, SEQ, hybrid_override_pattern=PATTERN)
+
+
+def hybrid(tp=1, cp=1):
+    """A MambaModel of PATTERN with the parameters that Megatron and we initialize, the same for all numbers of ranks."""
+    from megatron.core.models.mamba import MambaModel
+
+    return MambaModel(config_of(4, tp, cp), mamba_stack_spec, VOCAB, SEQ, hybrid_override_pattern=PATTERN)
 
 
 def tokens():
@@ -155,19 +160,50 @@ def plain(ranks):
     return ranks(run, 1)[0]
 
 
+class TorchCoreAttention(torch.nn.Module):
+    """A core attention on one rank, with torch's own attention."""
+
+    def __init__(self, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        """As `attention2d.CoreAttention.forward`."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+
+
+def gpt(tp=1, cp=1, is_plain=False):
+    """A GPTModel of gpt_layer_spec; is_plain: with torch's attention instead of ours. Megatron makes its norms in fp32."""
+    from megatron.core.models.gpt import GPTModel
+
+    spec = copy.deepcopy(gpt_layer_spec)
+    if is_plain:
+        spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    return GPTModel(config_of(2, tp, cp), spec, VOCAB, SEQ, position_embedding_type="none").double()
+
+
+@pytest.fixture(scope="module")
+def plain_gpt(ranks):
+    """(loss, gradients) of the GPTModel with torch's attention on one rank."""
+    return ranks(lambda rank: gradients_of(gpt(is_plain=True), *tokens()), 1)[0]
+
+
 def is_split(parameter):
     """Whether Megatron has split a parameter; those of its norms have no mark."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 @pytest.mark.parametrize("tp, cp", [(1, 1), (2, 1), (1, 4), (2, 2)])
-def test_a_pattern_with_attention_and_mlp_layers(ranks, tp, cp, plain):
-    def run(rank):
-        model = hybrid(tp, cp)
-        loss, found = gradients_of(model, *tokens())
-        return loss, found, {n: p.partition_dim for n, p in model.named_parameters() if is_split(p)}
+@pytest.mark.parametrize("make", (hybrid, gpt))
+def test_megatrons_own_layers_beside_ours(ranks, make, tp, cp, plain, plain_gpt):
+    """A hybrid pattern with attention and MLP layers, and a GPTModel with the 2-D core attention."""
 
-    results, (loss, expected) = ranks(run, tp * cp), plain
+    def run(rank):
+        model = make(tp, cp)
+        loss, found = gradients_of(model, *tokens())
+        return loss, found, {name: p.partition_dim for name, p in model.named_parameters() if is_split(p)}
+
+    results, (loss, expected) = ranks(run, tp * cp), plain if make is hybrid else plain_gpt
     for ours, found, _ in results:
         torch.testing.assert_close(ours, loss, rtol=EXACT, atol=0)
         assert found.keys() == expected.keys()
