@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
 from megatron_ssm.sizing.memory import Memory
 
 KERNELS = 20  # launched by a layer's forward pass, about
@@ -33,9 +34,7 @@ class Device:
         """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
         rows = batch * tokens
         stored = config.num_layers * TrainingMemory(config, ranks).stored_by_layer
-        products = rows * 2 * Memory(config, ranks, 1).weights_read_per_token + batch * _attention(
-            config, ranks, tokens, seq
-        )
+        products = rows * forward_flops(config, seq) / ranks
         moved = rows * stored * MOVES * self.itemsize
         return products / self.flops + moved / self.bandwidth + KERNELS * config.num_layers * self.launch
 
@@ -55,16 +54,9 @@ class Device:
         return (shape.weights_read_per_token + batch * moved) / self.bandwidth
 
 
-def _attention(config: Config, ranks: int, tokens: int, seq: int) -> float:
-    """FLOPs of causal attention of `tokens` of `seq` tokens: each reads half of them on average."""
-    if config.shared is None:
-        return 0.0
-    return len(config.hybrid_layers) * 4 * config.shared.heads // ranks * config.shared.head_dim * tokens * seq / 2
-
-
 # Half of the peak in bf16, and 70 % of the memory's bandwidth, of the vendor's data sheets.
 DEVICES = {
-    "a100": Device("A100 80 GB", 80e9, 0.5 * 312e12, 0.7 * 2.0e12),
-    "h100": Device("H100 SXM", 80e9, 0.5 * 989e12, 0.7 * 3.35e12),
-    "h200": Device("H200 SXM", 141e9, 0.5 * 989e12, 0.7 * 4.8e12),
+    "a100": Device("A100 80 GB", 80e9, 0.5e12 * BF16_TFLOPS["A100"], 0.7 * 2.0e12),
+    "h100": Device("H100 SXM", 80e9, 0.5e12 * BF16_TFLOPS["H100"], 0.7 * 3.35e12),
+    "h200": Device("H200 SXM", 141e9, 0.5e12 * BF16_TFLOPS["H200"], 0.7 * 4.8e12),
 }

@@ -64,7 +64,7 @@ def weights(out):
 def test_a_run_goes_on_in_other_engines(ranks, tp, dp, stages):
     """The losses and the model are those of a run with torch's engine; --resume starts where the engine before stopped."""
     for step, stage in enumerate(stages, 1):
-        leave = [] if step == 3 else ["--exit-interval", str(step)]
+        leave = [] if step == 3 else ["--exit-interval", str(step), "--async-save"]
         resume = ["--resume"] if step > 1 else []
         train(ranks, tp * dp, "out", stage, "--tensor-model-parallel-size", str(tp), *leave, *resume)
     train(ranks, tp * dp, "alone", "torch", "--tensor-model-parallel-size", str(tp))

@@ -96,7 +96,7 @@ def test_sparse_gradients(ranks, tp, dp):
     assert (torchs[0] - megatrons[0]).abs().max() <= 0.05
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_a_skipped_step_changes_nothing(ranks, tp, dp):
     """The run is the one whose batches lack that step."""
     run = tiny.options(engine="megatron", lr_decay_style="constant", lr_warmup_iters=0)
