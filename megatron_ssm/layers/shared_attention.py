@@ -246,13 +246,15 @@ class SharedBlock(nn.Module):
         self.core, self.ranks = core, ranks
         self.head_dim, self.rope_theta = shared.head_dim, shared.rope_theta
         self.activation = ACTIVATIONS[shared.activation]
-        self.rows, mlp = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
+        self.rows, self.mlp_rows = _qkv_rows(shared, ranks), _mlp_rows(shared, ranks)
         self.norm = RMSNorm(2 * hidden, config.norm_eps, **where, ranks=ranks)
         self.qkv = ColumnParallelLinear(2 * hidden, self.rows, False, ranks, **where)
         self.o_proj = RowParallelLinear(self.rows["q"], hidden, False, ranks, **where)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps, **where, ranks=ranks)
-        self.gate_up = ColumnParallelLinear(hidden, mlp, shared.bias, ranks, **where)
-        self.down_proj = RowParallelLinear(mlp["up"], hidden, shared.bias, ranks, **where, keep_for_recomputation=True)
+        self.gate_up = ColumnParallelLinear(hidden, self.mlp_rows, shared.bias, ranks, **where)
+        self.down_proj = RowParallelLinear(
+            self.mlp_rows["up"], hidden, shared.bias, ranks, **where, keep_for_recomputation=True
+        )
 
     def new_cache(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed keys and values for one use of the block: (batch, length, this rank's key/value heads, head_dim) each."""
@@ -273,8 +275,8 @@ class SharedBlock(nn.Module):
         use: of the layer that calls the block. cache: of that layer; its keys and values are read and extended.
         """
         run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        attended = self._attention(run(self._projected, x, embeddings, use), info, cache)
-        y = apply_layer(self.o_proj, attended, adapter_of(use.lora, "o_proj"))
+        lora = adapter_of(use.lora, "o_proj")
+        y = apply_layer(self.o_proj, self._attention(run(self._projected, x, embeddings, use), info, cache), lora)
         return run(self._mlp, y, use)
 
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
@@ -283,7 +285,7 @@ class SharedBlock(nn.Module):
         return _adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)), lora)
 
     def _mlp(self, y: torch.Tensor, use: SharedBlockInvocation) -> torch.Tensor:
-        parts = {f"{name}_proj": rows for name, rows in self.gate_up.weight.sizes.items()}
+        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
         gate, up = _adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora).chunk(2, dim=-1)
         y = apply_layer(self.down_proj, self.activation(gate) * up, adapter_of(use.lora, "down_proj"))

@@ -141,12 +141,12 @@ def test_resuming_with_parameters_without_elements(trainer, tmp_path, monkeypatc
     """Either optimizer reads a checkpoint with such parameters, and the run continues as if never interrupted."""
     initialize = Trainer.__init__
 
-    def with_an_empty_parameter(self, model, groups, options):
+    def with_an_empty_parameter(self, model, groups, options, *report):
         empty = torch.nn.Parameter(torch.zeros(0, 3, dtype=model.dtype))
         empty.field = dataclasses.replace(next(model.parameters()).field, name="empty", shape=(0, 3))
         empty.grad = torch.zeros_like(empty)
         model.register_parameter("empty", empty)
-        initialize(self, model, groups, options)
+        initialize(self, model, groups, options, *report)
 
     monkeypatch.setattr(Trainer, "__init__", with_an_empty_parameter)
     first = trainer(True)
