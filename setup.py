@@ -125,7 +125,7 @@ setup(
         "megatron-core>=0.16,<0.21",
     ],
     extras_require={
-        "deepspeed": ["deepspeed>=0.19.4"],
+        "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
@@ -135,7 +135,7 @@ setup(
             "hypothesis",
             "transformers",
             "peft",
-            "deepspeed>=0.19.4",
+            "deepspeed>=0.19.8",
             "tensorboard",
             "wandb",
         ],

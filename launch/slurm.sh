@@ -12,5 +12,5 @@ here=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ranks=${SLURM_GPUS_PER_NODE:-1}
 exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${ranks##*:}" \
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
+    --shutdown-timeout 110 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
     -- "$here/examples/pretrain.py" "$@"

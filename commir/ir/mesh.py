@@ -112,7 +112,7 @@ class Mesh:
         return self._with((*self.axes[:index], *parts, *self.axes[index + 1 :]))
 
     def with_speeds(self, speeds: Mapping[str, Any]) -> "Mesh":
-        """The same ranks, with these speeds of levels besides those that are known. ValueError: one is none."""
+        """The same ranks, with these speeds of levels besides those that are known. ValueError: a value is no speed."""
         for name, speed in speeds.items():
             _check_speed(name, speed)
         mesh = self._with(self.axes)

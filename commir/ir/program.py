@@ -13,7 +13,7 @@ from typing import Any
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
 KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
 ORDERS = ("contiguous", "zigzag")
-MONOIDS = "sum", "max", "softmax"  # of `ir.monoids`
+MONOID_NAMES = "sum", "max", "softmax"
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -79,14 +79,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs whose partial results combine together, by one of MONOIDS. ValueError: by something else."""
+    """Outputs whose partial results combine together, by one of MONOID_NAMES. ValueError: by something else."""
 
     monoid: str
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.monoid not in MONOIDS:
-            names = ", ".join(MONOIDS)
+        if self.monoid not in MONOID_NAMES:
+            names = ", ".join(MONOID_NAMES)
             raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
 
 

@@ -50,12 +50,20 @@ class Digits:
 
     def home(self, operand: Operand) -> Layout:
         """The layout of an operand at home."""
+        return {
+            name: self._cuts_at_home(operand, axis)[name]
+            for name, axis in self.nest.home(operand.name).items()
+            if self.nest.mesh.size(name) > 1
+        }
+
+    def _cuts_at_home(self, operand: Operand, axis: str) -> Layout:
+        """{mesh axis: the digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
         found: Layout = {}
-        for name, axis in self.nest.home(operand.name).items():
-            cutting = self.nest.home_mesh_axes(operand.name, axis)
-            before = math.prod(self.nest.mesh.size(each) for each in cutting[: cutting.index(name)])
+        before = 1
+        for name in self.nest.home_mesh_axes(operand.name, axis):
             if (size := self.nest.mesh.size(name)) > 1:
                 found[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
+            before *= size
         return found
 
     def needed(self, operand: Operand) -> Layout:
@@ -110,7 +118,7 @@ class Digits:
             raise Illegal(f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, and no chunks")
         piece = self.piece(self.nest.chunked)
         for operand in self.nest.program.operands:
-            if piece in self.home(operand).values():
+            if piece in self._cuts_at_home(operand, piece[0]).values():
                 raise Illegal(f"chunk({self.nest.chunked}): the ranks that keep {operand.name} divide this digit")
 
     def _check_groups(self, operand: Operand) -> None:

@@ -51,7 +51,7 @@ def random_inputs(
     """Normal random inputs of these shapes, in the dtypes of the program."""
     dtype = getattr(torch, program.dtype)
     dtypes = {name: at_least_fp32(dtype) if program.operand(name).is_wide else dtype for name in shapes}
-    return {name: torch.randn(*shape, device=device).to(dtypes[name]) for name, shape in shapes.items()}
+    return {name: torch.randn(tuple(shape), device=device).to(dtypes[name]) for name, shape in shapes.items()}
 
 
 def _seconds(tile: Program) -> float:

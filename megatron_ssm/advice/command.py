@@ -25,12 +25,14 @@ def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
     With the device `measured`, and under torchrun, all ranks time the model's parts at the same time, as they will compute.
-    ValueError: a file is wrong, a number is below 1, or no rank has enough memory.
+    ValueError: a file is wrong, or a number is too small.
     """
     for name in ("ranks", "seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if arguments.memory_gb is not None and not arguments.memory_gb > 0:
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0")
     config, fabric = Config.read(arguments.model), Fabric.load(arguments.fabric)
     ranks = arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1)
     training = Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size)

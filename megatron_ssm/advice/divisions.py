@@ -239,4 +239,4 @@ def _format(times: dict[str, float]) -> str:
 
 
 def _too_large(needed: float, device: Computes) -> str:
-    return f"needs {needed / 1e9:.2f} GB of the {device.memory / 1e9:.2f} GB of a rank"
+    return f"needs {needed / 1e9:.3g} GB of the {device.memory / 1e9:.3g} GB of a rank"

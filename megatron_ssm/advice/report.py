@@ -23,7 +23,7 @@ def as_json(found: list[Division]) -> dict[str, Any]:
     every = [asdict(each) | {"seconds": each.seconds} for each in found]
     possible = [each for each in found if not each.excluded]
     return {
-        "best": every[0],
+        "best": every[0] if possible else None,
         "runner_up": every[1] if len(possible) > 1 else None,
         "reason": why(*possible[:2]) if len(possible) > 1 else "no other division is possible",
         "all": every,

@@ -43,7 +43,15 @@ _SUPPORTED: dict[str, tuple] = {
     "target_parameters": ([], None),
     "trainable_token_indices": ([], {}, None),
     "layer_replication": ([], None),
-}
+    "init_lora_weights": (True, False, "gaussian", None),  # the others change the model's weights, too
+    **{
+        name: (False, [], {}, None)
+        for name in (
+            "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "kasa_config",
+            "velora_config", "corda_config", "eva_config", "loftq_config", "lora_ga_config",
+        )
+    },
+}  # fmt: skip
 
 
 def save_lora(model: Model, directory: str | Path, base_model: str | None = None) -> None:

@@ -5,6 +5,7 @@ A run with any number of data-parallel replicas can continue from them.
 
 import copy
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from sparsefusion.collectives.agreement import from_first
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .agreement import first_line, run_on_every_rank
+from .folders import DamagedCheckpoint
 from .shards import new_file
 
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
@@ -68,11 +70,12 @@ def read_pending(directory: Path, trainer: Trainer) -> None:
 
     A trainer that sends gradients sparsely takes the state of its own rank if the number of replicas is the same,
     else the mean of all replicas' residuals; a trainer that sends them dense adds the mean to its next gradients. ValueError
-    on every rank: there are no files; the number of tensor-parallel ranks differs; a file is missing, damaged or of another
-    model, on any rank.
+    on every rank: there are no files; the number of tensor-parallel ranks differs. DamagedCheckpoint on every rank: a file
+    is missing, damaged or of another model, on any rank.
     """
     failure = f"cannot resume from {directory}"
-    states = run_on_every_rank(lambda: _read_states(directory, trainer), failure, ValueError)
+    replicas = run_on_every_rank(lambda: _replicas(directory, trainer), failure, ValueError)
+    states = run_on_every_rank(lambda: _read_states(directory, trainer, replicas), failure, DamagedCheckpoint)
     if trainer.fusion is None:
         trainer.pending_gradients = mean_residuals(states, trainer.model.device)
         return
@@ -82,8 +85,8 @@ def read_pending(directory: Path, trainer: Trainer) -> None:
         raise ValueError(f"{failure}: {error}") from None
 
 
-def _read_states(directory: Path, trainer: Trainer) -> Any:
-    """This rank's state if the trainer sends sparsely on the same number of replicas, else those of all its replicas."""
+def _replicas(directory: Path, trainer: Trainer) -> int:
+    """The number of replicas that have written files; ValueError if there are none, or for other tensor-parallel ranks."""
     layout, groups = _layout(directory), trainer.groups
     if layout is None:
         raise ValueError(f"{directory} has no pending gradients")
@@ -93,16 +96,25 @@ def _read_states(directory: Path, trainer: Trainer) -> Any:
             f"{directory} has pending gradients of {tensor_ranks} tensor-parallel ranks, which "
             f"{groups.tensor_ranks} cannot take. Resume on as many, or delete its pending-*.pt to drop them"
         )
+    return replicas
+
+
+def _read_states(directory: Path, trainer: Trainer, replicas: int) -> Any:
+    """This rank's state if the trainer sends sparsely on the same number of replicas, else those of all its replicas."""
+    groups = trainer.groups
 
     def state(replica: int) -> dict[str, Any]:
-        return _read(_path(directory, groups.tensor_rank, tensor_ranks, replica, replicas))
+        return _read(_path(directory, groups.tensor_rank, groups.tensor_ranks, replica, replicas))
 
     if trainer.fusion is not None and replicas == groups.data_context_ranks:
         return state(groups.data_context_rank)
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
         parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}
-        check_states(states, None, parameters, model_part(groups.tensor))
+        try:
+            check_states(states, None, parameters, model_part(groups.tensor))
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from None
     return states
 
 
@@ -119,7 +131,10 @@ def _path(directory: Path, tensor_rank: int, tensor_ranks: int, replica: int, re
 def _read(path: Path) -> dict[str, Any]:
     """The state in a file, on the CPU: a file of another rank names that rank's GPU, which this rank may not have."""
     try:
+        with zipfile.ZipFile(path) as file:  # which torch.load does not verify
+            if (changed := file.testzip()) is not None:
+                raise ValueError(f"{changed} does not have its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
         return state | {"residuals": dict(state["residuals"])}
     except Exception as error:  # a damaged file may raise anything
-        raise ValueError(f"{path} is missing or damaged: {first_line(error)}") from None
+        raise DamagedCheckpoint(f"{path} is missing or damaged: {first_line(error)}") from None

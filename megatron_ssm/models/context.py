@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from attention2d.layout.checks import check_heads
 from attention2d.layout.token_order import local_length
-from commir import Mesh, Plan, best_grid, search, verify
+from commir import Mesh, Plan, Schedule, best_grid, search, verify
 from commir.programs import attention, selective_scan
-from commir.scheduling.placements import placements_of
+from commir.scheduling.placements import place, placements_of
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 ALL = sys.maxsize  # plans of a search
+VERIFIED = 16  # ranks up to which the plan of a scan is verified as it is
 
 
 def schedule_of(
@@ -83,10 +84,12 @@ def scan_plan(
 ) -> tuple[Plan, bool]:
     """(the best plan for the scan of a state-space layer, verified; whether the ranks of `group` exchange channels in it).
 
-    `commir.search` compares passing states with exchanging channels, in fp32, by bytes or by the time on `fabric`. Backward
-    sends as much as forward in both, so the plan is best for training too. Channels are exchanged only if they divide over
-    the ranks; so must the groups that share B and C, if there are several. All ranks that call it with the same arguments
-    get the same plan. Other arguments: as for `schedule_of`.
+    `commir.search` compares passing states with exchanging channels in forward, in fp32, by bytes or by the time on
+    `fabric`. Backward sends about as much as forward in both forms, and the model's own step sizes travel a little
+    differently, so near the number of tokens at which both send the same, the form that is taken may send a few per cent
+    more. Channels are exchanged only if they divide over the ranks; so must the groups that share B and C, if there are
+    several. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
+    verification would take long, the same placement is verified on fewer. Other arguments: as for `schedule_of`.
     """
     ranks = group.size()
     is_mamba1 = config.groups == 0  # whose channels are heads of one element; its heads have B and C of their own
@@ -99,11 +102,18 @@ def scan_plan(
         groups=max(1, (config.heads if is_mamba1 else config.groups) // tensor_ranks),
     )
     for plan in search(program, Mesh(rank=ranks), fabric, top=ALL):
-        loops = {each.axis for each in placements_of(plan.schedule).values()}
+        placements = placements_of(plan.schedule)
+        loops = {each.axis for each in placements.values()}
         if loops <= {"seq"} or loops == {"heads"}:
-            verify(plan)
+            fewer = Mesh(rank=_largest_divisor(ranks))
+            verify(plan if ranks <= VERIFIED else place(Schedule(program, fewer), **placements).lower())
             return plan, loops == {"heads"}
     raise AssertionError("the padded sequence divides over the ranks")
+
+
+def _largest_divisor(ranks: int) -> int:
+    """The largest divisor of `ranks` that is at most VERIFIED."""
+    return max(count for count in range(1, VERIFIED + 1) if ranks % count == 0)
 
 
 def check_schedule(
@@ -119,6 +129,8 @@ def check_schedule(
     and the context ranks. exchange_channels: whether each context rank computes some channels, or heads of the Mamba-2 kind.
     """
     if schedule is None:
+        if exchange_channels:
+            raise ValueError("exchange_channels=True: without context=, no ranks share a sequence")
         return
     if not isinstance(schedule, Attention2D):
         raise ValueError(f"context={schedule!r} is not a schedule that attention2d's Attention2D, Ring, ... return")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState, load_training
@@ -30,6 +31,8 @@ from megatron_ssm.parallel.groups import Groups, join_alone
 from .data import Tokens
 from .options import Options
 from .trainer import SequenceLoss, Trainer, clip_gradients, decay_groups, evaluate, grad_norm
+
+OLDEST = "0.19.8"  # version of DeepSpeed that skips steps that are not finite in every stage
 
 
 class DeepSpeedTrainer(Trainer):
@@ -241,6 +244,8 @@ def _import_deepspeed(device: torch.device) -> Any:
     name = deepspeed.accelerator.get_accelerator().device_name()
     if name.split(":")[0] != device.type:
         raise ValueError(f"DeepSpeed works on {name} (DS_ACCELERATOR), the model is on {device.type}")
+    if Version(deepspeed.__version__) < Version(OLDEST):  # earlier ones update with gradients that are not finite
+        raise ValueError(f"--engine deepspeed needs DeepSpeed {OLDEST} or later, not {deepspeed.__version__}")
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
     return deepspeed

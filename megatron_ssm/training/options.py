@@ -139,6 +139,10 @@ class Options:
             raise ValueError(
                 f"--profile-step-end {self.profile_step_end} is before --profile-step-start {self.profile_step_start}"
             )
+        if self.profile and self.profile_step_start > self.train_iters:
+            raise ValueError(
+                f"--profile-step-start {self.profile_step_start} is after --train-iters {self.train_iters}"
+            )
         if not 0 < self.gradient_density <= 1:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         self._check_engine()

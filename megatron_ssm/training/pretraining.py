@@ -4,6 +4,7 @@ Every rank reads the inputs. Before training, the ranks compare what they have r
 one rank, or differs between ranks, every rank raises the same error.
 """
 
+import contextlib
 import json
 import math
 import tempfile
@@ -40,6 +41,7 @@ from megatron_ssm.parallel.groups import (
 from megatron_ssm.parallel.heartbeat import watched
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.foundation.command_line import Failure
 
 from .corpus import Corpus
 from .data import Batches, Tokens
@@ -141,6 +143,7 @@ class Inputs:
             "held-out tokens, checksum": held_out and (len(held_out.ids), _checksum(held_out)),
             "resumed step": self.start,
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
+            "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
             "requirements": self.requirements,
             "DeepSpeed's configuration": self.deepspeed,
         }
@@ -221,18 +224,24 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
     profiler = Profiler(options, trainer.groups.rank)
-    for step in range(inputs.start + 1, options.train_iters + 1):
-        with profiler.step(step):
-            result = trainer.step(inputs.batches, step - 1)
-        is_last = step == options.train_iters
-        held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
-        progress.end_step(step, result, is_logged=held_out is not None)
-        if held_out is not None:
-            progress.add_evaluation(step, trainer.evaluate(held_out))
-        progress.write_log()
-        if reason := saver.end_step(step, interruption):
-            progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
-            break
+    try:
+        for step in range(inputs.start + 1, options.train_iters + 1):
+            with profiler.step(step):
+                result = trainer.step(inputs.batches, step - 1)
+            is_last = step == options.train_iters
+            held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
+            progress.end_step(step, result, is_logged=held_out is not None)
+            if held_out is not None:
+                progress.add_evaluation(step, trainer.evaluate(held_out))
+            progress.write_log()
+            if reason := saver.end_step(step, interruption):
+                progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
+                break
+        profiler.close()
+    except Failure:  # on every rank: a checkpoint that is under way is completed
+        with contextlib.suppress(Failure):
+            saver.finish()
+        raise
     saver.finish()
     progress.close()
     return step

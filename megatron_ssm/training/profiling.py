@@ -25,11 +25,12 @@ def utilization(options: Options, model: Model, ranks: int) -> float:
 class Profiler:
     """Records the steps from --profile-step-start to --profile-step-end on rank 0, and writes the trace to --profile.
 
-    All ranks call it together. Failure on every rank if rank 0 cannot write the trace.
+    It ends with the run, if that ends earlier. All ranks call it together. Failure on every rank if rank 0 cannot write the
+    trace.
     """
 
     def __init__(self, options: Options, rank: int):
-        self._first, self._last = options.profile_step_start, options.profile_step_end
+        self._first, self._last = options.profile_step_start, min(options.profile_step_end, options.train_iters)
         self._path = Path(options.profile) / f"steps-{self._first}-{self._last}.json" if options.profile else None
         self._records = self._path is not None and rank == 0
         self._profile: torch.profiler.profile | None = None
@@ -42,7 +43,12 @@ class Profiler:
             self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profile.start()
         yield
-        if self._path is not None and step == self._last:
+        if step == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been recorded, if it has not been written."""
+        if self._path is not None:
             run_on_rank_0(self._write, f"cannot write to --profile {self._path.parent}")
 
     def _write(self) -> None:

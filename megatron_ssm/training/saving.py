@@ -35,7 +35,9 @@ class Saver:
             self.finish()  # raises the error on every rank
         options = self._trainer.options
         is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
-        if is_last or leaves or signal or is_due(step, options.save_interval):
+        # Checkpoints after skipped steps would displace those from before.
+        is_due_now = is_due(step, options.save_interval) and not self._trainer.skipped_in_a_row
+        if is_last or leaves or signal or is_due_now:
             self.save(step)
             signal = signal or interruption.on_any_rank()[0]
         if is_last or not (leaves or signal):
@@ -93,8 +95,6 @@ def resume(
         find_earlier = functools.partial(checkpoint_to_resume, path.parent, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
-    if has_pending(checkpoint[0]):
-        read_pending(checkpoint[0], trainer)
     return checkpoint
 
 
@@ -102,6 +102,8 @@ def _load(trainer: Trainer, path: Path, step: int) -> DamagedCheckpoint | None:
     """Load a checkpoint; returns the error if it is damaged."""
     try:
         trainer.load(path, step)
+        if has_pending(path):
+            read_pending(path, trainer)
     except DamagedCheckpoint as error:
         return error
     return None

@@ -49,11 +49,12 @@ def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
 
 
 def decay_groups(model: Model, options: Options) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups: those with weight decay, and those without."""
-    parameters = list(model.parameters())
+    """An optimizer's parameter groups of the parameters that are trained: with weight decay, and without."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if field_of(p).has_weight_decay]
     others = [p for p in parameters if not field_of(p).has_weight_decay]
-    return [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]

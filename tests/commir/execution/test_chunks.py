@@ -126,6 +126,9 @@ def test_what_cannot_have_chunks():
         in_chunks(ring, "heads", 2).tile("heads.chunk", 2)
     with pytest.raises(Illegal, match=r"reorder\(.*\): heads\.chunk is chunked, so it is no loop of a rank"):
         in_chunks(ring, "heads", 2).reorder("kv.x", "heads.chunk")
+    moved = place(Schedule(programs.matmul_reduce_scatter(24, 12, 24), Mesh(x=2, y=2)), x="cols", y="inner")
+    with pytest.raises(Illegal, match=r"chunk\(rows\.chunk\): the ranks that keep c divide this digit"):
+        in_chunks(moved.replicate("c", "x"), "rows", 2).lower()
     with pytest.raises(Illegal, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
         in_chunks(ring, "heads", 4).lower()
     with pytest.raises(Illegal, match=r"chunk\(q\.o\): the ranks that keep q divide this digit"):

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from commir import Mesh, fastest, programs, search
+from commir import In, Mesh, Out, fastest, grid, measure_tile, operator, programs, search
 
 
 def searched(mesh):
@@ -32,3 +32,17 @@ def test_one_rank_and_no_plans():
     assert plan.reason.startswith("measured: ")
     with pytest.raises(ValueError, match="there are no plans to time"):
         fastest([])
+
+
+def test_an_input_without_axes():
+    @operator
+    def scaled(rows=4, cols=6):
+        s = In[()].home(None)
+        x = In[rows, cols]
+        y = Out[rows]
+        for rows, cols in grid("sr"):
+            y[rows] += s[()] * x[rows, cols]
+
+    program = scaled()
+    assert measure_tile(program, 2)[1] >= 0
+    assert fastest(search(program, Mesh(gpu=1)))[0].reason.startswith("measured: ")

@@ -169,8 +169,8 @@ def test_what_does_not_fit_is_excluded():
     assert "does not divide" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
     small = type("Small", (Fixed,), {"memory": 1.0})()
     found = training_divisions(config, 2, Training(64, 8), fabric(), small)
-    assert all("needs 0.00 GB of the 0.00 GB" in each.excluded for each in found)
-    assert as_json(found)["runner_up"] is None
+    assert all("GB of the 1e-09 GB of a rank" in each.excluded for each in found)
+    assert as_json(found)["runner_up"] is as_json(found)["best"] is None
 
 
 def test_recomputation_where_activations_do_not_fit():
@@ -262,6 +262,7 @@ def test_text_measured_on_this_machine(files):
     "flags, message",
     [
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--memory-gb", "-1"], "--memory-gb -1 must be above 0"),
         (["--fabric", "config.json"], "is no fabric file"),
         (["--model", "nowhere"], "no model configuration"),
         (["--device", "abacus"], "invalid choice: 'abacus'"),

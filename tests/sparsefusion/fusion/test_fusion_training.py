@@ -193,7 +193,7 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
         with pytest.raises(ValueError, match="has no pending gradients"):
             read_pending(tmp_path, made)
         dist.barrier()
-        made.fusion._session.reducer.feedback.residuals = {"none": torch.zeros(3)}
+        made.fusion._session.reducer.feedback.residuals = {"none": torch.ones(3)}
         pending_writer(made)(tmp_path)
         dist.barrier()
         with pytest.raises(
@@ -208,7 +208,11 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
         dist.barrier()
         path = tmp_path / f"pending-tensor-0-of-1-replica-{rank}-of-{world}.pt"
         if rank == 1:
-            path.write_bytes(path.read_bytes()[:100])
+            whole, ones = path.read_bytes(), torch.ones(3).numpy().tobytes()
+            assert ones in whole
+            path.write_bytes(
+                whole[:100] if world == 2 else whole.replace(ones, b"\x01" + ones[1:])
+            )  # cut off, or one bit
         with pytest.raises(ValueError, match=f"cannot resume from .*replica-1-of-{world}.pt is missing or damaged"):
             read_pending(tmp_path, made)
 
