@@ -65,6 +65,32 @@ def test_adapters_are_trained_saved_and_resumed(ranks, world, here):
     assert found.keys() == expected.keys() and all(p.any() for p in found.values())
 
 
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("world", (2, 4))
+def test_adapters_in_deepspeed(ranks, world, stage, here, monkeypatch):
+    """In float32, as torch's engine does it; ZeRO divides the adapters over two replicas of one or two ranks."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    pytest.importorskip("deepspeed").utils.logger.setLevel("ERROR")
+    Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    fp32 = ("--params-dtype", "float32", "--tensor-model-parallel-size", str(world // 2))
+    train(ranks, 1, "--out", "one", "--log", "one.jsonl", *fp32[:2])
+    train(
+        ranks,
+        world,
+        "--out",
+        "out",
+        "--log",
+        "log.jsonl",
+        *fp32,
+        "--engine",
+        "deepspeed",
+        "--deepspeed-config",
+        "zero.json",
+    )
+    assert losses("log.jsonl") == pytest.approx(losses("one.jsonl"), rel=1e-5)
+    assert load_file("out/adapter_model.safetensors").keys() == load_file("one/adapter_model.safetensors").keys()
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--init-from", ""], "--lora-rank 2 needs a model to adapt: --init-from"),
     (["--lora-alpha", "0"], "--lora-alpha 0.0 must be positive"),
