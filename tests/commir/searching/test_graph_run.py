@@ -19,7 +19,10 @@ LAYERS = {
     "zamba": lambda: zamba_layer(**ZAMBA),
 }
 SLOW_NODES = {"node": (1e-5, 1e8), "gpu": (1e-6, 1e11)}
-MESHES = [(2, dict(gpu=2)), (4, dict(node=2, gpu=2)), (8, dict(node=2, gpu=4)), (8, dict(pod=2, node=2, gpu=2))]
+MESHES = [
+    (2, dict(gpu=2)), (4, dict(node=2, gpu=2)), (8, dict(node=2, gpu=4)),
+    pytest.param(8, dict(pod=2, node=2, gpu=2), marks=pytest.mark.full),
+]  # fmt: skip
 
 
 def given_to(operators, seed=0):
