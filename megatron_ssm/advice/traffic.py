@@ -96,13 +96,18 @@ def backward_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
 
 
 def passed_states(config: Config, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:
-    """What `context` ranks exchange in all state-space layers for `batch` sequences: states, and inputs of convolutions."""
+    """What `context` ranks exchange in all state-space layers for `batch` sequences: states, and inputs of convolutions.
+
+    After a prompt, the ranks also gather the final states.
+    """
     if context == 1:
         return
     shape = Memory(config, tensor, itemsize=4)
     times = config.num_layers * (2 if training else 1)
     state = SUM_BYTES * batch * shape.inner * config.state_size
     yield Message("all_to_all", 2 * state, context, 2 * times)
+    if not training:
+        yield Message("all_gather", state / context, context, times)
     yield Message("p2p", SUM_BYTES * batch * 2 * (config.conv_kernel - 1) * shape.convolved, context, times)
 
 
