@@ -67,7 +67,12 @@ def run_layer(rank, operators, plans, given):
 def test_layers_on_ranks(ranks, world, mesh, name, best, memory):
     """With a limit of memory, no rank can hold all of a product's parameters."""
     operators, mesh = LAYERS[name](), Mesh(speeds=SLOW_NODES if "node" in mesh else None, **mesh)
-    found = best(operators, mesh, memory and 8 * memory // world)
+    limit = memory and 8 * memory // world
+    if limit and world == 8 and (name, best) == ("llama with groups", best_3d_parallel):
+        with pytest.raises(ValueError, match="no 3-D layout divides the operators"):  # its key/value heads are too few
+            best(operators, mesh, limit)
+        return
+    found = best(operators, mesh, limit)
     plans, given = found.plans(), given_to(operators)
     for plan in plans.values():
         verify(plan)
