@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
 from megatron_ssm.sizing.memory import Memory
 
@@ -49,9 +50,8 @@ class Device:
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences of `length` tokens, in a CUDA graph."""
-        shape = Memory(config, ranks, self.itemsize)
-        moved = 2 * shape.state_per_sequence + length * shape.keys_and_values_per_token
-        return (shape.weights_read_per_token + batch * moved) / self.bandwidth
+        shape = decoding_shape(self.name, config, ranks, self.itemsize, length)
+        return (shape.weight_bytes + batch * shape.state_bytes) / (ranks * self.bandwidth)
 
 
 # Half of the peak in bf16, and 70 % of the memory's bandwidth, of the vendor's data sheets.

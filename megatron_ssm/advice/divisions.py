@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from megatron_ssm.configs.config import Config
+from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import FORMATS, Fabric
@@ -24,6 +26,7 @@ WORTHWHILE = 0.9  # a less exact format must reduce the time of a step to this s
 HIDDEN = 0.7  # the share of backward during which gradients are sent: the first bucket is ready after a part of it
 SPARSE = 0.2  # the share of a step from which on the sums of gradients are worth fusing sparsely
 FP32 = 4  # bytes
+WIRE_FORMATS = tuple(name for name in FORMATS if name != "auto")  # the most exact first
 
 
 class Computes(Protocol):
@@ -151,7 +154,7 @@ def _training(
     micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
     compute = micro_batches * (forward * (1 + recompute) + backward)
     rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric)
-    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric) for each in FORMATS if each != "auto"}
+    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric) for each in WIRE_FORMATS}
     format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
     sums = seconds_of(gradient_sums(weights, context * data), fabric)
     parts = {
@@ -185,35 +188,29 @@ def _generation(
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
     token = device.token(config, tensor, job.batch, job.prompt)
 
-    def sums(format: str, rows: int) -> float:
+    def sums(rows: int) -> dict[str, float]:
         exact = seconds_of(exact_sums(config, tensor, rows), fabric)
-        return exact + seconds_of_block_sums(config, tensor, rows, format, fabric)
+        return {name: exact + seconds_of_block_sums(config, tensor, rows, name, fabric) for name in WIRE_FORMATS}
 
-    rows = job.batch * tokens
     states = seconds_of(passed_states(config, tensor, context, job.batch, False), fabric) + attention_seconds
-    times = {
-        name: (compute + states + sums(name, rows), token + sums(name, job.batch)) for name in FORMATS if name != "auto"
-    }
+    of_prompt, of_token = sums(job.batch * tokens), sums(job.batch)
+    times = {name: (compute + states + of_prompt[name], token + of_token[name]) for name in WIRE_FORMATS}
     format = _format({name: ttft + job.new * tpot for name, (ttft, tpot) in times.items()})
     ttft, tpot = times[format]
     parts = {
         "prompt, computed": compute,
-        "prompt, tensor-parallel sums": sums(format, rows),
+        "prompt, tensor-parallel sums": of_prompt[format],
         "prompt, context ranks": states,
         "tokens, computed": job.new * token,
-        "tokens, tensor-parallel sums": job.new * sums(format, job.batch),
+        "tokens, tensor-parallel sums": job.new * of_token[format],
     }
     return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
 
 
 def _tokens(config: Config, seq: int, context: int) -> int:
     """The tokens of a sequence on each of `context` ranks, which have two blocks; ValueError if these are too short."""
-    if context == 1:
-        return seq
-    block = -(-seq // (2 * context))
-    if block < config.conv_kernel - 1:
-        raise ValueError(f"{seq} tokens are too few for {context} context ranks")
-    return 2 * block
+    check_sequence_length(seq, context, config.conv_kernel - 1)
+    return seq if context == 1 else local_length("zigzag", seq, context)
 
 
 def _attention(

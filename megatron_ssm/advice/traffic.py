@@ -1,6 +1,6 @@
 """What ranks send in a training step, for a prompt and for a decoded token, and how long it takes on a fabric.
 
-The tensor-parallel sums are those of `sizing.advise.all_reduces`, for every token. Backward sums the gradients of the same
+The tensor-parallel sums are those of `sizing.advise`, for every token. Backward sums the gradients of the same
 activations (Megatron's f and g), where the attention's input is twice as wide, and the gradients of parameters that several
 ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums the gradients of all data x context ranks.
 """
@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from megatron_ssm.configs.config import Config
-from megatron_ssm.sizing.advise import SUM_BYTES, all_reduces
+from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
+from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
 BUCKET = 25 * 2**20  # bytes of gradients that torch's DDP sums at once
 # What an operation that was not measured is estimated by: it sends as many bytes, in as many steps.
 INSTEAD = {"all_to_all": ("reduce_scatter", None), "p2p": ("all_gather", 2)}  # (operation, ranks if they differ)
-BYTES_IN_FORMAT = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 128}  # of an element on the wire
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,15 @@ def seconds_of(messages: Iterable[Message], fabric: Fabric) -> float:
     return total
 
 
-def block_sums(config: Config, ranks: int, tokens: int) -> list[tuple[float, int]]:
-    """[(bytes, count)] of the sums of block outputs in a forward pass over `tokens` tokens: those that `reduce=` rounds.
-
-    If Mamba-2's norm is summed with them, they have one more column.
-    """
-    row, norm = SUM_BYTES * tokens, SUM_BYTES * tokens if config.groups == 1 else 0
-    mixers = row * config.hidden_size + norm, config.num_layers
-    return [mixers, (row * config.hidden_size, 2 * len(config.hybrid_layers))] if ranks > 1 else []
-
-
 def seconds_of_block_sums(config: Config, ranks: int, tokens: int, format: str, fabric: Fabric) -> float:
-    """The time of these sums in a wire format.
+    """The time of the sums of block outputs in a forward pass over `tokens` tokens, in a wire format.
 
     Exact ones are all-reduces. The others are an exchange of pieces and an all-gather of their sums, or an all-gather of
     everything, whichever is faster.
     """
     total = 0.0
-    for nbytes, count in block_sums(config, ranks, tokens):
-        sent = nbytes / SUM_BYTES * BYTES_IN_FORMAT[format]
+    for nbytes, count in ((tokens * nbytes, count) for nbytes, count in block_outputs(config)):
+        sent = nbytes / SUM_BYTES * wire_format(format, torch.float32).nbytes(BLOCK) / BLOCK
         exact = [Message("all_reduce", nbytes, ranks, count)]
         two_shot = [Message("all_to_all", sent, ranks, count), Message("all_gather", sent / ranks, ranks, count)]
         ways = [exact] if format == "fp32" else [two_shot, [Message("all_gather", sent, ranks, count)]]
@@ -72,7 +64,7 @@ def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
     """The other sums of a forward pass: of the embedding, and of x_proj or of norms over several ranks."""
     if ranks > 1:
         yield Message("all_reduce", SUM_BYTES * config.hidden_size * tokens, ranks)
-        for nbytes, count in list(all_reduces(config, ranks))[2:]:
+        for nbytes, count in inner_sums(config, ranks):
             yield Message("all_reduce", nbytes * tokens, ranks, count)
 
 
@@ -83,7 +75,7 @@ def backward_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
     row, hybrid = SUM_BYTES * config.hidden_size * tokens, len(config.hybrid_layers)
     yield Message("all_reduce", row, ranks, config.num_layers + 1 + hybrid)  # of in_proj, the head and MLPs
     yield Message("all_reduce", 2 * row, ranks, hybrid)
-    for nbytes, count in list(all_reduces(config, ranks))[2:]:
+    for nbytes, count in inner_sums(config, ranks):
         yield Message("all_reduce", nbytes * tokens, ranks, count)
     if config.shared is not None and config.shared.adapter_rank:
         low = SUM_BYTES * tokens * config.shared.adapter_rank

@@ -97,7 +97,7 @@ class Snapshot:
         keep: int = 2,
         stage: Stage | None = None,
     ) -> "Snapshot":
-        """That of a model in training. stage: copies a tensor to this host's memory; None: it changes after `write` only."""
+        """That of a model in training. stage: copies a tensor to this host's memory; None: it is unchanged until `write`."""
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
                 _reset_optimizer(optimizer, 0)  # every step so far was skipped

@@ -146,7 +146,7 @@ class Mamba1(_Mixer, MambaMixer):  # type: ignore[misc]  # forward has Megatron'
 class HybridLayer(MambaLayer):
     """A hybrid layer of Zamba: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
 
-    use: what it has of its own for its invocation of the shared block. shared_inputs: (the shared block, the embeddings
+    use: the parameters of this layer's own for its use of the shared block. shared_inputs: (the shared block, the embeddings
     (batch, seq, hidden), what the block must know of the tokens), while the stack runs.
     """
 

@@ -25,11 +25,22 @@ def decoding_shape(name: str, config: Config, ranks: int, itemsize: int = 2, len
 
 def all_reduces(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
     """(bytes for one sequence, count) of the all-reduces of a decoded token; docs/families.md has them as a table."""
-    hidden, layers, invocations = config.hidden_size, config.num_layers, len(config.hybrid_layers)
+    yield from block_outputs(config)
+    yield SUM_BYTES * config.hidden_size, 1  # of the embedding
+    yield from inner_sums(config, ranks)
+
+
+def block_outputs(config: Config) -> Iterator[tuple[int, int]]:
+    """Those of block outputs, which `reduce=` may round: of the mixers, and two of each use of the shared block."""
     norm = 1 if config.groups == 1 else 0  # the gated norm's sum of squares, in the same message
-    yield SUM_BYTES * (hidden + norm), layers
-    yield SUM_BYTES * hidden, 2 * invocations + 1
+    yield SUM_BYTES * (config.hidden_size + norm), config.num_layers
+    if config.hybrid_layers:
+        yield SUM_BYTES * config.hidden_size, 2 * len(config.hybrid_layers)
+
+
+def inner_sums(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
+    """Those inside the mixers: of x_proj, and of the norms of groups on several ranks."""
     if not config.groups and ranks > config.heads:
-        yield SUM_BYTES * (config.dt_rank + 2 * config.state_size), layers
+        yield SUM_BYTES * (config.dt_rank + 2 * config.state_size), config.num_layers
     if 1 < config.groups < ranks:
-        yield SUM_BYTES * config.groups, layers
+        yield SUM_BYTES * config.groups, config.num_layers

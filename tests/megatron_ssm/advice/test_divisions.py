@@ -15,13 +15,13 @@ from megatron_ssm.advice.report import as_json, why
 from megatron_ssm.advice.traffic import (
     Message,
     backward_sums,
-    block_sums,
     exact_sums,
     gradient_sums,
     passed_states,
     seconds_of,
 )
 from megatron_ssm.configs.config import Config
+from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve
@@ -69,7 +69,8 @@ def test_tensor_parallel_sums_of_a_step(ranks, tp, name):
     if name == "zamba" and tp == 4:
         pytest.skip("2 mamba heads on 4 ranks need sums of their own, which the prediction leaves out")
     config, rows = config_of(**MODELS[name]), SEQ * BATCH
-    messages = [Message("all_reduce", nbytes, tp, count) for nbytes, count in block_sums(config, tp, rows)]
+    of_blocks = [(rows * nbytes, count) for nbytes, count in block_outputs(config)]
+    messages = [Message("all_reduce", nbytes, tp, count) for nbytes, count in of_blocks]
     messages += [*exact_sums(config, tp, rows), *backward_sums(config, tp, rows)]
     predicted = sum(each.nbytes * each.count for each in messages)
     assert {nbytes - NORM_BYTES for nbytes, _ in ranks(counted, tp, tp, MODELS[name])} == {predicted}
