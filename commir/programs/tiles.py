@@ -140,6 +140,7 @@ def _causal_calls(q: tuple[_Run, ...], kv: tuple[_Run, ...]) -> list[KernelCall]
     length = math.gcd(*(number for run in (*q, *kv) for number in run[:2]))
 
     def segments(runs: tuple[_Run, ...]) -> list[Segment]:
+        """The runs in segments of `length` positions each."""
         return [Segment(n, length, length) for run in runs for n in range(run.first, run.first + run.length, length)]
 
     return kernel_calls(segments(q), segments(kv), True)

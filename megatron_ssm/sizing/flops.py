@@ -31,6 +31,7 @@ def matrix_elements(config: Config) -> int:
     remainder = len(config.hybrid_layers) % max(1, config.shared_copies)
 
     def uses(field: Field) -> int:
+        """How often a token is multiplied with this field: 0 if it is no matrix."""
         if len(field.shape) != 2 or field.fp32 or ".idle." in field.name:
             return 0
         if field.name == "embeddings.weight":

@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from benchmarks.support.launched import TINY, Fault, launched, lines, namespaces_work, texts, write_text
+from benchmarks.support.launched import TINY, Fault, Run, inject, launched, lines, namespaces_work, texts, write_text
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -274,28 +278,42 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-RESTARTED = """
-import os, runpy, signal, sys
-from megatron_ssm.training.trainer import Trainer
-
-def step(self, batches, number, whole=Trainer.step):
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], number) == ("0", "1", 3):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, batches, number)
-
-Trainer.step = step
-sys.argv[0] = {script!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
+def dies_once(*arguments):
+    """A rank of the script under torchrun's agent, which writes to out-RANK and err-RANK; rank 1 kills itself once."""
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    for stream, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{kind}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    if (rank, attempt) == ("1", "0"):
+        inject(Fault(1, 4, signal.SIGKILL))
+    code = command_line.run("pretrain.py", lambda: pretrain(parse_options(arguments)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
 
 
 def test_torchrun_restarts_a_run_that_continues_by_itself(here):
-    """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened."""
-    Path("restarted.py").write_text(RESTARTED.format(script=str(ROOT / "examples" / "pretrain.py")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    command += ["--nproc-per-node", "2", "--", "restarted.py", *TINY, "--resume", "auto"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "writing out" in done.stdout and "resuming out/checkpoints/step-000002" in done.stdout
-    assert re.search("^" + NAMED.format(rank=1, world=2), done.stderr, re.MULTILINE), done.stderr
+    """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened.
+
+    torchrun's agent starts the ranks as forks, which have imported everything.
+    """
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork"
+    )
+    agent = Run([os.fork()])
+    if agent.pids == [0]:
+        try:
+            elastic_launch(config, dies_once)(*TINY, "--resume", "auto")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    try:
+        assert agent.wait(0, timeout=60)[0] == [0], texts("err", 2)
+    finally:
+        agent.end()
+    said = "\n".join(lines("out", 2))
+    assert "writing out" in said and "resuming out/checkpoints/step-000002" in said
+    (line,) = lines("err", 2)
+    assert re.match(NAMED.format(rank=1, world=2), line)
     assert_as_undisturbed(2)
