@@ -1,5 +1,6 @@
 """Faults of real processes, links and files in a run. Oracles: an undisturbed run, exit codes, the rank that is at fault."""
 
+import functools
 import json
 import math
 import os
@@ -13,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from benchmarks.support.launched import TINY, Fault, Run, inject, launched, lines, namespaces_work, texts, write_text
+from benchmarks.support.launched import TINY, Fault, inject, launched, lines, namespaces_work, texts, write_text
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
+from ranks import run_agent
 from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,18 +48,24 @@ def checkpoints():
     return [path.name for path in find_checkpoints("out/checkpoints")]
 
 
+@functools.cache
+def undisturbed(world, *more):
+    """(losses, weights) of a run in which nothing happens; all tests have the same text."""
+    assert train(world, "--out", "straight", "--log", "straight.jsonl", *more)[0] == [0] * world
+    return torch.tensor(losses("straight.jsonl")), load_file("straight/model.safetensors")
+
+
 def assert_as_undisturbed(world, *more):
     """The log and the model are those of a run in which nothing happened.
 
     They are bitwise equal on two ranks. On more, DDP's first step after a start sums in another order than later steps.
     """
-    assert train(world, "--out", "straight", "--log", "straight.jsonl", *more)[0] == [0] * world
-    assert torch.tensor(losses()).sub(torch.tensor(losses("straight.jsonl"))).abs().max() <= (
-        0 if world == 2 else 1e-10
-    )
-    ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
+    expected, theirs = undisturbed(world, *more)
+    limit = 0 if world == 2 else 1e-10
+    assert torch.tensor(losses()).sub(expected).abs().max() <= limit
+    ours = load_file("out/model.safetensors")
     for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() <= (0 if world == 2 else 1e-10)
+        assert (ours[name] - tensor).abs().max() <= limit
 
 
 # Ranks that end, or hang
@@ -81,7 +88,7 @@ NAMED = r"rank {rank} of {world} \(process \d+ on \S+\) has ended, hangs or cann
 @pytest.mark.parametrize(
     "world, while_saving, more",
     [
-        (2, False, []),
+        pytest.param(2, False, [], marks=pytest.mark.full),
         pytest.param(3, False, [], marks=pytest.mark.full),
         (2, False, ["--tensor-model-parallel-size", "2"]),
         (2, True, []),
@@ -278,40 +285,15 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-def dies_once(*arguments):
-    """A rank of the script under torchrun's agent, which writes to out-RANK and err-RANK; rank 1 kills itself once."""
-    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    for stream, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{kind}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    if (rank, attempt) == ("1", "0"):
-        inject(Fault(1, 4, signal.SIGKILL))
-    code = command_line.run("pretrain.py", lambda: pretrain(parse_options(arguments)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)
-
-
 def test_torchrun_restarts_a_run_that_continues_by_itself(here):
-    """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened.
+    """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened."""
 
-    torchrun's agent starts the ranks as forks, which have imported everything.
-    """
-    config = LaunchConfig(
-        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork"
-    )
-    agent = Run([os.fork()])
-    if agent.pids == [0]:
-        try:
-            elastic_launch(config, dies_once)(*TINY, "--resume", "auto")
-            os._exit(0)
-        finally:
-            os._exit(1)
-    try:
-        assert agent.wait(0, timeout=60)[0] == [0], texts("err", 2)
-    finally:
-        agent.end()
+    def run():
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+            inject(Fault(1, 4, signal.SIGKILL))
+        sys.exit(command_line.run("pretrain.py", lambda: pretrain(parse_options([*TINY, "--resume", "auto"]))))
+
+    assert run_agent(run, 2, here, restarts=1), texts("err", 2)
     said = "\n".join(lines("out", 2))
     assert "writing out" in said and "resuming out/checkpoints/step-000002" in said
     (line,) = lines("err", 2)

@@ -51,7 +51,7 @@ def close(a, b):
      pytest.param(2, 2, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """20 clipped steps, in micro-batches."""
+    """Clipped steps, in micro-batches."""
     run = tiny.options(**MODELS[model], engine="megatron", micro_batch_size=1, context_parallel_size=cp)
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)

@@ -50,7 +50,7 @@ def one_rank(model):
 
 
 def check_curves(ranks, tp, dp, model, micro):
-    """Assert that 20 steps in this layout give the losses, gradient norms and parameters of one rank, on every rank."""
+    """Assert that the steps in this layout give the losses, gradient norms and parameters of one rank, on every rank."""
     run = tiny.options(**MODELS[model], micro_batch_size=micro)
 
     def train(rank):
