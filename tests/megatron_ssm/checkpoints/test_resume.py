@@ -18,6 +18,7 @@ from megatron_ssm.checkpoints.training import MOMENTS, load_training, save_train
 from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
+HALF = tiny.STEPS // 2
 MODELS = {
     "mamba": dict(model_type="mamba"),
     "mamba2": {},
@@ -72,27 +73,27 @@ def assert_same(ours, theirs):
 def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
     run = options(**MODELS[model])
     uninterrupted = tiny.trainer(run)
-    save_after(uninterrupted, 10, tmp_path)
-    rest = tiny.curve(uninterrupted, start=10)
+    save_after(uninterrupted, HALF, tmp_path)
+    rest = tiny.curve(uninterrupted, start=HALF)
     resumed = tiny.trainer(run)
-    assert resume(resumed, tmp_path) == 10
-    assert torch.equal(tiny.curve(resumed, start=10), rest)
+    assert resume(resumed, tmp_path) == HALF
+    assert torch.equal(tiny.curve(resumed, start=HALF), rest)
     assert_same(training_state(resumed), training_state(uninterrupted))
 
 
 def check_bitwise(ranks, tmp_path, tp, dp, model):
-    """Train 10 steps, save, train 10 more; repeat the last 10 from the checkpoint in new processes."""
+    """Train half of the steps, save, and train the others; repeat these from the checkpoint in new processes."""
     run = options(**MODELS[model])
 
     def uninterrupted(rank):
         trainer = tiny.trainer_on(tp, run)
-        save_after(trainer, 10, tmp_path)
-        return tiny.curve(trainer, start=10), training_state(trainer)
+        save_after(trainer, HALF, tmp_path)
+        return tiny.curve(trainer, start=HALF), training_state(trainer)
 
     def resumed(rank):
         trainer = tiny.trainer_on(tp, run)
-        assert resume(trainer, tmp_path) == 10
-        return tiny.curve(trainer, start=10), training_state(trainer)
+        assert resume(trainer, tmp_path) == HALF
+        return tiny.curve(trainer, start=HALF), training_state(trainer)
 
     for (curve, ours), (other, theirs) in zip(ranks(uninterrupted, tp * dp), ranks(resumed, tp * dp), strict=True):
         assert torch.equal(curve, other)
@@ -140,23 +141,23 @@ def test_the_random_state_comes_back(ranks, tmp_path, tp):
 
 @functools.cache
 def one_rank_curve(model, vocab):
-    """The oracle: the curve of 20 steps on one rank, with the whole batch in one micro batch."""
+    """The oracle: the curve on one rank, with the whole batch in one micro batch."""
     return tiny.curve(tiny.trainer(options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
 
 
 def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
-    """Train 10 steps in the layout `before`, save, and 10 more as tp x dp: the curve must be that of one rank."""
+    """Train half of the steps in the layout `before`, save, and the rest as tp x dp: the curve must be that of one rank."""
     run = options(**MODELS[model])
 
     def start(rank):
-        return save_after(tiny.trainer_on(before[0], run, vocab), 10, directory, vocab)
+        return save_after(tiny.trainer_on(before[0], run, vocab), HALF, directory, vocab)
 
     def end(rank):
         trainer = tiny.trainer_on(tp, run, vocab)
         return tiny.curve(trainer, start=resume(trainer, directory), vocab=vocab)
 
     first, second = ranks(start, before[0] * before[1]), ranks(end, tp * dp)
-    for half, curve in zip((first, second), one_rank_curve(model, vocab).split(10, dim=1), strict=True):
+    for half, curve in zip((first, second), one_rank_curve(model, vocab).split(HALF, dim=1), strict=True):
         assert all(torch.equal(other, half[0]) for other in half)
         assert (half[0] - curve).abs().max() <= EXACT
 
