@@ -1,7 +1,7 @@
 """The cost of a candidate in closed form, by the rules of lowering, without lowering it.
 
-Bytes are exactly those of the plan. Time is a lower bound: messages of collectives one after the other, and in the loops the
-longer of computing and sending. Memory is a lower bound too: blocks that the tile needs, and accumulators.
+Bytes are exactly those of the plan. Time is a lower bound: one collective after the other, and in the loops the longer of
+computing and sending. Memory is a lower bound too: blocks that the tile needs, and accumulators.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
 from commir.lowering.scans import is_sliced
-from commir.lowering.timeline import link_seconds
+from commir.lowering.timeline import collective_seconds, link_seconds
 
 from .candidates import Candidate, Part
 
@@ -26,12 +26,16 @@ class Cost:
 
 
 class CostModel:
-    """Costs of the candidates of one program. point_seconds, call_seconds: of a point of the loops, of calling a tile."""
+    """Costs of the candidates of one program. For the times and `overlap` see `search`."""
 
-    def __init__(self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> None:
+    def __init__(
+        self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
+    ) -> None:
         if not (point_seconds >= 0 and call_seconds >= 0):
             raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be at least 0")
-        self.program, self.mesh = program, mesh
+        if not (-math.inf < overlap <= 1):
+            raise ValueError(f"overlap={overlap} must be at most 1, where the longer of both hides the shorter")
+        self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}
         self._elements = {
@@ -198,7 +202,7 @@ class _Tally:
         """The cost, with the time of all messages and of computing."""
         by_name = {part.name: part for part in self.parts}
         for (name, _), (nbytes, count) in self.collectives.items():
-            self.cost.seconds += count * sum(self._busy(by_name[name], nbytes))
+            self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count)
             self.cost.messages += count
         self.cost.seconds += max(computing + self.latency, *self.rings.values(), 0.0)
         return self.cost
