@@ -17,12 +17,15 @@ from .candidates import Candidate, Part
 
 @dataclass
 class Cost:
-    """Bytes that a rank sends, seconds (at least), bytes that it holds (at least), and the number of messages."""
+    """Bytes that a rank sends, seconds (at least), and the number of messages.
+
+    held: bytes of inputs that it holds for its tiles beside those at home, and of accumulators, at least: {operand: bytes}.
+    """
 
     sent: int = 0
     seconds: float = 0.0
-    memory: int = 0
     messages: int = 0
+    held: dict[str, int] = field(default_factory=dict)
 
 
 class CostModel:
@@ -41,6 +44,7 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
+        self._axes = {operand.name: operand.axes for operand in program.operands}
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
@@ -64,9 +68,14 @@ class CostModel:
                 self._add_output(tally, self.program.operand(name), is_first=not number)
         return tally.total(_turns(candidate) * self.tile_seconds(candidate))
 
-    def memory_in_chunks(self, cost: Cost, chunks: int) -> float:
-        """The least that a candidate of this cost holds in chunks: operands at home, and what a chunk needs."""
-        return self._kept + (cost.memory - self._inputs) / chunks
+    def memory(self, cost: Cost) -> int:
+        """The least that a candidate of this cost holds: inputs at home, and what its tiles need."""
+        return self._inputs + sum(cost.held.values())
+
+    def memory_in_chunks(self, cost: Cost, axis: str, chunks: int) -> float:
+        """The least that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
+        needed = (held / (chunks if axis in self._axes[name] else 1) for name, held in cost.held.items())
+        return self._kept + sum(needed)
 
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
         itemsize = self.program.itemsize(operand)
@@ -76,7 +85,6 @@ class CostModel:
         if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
             block = self._elements[operand.name] * itemsize // scattered[operand.source[0]]
         else:
-            tally.cost.memory += block
             for part, need in zip(parts, needs, strict=True):
                 if home and need not in (None, home):
                     tally.collective(part, "all_to_all", block // part.size, part.size - 1)
@@ -91,8 +99,8 @@ class CostModel:
                 tally.collective(part, "gather", gathered, part.size - 1)
                 gathered *= part.size
         is_at_home = not operand.source and all(need == home or not home and not need for need in needs)
-        tally.cost.memory += 0 if is_at_home else gathered
-        self._travel(tally, operand, gathered)
+        turns = self._travel(tally, operand, gathered)
+        tally.cost.held[operand.name] = gathered * (min(2, turns - 1) if is_at_home else min(2, turns))
 
     def _add_output(self, tally: "_Tally", operand: Operand, is_first: bool) -> None:
         """is_first: of its result, whose outputs travel in the same messages."""
@@ -102,7 +110,7 @@ class CostModel:
         elements = self._elements[operand.name] // math.prod(
             part.size for part, digit in zip(parts, have, strict=True) if digit
         )
-        tally.cost.memory += elements * max(4, itemsize)
+        tally.cost.held[operand.name] = elements * max(4, itemsize)
         self._travel(tally, operand, elements * itemsize, is_first)
         for index in reversed(range(len(parts))):
             part = parts[index]
@@ -151,8 +159,8 @@ class CostModel:
         row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
         tally.collective(part, "reduce", -(-elements // row // part.size) * row * itemsize, 2 * (part.size - 1))
 
-    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> None:
-        """Messages of blocks that travel around rings, one ring inside the other."""
+    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> int:
+        """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees."""
         rings = [
             part for part in tally.parts if part.shifted in operand.axes and part.placement.axis not in operand.axes
         ]
@@ -160,6 +168,7 @@ class CostModel:
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
             tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_first_on(rings, operand))
             before *= part.size
+        return before
 
 
 @dataclass

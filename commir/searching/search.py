@@ -97,13 +97,13 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
     """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits."""
     if memory is None:
         return _lowered(model, [candidate])
-    if cost.memory <= memory:
+    if model.memory(cost) <= memory:
         whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
         if whole:
             return whole
     found: dict[str, Plan] = {}
     for each in candidate.in_chunks(model.program):
-        if each.chunked not in found and model.memory_in_chunks(cost, each.chunks) <= memory:
+        if each.chunked not in found and model.memory_in_chunks(cost, each.chunked, each.chunks) <= memory:
             for plan in _lowered(model, [each]):
                 if plan.memory <= memory:
                     found[each.chunked] = plan
