@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
-from megatron_ssm.checkpoints.folders import find_checkpoints, read_training, set_aside
+from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.peft import save_lora
 from megatron_ssm.configs.config import Config
@@ -210,10 +210,10 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
 
     Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
     """
-    if inputs.checkpoint is None:
-        set_aside(inputs.out / "checkpoints")
+    directory = inputs.out / "checkpoints"
+    checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
+    if checkpoint is None:
         return inputs
-    checkpoint = resume(trainer, inputs.checkpoint, inputs.requirements, progress.print_line)
     decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
     progress.print_decay(decay_steps)
     return replace(inputs, checkpoint=checkpoint)

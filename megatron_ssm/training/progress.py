@@ -47,8 +47,8 @@ class Progress:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
         if options.tensorboard or options.wandb:
             failure = "cannot begin to write for --tensorboard or --wandb"
-            make = Trackers if self._is_first_rank else lambda options: None
-            self._trackers = run_on_every_rank(lambda: make(options), failure)
+            make = Trackers if self._is_first_rank else lambda options, start: None
+            self._trackers = run_on_every_rank(lambda: make(options, start), failure)
 
     @property
     def _log_error(self) -> str:

@@ -216,7 +216,7 @@ class Trainer:
         return evaluate(self.model, tokens, self.groups, self.options)
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
-        """What `save_training` takes as the optimizer; all ranks call it together."""
+        """What `Snapshot.of` takes as the optimizer; all ranks call it together."""
         return self.optimizer
 
     def load(self, path: Path, step: int) -> None:

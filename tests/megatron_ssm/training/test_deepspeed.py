@@ -10,7 +10,7 @@ import torch
 from chosen import by_default
 
 import tiny
-from megatron_ssm.checkpoints.training import save_training
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.trainer import evaluate
 from sparsefusion.foundation.command_line import Failure
@@ -165,7 +165,7 @@ def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
     def begin(rank):
         trainer = tiny.trainer_on(tp, before)
         tiny.curve(trainer, 3)
-        save_training(tmp_path, 3, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(tmp_path, 3, trainer.model, trainer.checkpoint_state(), {}).write()
 
     def go_on(rank):
         trainer = tiny.trainer_on(dp, after)
@@ -186,7 +186,7 @@ def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage, model):
     def train(rank):
         trainer = tiny.trainer_on(tp, run)
         tiny.curve(trainer, 2)
-        save_training(tmp_path, 2, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(tmp_path, 2, trainer.model, trainer.checkpoint_state(), {}).write()
         straight = tiny.curve(trainer, 4, start=2)
         again = tiny.trainer_on(tp, run)
         again.load(tmp_path / "step-000002", 2)
