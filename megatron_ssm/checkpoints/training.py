@@ -208,11 +208,7 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         return open_shards(path, described.metadata_crc32), steps
 
     reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, compared=Path(path).name)
-    if isinstance(optimizer, GatheredState):
-        optimizer.steps = steps
-    else:
-        _reset_optimizer(optimizer, steps)
-    state = _state(model, optimizer)
+    state = state_to_fill(model, optimizer, steps)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # DCP raises it on every rank
@@ -226,6 +222,20 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         torch.set_rng_state(state["rng"])
     except RuntimeError as error:
         raise DamagedCheckpoint(f"{failure}: {first_line(error)}") from None
+
+
+def state_to_fill(
+    model: Model, optimizer: torch.optim.Optimizer | GatheredState, steps: int
+) -> dict[str, torch.Tensor]:
+    """{entry of a checkpoint: this rank's tensor, or a DTensor around it} of an optimizer that has done `steps` steps.
+
+    An entry is called "model.", "exp_avg." or "exp_avg_sq." and the name of a field; "rng" is the random state.
+    """
+    if isinstance(optimizer, GatheredState):
+        optimizer.steps = steps
+    else:
+        _reset_optimizer(optimizer, steps)
+    return _state(model, optimizer)
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -20,9 +20,12 @@ def parser() -> Parser:
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
-    about = "Convert a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
+    about = (
+        "Convert a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round; "
+        "or the weights of DeepSpeed's checkpoint into a Hugging Face directory."
+    )
     convert = commands.add_parser(
-        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
+        "convert", help="checkpoints of state-spaces and DeepSpeed to Hugging Face's", description=about
     )
     convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
     convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")

@@ -151,6 +151,16 @@ class Throughput:
         return rate, left
 
 
+def check_log(path: str) -> None:
+    """ValueError if the log cannot be written."""
+    if path:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).open("a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
+
+
 def is_due(step: int, interval: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after this step."""
     return interval > 0 and step % interval == 0

@@ -7,15 +7,26 @@ from typing import Any
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
+<<<<<<< HEAD
+=======
+from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
+>>>>>>> engines
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
     newest_checkpoint,
+<<<<<<< HEAD
     set_aside,
     set_damaged_aside,
     step_of,
 )
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
+=======
+    set_damaged_aside,
+    step_of,
+)
+from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writer, read_pending
+>>>>>>> engines
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
 
@@ -71,7 +82,20 @@ class Saver:
             self._background.wait()
 
 
-def checkpoint_to_resume(
+def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
+    """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
+
+    ValueError if there is none, or none that fits the requirements.
+    """
+    if how in ("", "newest", "auto"):
+        begins = not how or (how == "auto" and not find_checkpoints(directory))
+        return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
+    if not is_deepspeed(how):
+        raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
+    return Path(how), step_of_deepspeed(how)
+
+
+def newest_to_load(
     directory: Path, requirements: dict[str, Any], falls_back: bool, before: int | None = None
 ) -> tuple[Path, int]:
     """The newest checkpoint from before a step (None: of all) and its step, as `newest_checkpoint`.
@@ -114,7 +138,11 @@ def resume(
         if not falls_back:
             raise error
         path, step = checkpoint
+<<<<<<< HEAD
         find_earlier = functools.partial(checkpoint_to_resume, directory, requirements, falls_back, step)
+=======
+        find_earlier = functools.partial(newest_to_load, path.parent, requirements, falls_back, step)
+>>>>>>> engines
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
     return checkpoint

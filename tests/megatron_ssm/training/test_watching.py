@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from benchmarks.support.launched import TINY, Fault, launched, lines, write_text
 from megatron_ssm.configs.config import Config
+from megatron_ssm.models.lora import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
@@ -51,6 +52,24 @@ def test_the_matrix_products_are_those_that_torch_counts(model):
     counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
     products = 2 * matrix_elements(trainer.model.config) * inputs.numel()
     assert counted == [products, 2 * products]
+
+
+@pytest.mark.parametrize("targets", [("in_proj",), ("in_proj", "out_proj")])
+def test_the_products_of_a_step_with_adapters(targets):
+    """Frozen matrices have no gradients of weights. Torch computes no gradient of the first layer's input."""
+    trainer = tiny.trainer(tiny.options(mamba_num_groups=2))
+    model, (inputs, labels) = trainer.model, tiny.batches(trainer.options).batch(0)
+    add_lora(model, 2, 4.0, targets)
+    with FlopCounterMode(display=False) as counter:
+        trainer.loss(inputs, labels).backward()
+    found = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    parameters = dict(model.named_parameters())
+    adapters = sum(p.numel() for name, p in parameters.items() if ".lora." in name)
+    first = sum(p.numel() for name, p in parameters.items() if name.startswith("layers.0.mixer.in_proj.weight"))
+    first += sum(p.numel() for name, p in parameters.items() if name.startswith("layers.0.mixer.lora.in_proj.down"))
+    config = model.config
+    rest = 3 * (forward_flops(config, 12) - 2 * matrix_elements(config))
+    assert found == (training_flops(config, 12, adapters) - rest - 2 * first) * inputs.numel()
 
 
 def test_attention_against_torch():
