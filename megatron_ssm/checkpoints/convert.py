@@ -20,7 +20,8 @@ from megatron_ssm.configs.hf_fields import FieldReader
 from megatron_ssm.configs.layouts import hf_shapes, layout
 
 from .agreement import first_line
-from .deepspeed_files import hugging_face_tensors, is_deepspeed
+from .deepspeed_files import is_deepspeed
+from .deepspeed_models import hugging_face_tensors
 from .hf_directory import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
 
 BIN = "pytorch_model.bin"

@@ -25,7 +25,8 @@ from packaging.version import Version
 from torch import nn
 
 from megatron_ssm.checkpoints.agreement import run_on_rank_0
-from megatron_ssm.checkpoints.deepspeed_files import NAMES, load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_files import NAMES
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model

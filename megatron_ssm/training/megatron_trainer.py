@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_ssm.checkpoints.deepspeed_files import load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.parallel.groups import join_alone
 from megatron_ssm.parallel.megatron_ddp import megatron_ddp, megatron_optimizer
@@ -59,7 +59,7 @@ class DividedMegatronTrainer(MegatronTrainer):
     of its share of the parameters, updates these, and has their moments. The optimizer within is torch's AdamW.
 
     A step sends each gradient with a reduce-scatter and each updated parameter with an all-gather. The trainer computes the
-    norm and clips, because Megatron's own clipping has no float64 sums and needs CUDA.
+    norm and clips, as in every engine.
     """
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:

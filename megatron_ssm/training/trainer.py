@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ssm.checkpoints.deepspeed_files import load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model

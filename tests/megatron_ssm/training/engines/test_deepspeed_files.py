@@ -17,12 +17,14 @@ from fp32_runs import FP32, close, one_rank, run_of
 from hf import save_hf
 from megatron_ssm.checkpoints.convert import convert
 from megatron_ssm.checkpoints.deepspeed_files import read_deepspeed
+from megatron_ssm.checkpoints.training import MOMENTS
 from megatron_ssm.configs.config import Config
 from megatron_ssm.models.lora import add_lora
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.deepspeed_settings import read_settings
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import make_model, make_trainer, pretrain
+from megatron_ssm.training.trainer import SequenceLoss
 from sparsefusion.foundation.command_line import run as run_command
 
 
@@ -61,7 +63,7 @@ def test_deepspeed_loads_what_is_written(ranks, tmp_path, tp, dp, stage):
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("first, then", [(0, "torch"), (1, 3), (2, "torch"), (3, 0)])
 def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
-    """On other ranks where there are several, with the moments; DeepSpeed's own padding of parameters is left out."""
+    """On other ranks where there are several, with the moments."""
     before = run_of(first, folder=tmp_path, save_deepspeed=True, mamba_num_groups=2)
     after = run_of(then, **({} if then == "torch" else dict(folder=tmp_path)), mamba_num_groups=2)
 
@@ -127,20 +129,54 @@ def test_conversion_to_hugging_face(ranks, tmp_path, tp, dp, stage):
         )
 
 
+def engine_of(module, stage, rank, world):
+    """DeepSpeed's engine as in a loop of its users: one group of parameters, with padding between them in ZeRO 2."""
+    import deepspeed
+
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    deepspeed.init_distributed("gloo")
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "parameter_alignment": stage == 2}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_a_loop_of_ones_own(ranks, tmp_path, monkeypatch, deepspeed, world, stage):
+    """Our model in it: the run that goes on has DeepSpeed's parameters and moments."""
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", {})  # so that it compiles nothing
+    sizes = dict(hidden_size=24, mamba_head_dim=8)  # vectors of 6 elements, which ZeRO 2 pads
+
+    def train(rank):
+        theirs, ours = (tiny.trainer_on(1, run_of("torch", **sizes)) for _ in range(2))
+        engine = engine_of(SequenceLoss(theirs.model), stage, rank, world)
+        ids = torch.arange(13).view(1, 13) + rank
+        engine.backward(engine(ids[:, :-1], ids[:, 1:]))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        ours.load(tmp_path, 1)
+        for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+            with deepspeed.zero.GatheredParameters([q]) if stage == 3 else torch.no_grad():
+                assert torch.equal(p, q)
+            for name in MOMENTS:
+                read = deepspeed.utils.safe_get_full_optimizer_state
+                expected = read(q, name) if stage else engine.optimizer.state[q][name]
+                assert expected.any() and torch.equal(ours.optimizer.state[p][name], expected.view_as(p))
+            assert int(ours.optimizer.state[p]["step"]) == 1
+
+    ranks(train, world)
+
+
 @pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_a_model_of_transformers(ranks, tmp_path, monkeypatch, deepspeed, world, stage):
     """Trained by DeepSpeed without us; as in the folders of transformers' Trainer, config.json lies above the checkpoint."""
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", {})  # so that it compiles nothing
-    model = save_hf(tmp_path / "start", "mamba2", tie_word_embeddings=True)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} if stage else {}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    model = save_hf(tmp_path / "start", "mamba2", tie_word_embeddings=True, hidden_size=24, num_heads=6)
 
     def train(rank):
-        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        deepspeed.init_distributed("gloo")
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine = engine_of(model, stage, rank, world)
         ids = torch.arange(8).view(1, 8) + rank
         engine.backward(engine(ids, labels=ids).loss)
         engine.step()
