@@ -18,12 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
-<<<<<<< HEAD
-from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
-=======
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed
-from megatron_ssm.checkpoints.folders import find_checkpoints, read_training, set_aside
->>>>>>> engines
+from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.peft import save_lora
 from megatron_ssm.configs.config import Config
@@ -216,17 +212,9 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
 
     Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
     """
-<<<<<<< HEAD
     directory = inputs.out / "checkpoints"
     checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
-    if checkpoint is None:
-=======
-    checkpoint = inputs.checkpoint
-    if checkpoint is not None:
-        checkpoint = resume(trainer, checkpoint, inputs.requirements, progress.print_line)
     if checkpoint is None or is_deepspeed(checkpoint[0]):
-        set_aside(inputs.out / "checkpoints")
->>>>>>> engines
         return inputs
     decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
     progress.print_decay(decay_steps)

@@ -7,26 +7,16 @@ from typing import Any
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
-<<<<<<< HEAD
-=======
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
->>>>>>> engines
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
     newest_checkpoint,
-<<<<<<< HEAD
     set_aside,
     set_damaged_aside,
     step_of,
 )
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
-=======
-    set_damaged_aside,
-    step_of,
-)
-from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writer, read_pending
->>>>>>> engines
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
 
@@ -119,8 +109,8 @@ def resume(
 ) -> tuple[Path, int] | None:
     """Load a checkpoint of a directory, and with --resume auto the newest earlier one if it is damaged; returns it.
 
-    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then the directory is renamed
-    if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not loaded. ValueError on every
+    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and
+    if DeepSpeed wrote it, the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not loaded. ValueError on every
     rank if none is left. Failure on every rank if one of them cannot read the disk.
     """
 
@@ -130,19 +120,16 @@ def resume(
 
     if trainer.options.resume:
         run_on_rank_0(report_incomplete, f"cannot read {directory}")
-    if checkpoint is None:
+    if checkpoint is None or is_deepspeed(checkpoint[0]):
         set_aside(directory)
+    if checkpoint is None:
         return None
     falls_back = trainer.options.resume == "auto"
     while (error := _load(trainer, *checkpoint)) is not None:
         if not falls_back:
             raise error
         path, step = checkpoint
-<<<<<<< HEAD
-        find_earlier = functools.partial(checkpoint_to_resume, directory, requirements, falls_back, step)
-=======
-        find_earlier = functools.partial(newest_to_load, path.parent, requirements, falls_back, step)
->>>>>>> engines
+        find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
     return checkpoint
