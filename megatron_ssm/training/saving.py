@@ -109,9 +109,9 @@ def resume(
 ) -> tuple[Path, int] | None:
     """Load a checkpoint of a directory, and with --resume auto the newest earlier one if it is damaged; returns it.
 
-    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and
-    if DeepSpeed wrote it, the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not loaded. ValueError on every
-    rank if none is left. Failure on every rank if one of them cannot read the disk.
+    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and if DeepSpeed wrote it,
+    the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not
+    loaded. ValueError on every rank if none is left. Failure on every rank if one of them cannot read the disk.
     """
 
     def report_incomplete() -> None:
@@ -120,9 +120,8 @@ def resume(
 
     if trainer.options.resume:
         run_on_rank_0(report_incomplete, f"cannot read {directory}")
-    if checkpoint is None or is_deepspeed(checkpoint[0]):
-        set_aside(directory)
     if checkpoint is None:
+        set_aside(directory)
         return None
     falls_back = trainer.options.resume == "auto"
     while (error := _load(trainer, *checkpoint)) is not None:
@@ -132,6 +131,8 @@ def resume(
         find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
+    if is_deepspeed(checkpoint[0]):
+        set_aside(directory)
     return checkpoint
 
 
