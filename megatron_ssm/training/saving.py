@@ -109,8 +109,8 @@ def resume(
 ) -> tuple[Path, int] | None:
     """Load a checkpoint of a directory, and with --resume auto the newest earlier one if it is damaged; returns it.
 
-    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and if DeepSpeed wrote it,
-    the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not
+    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and if DeepSpeed wrote
+    it, the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not
     loaded. ValueError on every rank if none is left. Failure on every rank if one of them cannot read the disk.
     """
 
