@@ -188,7 +188,7 @@ def test_rank_0_is_stopped(here):
         ("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
         ("zero-3", 2, 1, signal.SIGTERM, False, []),
         ("megatron", 2, 1, signal.SIGTERM, False, []),
-        *(full(engine, 2, 1, signal.SIGTERM, True, ["--async-save"]) for engine in (*ZERO, "zero-3", "megatron")),
+        *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
     ],
 )
 def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, signalled, number, while_saving, more):
