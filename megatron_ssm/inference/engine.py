@@ -69,6 +69,16 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._slots)
 
+    @property
+    def num_running(self) -> int:
+        """How many requests have a slot."""
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
     # Requests
 
     def add(
