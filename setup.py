@@ -127,6 +127,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
+        "grammar": ["llguidance>=1.0"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
         "test": [
@@ -136,6 +137,7 @@ setup(
             "transformers",
             "peft",
             "deepspeed>=0.19.8",
+            "llguidance>=1.0",
             "tensorboard",
             "wandb",
         ],
