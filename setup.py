@@ -130,6 +130,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
+        "grammar": ["llguidance>=1.0"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
         "serve": SERVE,
@@ -140,6 +141,7 @@ setup(
             "transformers",
             "peft",
             "deepspeed>=0.19.8",
+            "llguidance>=1.0",
             "tensorboard",
             "wandb",
             "httpx",
