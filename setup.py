@@ -25,7 +25,7 @@ WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
 ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
 
 # jinja2 before 3.1.6 has ways out of its sandbox, in which chat templates run.
-SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.9"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.0"]
 
 
 class BuildKernels(build_ext):
@@ -141,7 +141,6 @@ setup(
             "transformers",
             "peft",
             "deepspeed>=0.19.8",
-            "llguidance>=1.0",
             "tensorboard",
             "wandb",
             "httpx",

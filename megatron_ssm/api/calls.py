@@ -5,6 +5,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_ssm.inference.grammar import Grammar
+
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
 from .parameters import CHAT, checked
@@ -167,7 +169,7 @@ def _logit_bias(biases: dict[str, float] | None, vocab_size: int) -> dict[int, f
     for token in biases or ():
         if not (token.isascii() and token.isdecimal() and len(token) < 20 and int(token) < vocab_size):
             raise bad_request(f"logit_bias: {token[:20]!r} is no id of the vocabulary of {vocab_size}", "logit_bias")
-    return {int(token): bias for token, bias in biases.items()} if biases else None
+    return {int(token): float(bias) for token, bias in biases.items()} if biases else None
 
 
 def _grammar(values: dict[str, Any]) -> tuple[str, str] | None:
@@ -185,4 +187,9 @@ def _grammar(values: dict[str, Any]) -> tuple[str, str] | None:
             found.append((name, (kind, values[name])))
     if len(found) > 1:
         raise bad_request(f"{found[0][0]} and {found[1][0]} exclude each other", found[1][0])
+    for name, grammar in found:
+        try:
+            Grammar(*grammar)
+        except ValueError as error:
+            raise bad_request(f"{name}: {error}", name) from None
     return found[0][1] if found else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.grammar import Grammar
 from megatron_ssm.inference.request import Request
 from megatron_ssm.inference.sampling import Sampling
 
@@ -37,12 +38,19 @@ class Arguments:
 
     def request(self, engine: Engine) -> Request:
         """The request, which is not queued yet. ValueError or FileNotFoundError if the engine cannot serve it."""
-        for name in ("logit_bias", "logprobs", "prompt_logprobs", "grammar"):  # until the engine takes them
-            if getattr(self, name):
-                raise ValueError(f"{name} is not implemented")
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
         return engine.make_request(
-            self.prompt, self.max_new_tokens, sampling, self.stop_tokens, self.stop_strings, self.seed, 0
+            self.prompt,
+            self.max_new_tokens,
+            Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty),
+            self.stop_tokens,
+            self.stop_strings,
+            self.seed,
+            min_new_tokens=0,
+            logit_bias=self.logit_bias,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=None if self.grammar is None else Grammar(*self.grammar),
+            prefix_key=self.prefix_key,
         )
 
     def to_json(self) -> dict[str, Any]:

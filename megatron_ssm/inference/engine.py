@@ -308,4 +308,3 @@ def _check_options(options: dict) -> None:
         may_be_none, least = name in ("max_length", "chunk"), int(name != "prefix_bytes")
         if not (may_be_none and value is None) and (type(value) is not int or value < least):
             raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
-

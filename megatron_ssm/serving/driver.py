@@ -152,7 +152,14 @@ class Driver(threading.Thread):
         """What is new of a request that got tokens."""
         sequence = self._running[request] if request.finished is None else self._running.pop(request)
         start, sequence.reported = sequence.reported, len(request.tokens)
-        return Update(sequence, request.tokens[start:], request.finished, None, request.reused)
+        return Update(
+            sequence,
+            request.tokens[start:],
+            request.finished,
+            reused=request.reused,
+            logprobs=request.logprobs[start:],
+            prompt_logprobs=[] if start else request.prompt_logprobs,
+        )
 
     def _report(self, updates: list[Update]) -> None:
         """Hand over the updates, and count what happened."""

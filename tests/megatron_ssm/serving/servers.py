@@ -116,6 +116,12 @@ def expected(directory, prompt, new, seed=None, index=0, **options):
     return generate(_model(directory), torch.tensor([ids]), None, new, seed=seed, **options)[0].tolist()
 
 
+@torch.no_grad()
+def log_probabilities(directory, ids):
+    """(len(ids), vocab): those of the token after each of `ids`."""
+    return _model(directory)(torch.tensor([ids]))[0].log_softmax(-1)
+
+
 def text_of(tokens):
     """The text of byte tokens."""
     return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")

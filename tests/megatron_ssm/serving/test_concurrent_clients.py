@@ -7,7 +7,7 @@ import pytest
 
 from servers import IGNORE_EOS, events, expected, server, with_template
 
-CLIENTS, ROUNDS = 16, 3
+CLIENTS, ROUNDS = 16, 2
 full = pytest.mark.full
 CASES = [
     ("mamba", 1), pytest.param("mamba", 2, marks=full), pytest.param("falcon_mamba", 1, marks=full),

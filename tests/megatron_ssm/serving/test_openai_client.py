@@ -1,13 +1,24 @@
 """The server's interface. Oracles: OpenAI's Python client, curl, `generate` with the same arguments."""
 
 import json
+import re
 import shutil
 import subprocess
 
 import openai
 import pytest
 
-from servers import IGNORE_EOS, LIMIT_S, TEMPLATE, events, expected, server, text_of, with_template
+from servers import (
+    IGNORE_EOS,
+    LIMIT_S,
+    TEMPLATE,
+    events,
+    expected,
+    log_probabilities,
+    server,
+    text_of,
+    with_template,
+)  # fmt: skip
 
 KEY = "sk-of-the-tests-0123456789"
 PROMPT = "The import statement"
@@ -129,6 +140,72 @@ def test_the_end_of_text_token_ends_a_reply(client, directory):
     assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("stop", place + 1)
 
 
+def test_log_probabilities(client, directory):
+    """Oracle: the log-softmax of the model's logits."""
+    new = expected(directory, PROMPT, 4)
+    reference = log_probabilities(directory, [*PROMPT.encode(), *new])
+    found = complete(client, temperature=0, max_tokens=4, logprobs=3, echo=True).choices[0].logprobs
+    assert found.tokens[:20] == list(PROMPT) and found.text_offset[:20] == list(range(20))
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    for place, token in enumerate([*PROMPT.encode(), *new][1:]):
+        row = reference[place]
+        assert found.token_logprobs[place + 1] == pytest.approx(row[token].item(), abs=1e-4)
+        best = sorted(found.top_logprobs[place + 1].values(), reverse=True)
+        assert best == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    only = complete(client, temperature=0, max_tokens=4, logprobs=0, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in only]
+    values = [value for part in parts for value in part.token_logprobs]
+    assert values == pytest.approx(found.token_logprobs[20:], abs=1e-4)
+    assert all(part.top_logprobs is None for part in parts)
+
+
+def test_log_probabilities_of_a_chat(client, directory):
+    messages = [{"role": "user", "content": "Hi"}]
+    new = expected(directory, [256, *b"[user]Hi[assistant]"], 5)
+    reply = client.chat.completions.create(
+        model="mamba2", messages=messages, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2,
+        extra_body=IGNORE_EOS,
+    )  # fmt: skip
+    content = reply.choices[0].logprobs.content
+    assert [bytes(entry.bytes) for entry in content] == [bytes([token]) for token in new]
+    for entry in content:
+        assert entry.top_logprobs[0].logprob == entry.logprob and len(entry.top_logprobs) == 2
+
+
+def test_logit_bias(client):
+    reply = complete(client, max_tokens=5, logit_bias={"120": 100, "121": 100}, temperature=0)
+    assert len(reply.choices[0].text) == 5 and set(reply.choices[0].text) <= set("xy")
+    reply = complete(client, max_tokens=5, logit_bias={"65": 100}, temperature=1)
+    assert reply.choices[0].text == "AAAAA"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}, "color": {"enum": ["red", "green"]}},
+    "required": ["size", "color"],
+    "additionalProperties": False,
+}
+
+
+def test_replies_that_match_a_grammar(client):
+    """A model of random weights would hardly write any of these."""
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    options = dict(model="mamba2", messages=[{"role": "user", "content": "Hi"}], seed=3, temperature=1.5)
+    reply = client.chat.completions.create(**options, max_tokens=200, response_format=form)
+    thing = json.loads(reply.choices[0].message.content)
+    assert reply.choices[0].finish_reason == "stop"
+    assert set(thing) == {"size", "color"} and 0 <= thing["size"] <= 99 and thing["color"] in ("red", "green")
+
+    only = {"125": 60, "123": 10}  # the braces
+    reply = client.chat.completions.create(**options, response_format={"type": "json_object"}, logit_bias=only)
+    assert json.loads(reply.choices[0].message.content) == {}
+
+    reply = complete(client, max_tokens=40, seed=1, extra_body={"guided_regex": "[0-9]{3}-(yes|no)"})
+    assert re.fullmatch("[0-9]{3}-(yes|no)", reply.choices[0].text)
+    reply = complete(client, max_tokens=40, seed=1, extra_body={"guided_grammar": 'start: "a" b "c"\nb: "1" | "2"'})
+    assert reply.choices[0].text in ("a1c", "a2c")
+
+
 def test_echo(client):
     reply = complete(client, temperature=0, max_tokens=5, echo=True)
     alone = complete(client, temperature=0, max_tokens=5)
@@ -168,6 +245,14 @@ def test_a_client_that_hangs_up_frees_its_slots(running, client):
         (dict(prompt=""), openai.BadRequestError, "prompt", "a prompt has no tokens"),
         (dict(n=100), openai.BadRequestError, None, "asks for 100 replies, and the server takes at most 68"),
         (dict(logit_bias={"x": 1}), openai.BadRequestError, "logit_bias", "'x' is no id of the vocabulary"),
+        (dict(extra_body={"guided_regex": "(a"}), openai.BadRequestError, "guided_regex", "guided_regex: regex: "),
+        (dict(extra_body={"guided_grammar": "a"}), openai.BadRequestError, "guided_grammar", "guided_grammar: lark: "),
+        (
+            dict(extra_body={"guided_regex": "a", "response_format": {"type": "json_object"}}),
+            openai.BadRequestError,
+            "guided_regex",
+            "response_format and guided_regex exclude each other",
+        ),
         (dict(stream_options={}), openai.BadRequestError, "stream_options", "for streams only"),
     ],
 )
