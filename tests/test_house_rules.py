@@ -24,7 +24,7 @@ ROOMS = {
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
         "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
-        "advice integrations cli"
+        "advice integrations api serving cli"
     ).split(),
 }
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
@@ -35,6 +35,7 @@ MEGATRON_FILES = {
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
     ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
+    ("llguidance",): {"megatron_ssm/inference/grammar.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
 }

@@ -17,7 +17,7 @@ from commir.lowering.layouts import Piece
 from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
 from commir.lowering.steps import Key, register_key
-from commir.programs.tiles import Tile, derive, tile_of
+from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
@@ -52,10 +52,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes tiles and derived inputs. derive: (program, operand, sources) -> the derived input."""
+    """What computes tiles and derived inputs. derive: (program, operand, sources) -> the derived input.
+
+    tile_into: None, or what computes a tile and combines it into the results of others.
+    """
 
     tile: Tile
     derive: Callable[[Program, str, Sequence[Tensor]], Tensor] = derive
+    tile_into: TileInto | None = None
 
 
 class RankState:
@@ -81,7 +85,9 @@ class RankState:
         self.sizes = {
             each.name: local_sizes(self.digits, each, self.digits.needed(each)) for each in self.program.operands
         }
-        self.kernels = kernels or Kernels(tile_of(self.program, plan.schedule.kernel))
+        self.kernels = kernels or Kernels(
+            tile_of(self.program, plan.schedule.kernel), tile_into=tile_into(self.program, plan.schedule.kernel)
+        )
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}

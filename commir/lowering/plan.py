@@ -29,12 +29,13 @@ class Plan:
 
     schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative. If the
     schedule has chunks, a rank takes the steps for each of them, one after the other. tile_seconds: the measured time of a
-    tile (0: only messages are counted). reason: why `search` has chosen this plan.
+    tile (0: only messages are counted). overlap: see `search`. reason: why `search` has chosen this plan.
     """
 
     schedule: LoopNest
     steps: tuple[Step, ...]
     tile_seconds: float = field(default=0.0, compare=False)
+    overlap: float = field(default=1.0, compare=False)
     reason: str = field(default="the caller made this schedule", compare=False)
 
     @property
@@ -86,9 +87,9 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """The predicted time, from the speeds of the mesh and `tile_seconds`."""
-        one = self.of_one_chunk
-        return self.schedule.chunks * seconds(self.mesh, self.steps, one.account.by_step, self.tile_seconds)
+        """The predicted time, from the speeds of the mesh, `tile_seconds` and `overlap`."""
+        sent = self.of_one_chunk.account.by_step
+        return self.schedule.chunks * seconds(self.mesh, self.steps, sent, self.tile_seconds, self.overlap)
 
     def positions(self, axis: str) -> torch.Tensor:
         """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
@@ -169,11 +170,11 @@ class Plan:
             raise ValueError(f"the plan is for {self.mesh!r}, not for {mesh!r}")
         return replace(self, schedule=replace(self.schedule, mesh=mesh))
 
-    def with_tile(self, point_seconds: float, call_seconds: float) -> "Plan":
+    def with_tile(self, point_seconds: float, call_seconds: float, overlap: float = 1.0) -> "Plan":
         """The same steps, predicted with these times of a tile; see `search`."""
         turns = sum(isinstance(step, Compute) for step in self.steps) * self.schedule.chunks
         points = self.program.points / turns / self.mesh.ranks
-        return replace(self, tile_seconds=call_seconds + points * point_seconds)
+        return replace(self, tile_seconds=call_seconds + points * point_seconds, overlap=overlap)
 
     def with_program(self, program: Program) -> "Plan":
         """The same steps for another program with the same loops."""

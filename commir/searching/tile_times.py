@@ -1,8 +1,8 @@
-"""`measure_tile`: how long a tile takes on this machine, for predictions of plans whose messages travel meanwhile."""
+"""How long a tile takes on this machine, and how much of it hides messages: for predictions of plans that overlap."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,11 +11,12 @@ from torch.distributed import ProcessGroup
 
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_of
-from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.collectives.counted import all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.fabric.measurement import timed
+from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 7
+LEAST_OVERLAP = -10.0
 
 
 def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None) -> tuple[float, float]:
@@ -34,6 +35,46 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
         return 0.0, large
     per_point = max(0.0, (large - small) / (tile.points - smaller.points))
     return per_point, max(0.0, small - per_point * smaller.points)
+
+
+def measure_overlap(program: Program, group: ProcessGroup, device: torch.device | str = "cpu") -> float:
+    """The `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
+
+    A ring of all ranks computes as many small tiles as it has ranks, and passes a block on during each. The ring, and tiles
+    and messages alone, take turns; of each the slowest rank's median time counts. From LEAST_OVERLAP to 1: where ranks
+    share processors, they wait for one another in every turn. Sends 2 (REPETITIONS + 1) times as many blocks as the group
+    has ranks, each of the mean size of an input's block at home.
+    """
+    ranks, rank = group.size(), group.rank()
+    if ranks == 1:
+        return 1.0
+    tile = _prepared(tile_program(program, ranks**2), device)
+    nbytes = sum(program.nbytes(each) for each in program.inputs) // len(program.inputs) // ranks
+
+    leaving, arriving = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)
+
+    def turns(sent: int, tiles: int) -> None:
+        for _ in range(ranks):
+            message = exchange([(leaving[:sent], (rank - 1) % ranks)], [(arriving[:sent], (rank + 1) % ranks)], group)
+            for _ in range(tiles):
+                tile()
+            message.wait()
+
+    def alone() -> None:
+        for _ in range(ranks):
+            tile()
+
+    calls: list[Callable[[], object]] = [
+        alone,
+        partial(turns, 1, 0),
+        partial(turns, nbytes, 0),
+        partial(turns, nbytes, 1),
+    ]
+    found = repetitions([timed(each, device) for each in calls], group, device, REPETITIONS).median(0).values.tolist()
+    computing, latency, message, both = found
+    on_link = max(message - latency, 1e-3 * message)
+    delay = both - latency - max(computing, on_link)
+    return min(1.0, max(LEAST_OVERLAP, 1 - delay / min(computing, on_link)))
 
 
 def tile_program(program: Program, blocks: int) -> Program:
@@ -56,7 +97,12 @@ def random_inputs(
 
 def _seconds(tile: Program) -> float:
     """The median time of a tile on this machine."""
-    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile})
-    indices = {axis.name: torch.arange(axis.size) for axis in tile.axes if axis.kind != WHOLE}
-    stopwatch = timed(partial(tile_of(tile), tile, inputs, indices))
+    stopwatch = timed(_prepared(tile))
     return statistics.median(stopwatch() for _ in range(REPETITIONS))
+
+
+def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
+    """A tile with random inputs, to be computed."""
+    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile}, device)
+    indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
+    return partial(tile_of(tile), tile, inputs, indices)

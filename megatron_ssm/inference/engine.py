@@ -11,18 +11,19 @@ ranks first compare what their engines were asked to do so far, so calls that di
 import hashlib
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from .grammar import Grammar
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
 from .prompt_reader import PromptReader
 from .request import Request
-from .sampling import Sampling, choose_tokens
+from .request_tokenizer import RequestTokenizer
+from .sampling import Sampling, choose_tokens, log_probabilities
 from .slot import Slot, run_model
-from .text import TextStream, load_tokenizer
 
 
 class Engine:
@@ -57,7 +58,7 @@ class Engine:
         self._slots: dict[int, Slot] = {}
         self._requests_added, self._steps = 0, 0
         self._requests_checksum = ""  # of the arguments of all requests, in their order
-        self._tokenizer = _Tokenizer()
+        self._tokenizer = RequestTokenizer(model.directory, model.config.vocab_size)
 
     @property
     def prefilled_tokens(self) -> int:
@@ -68,6 +69,16 @@ class Engine:
     def is_busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._slots)
+
+    @property
+    def num_running(self) -> int:
+        """How many requests have a slot."""
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
 
     # Requests
 
@@ -83,8 +94,9 @@ class Engine:
         stop_strings: str | Iterable[str] = (),
         seed: int | None = None,
         min_new_tokens: int = 0,
+        **additions: Any,
     ) -> Request:
-        """Queue a request. prompt: token ids. For the other arguments see `generate`.
+        """Queue a request. prompt: token ids. For the other arguments see `generate`, for additions `make_request`.
 
         All ranks call it with the same arguments, on engines that have had the same calls. It gathers 16 bytes from each
         rank and raises ValueError on every rank if calls, options or arguments differ, or if the request cannot be served.
@@ -95,7 +107,9 @@ class Engine:
         def compared():
             sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
             made.append(
-                self.make_request(prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens)
+                self.make_request(
+                    prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
+                )
             )
             return {"call": "add", **self._state(), "request": self.fingerprint(made), **self._history()}
 
@@ -111,35 +125,63 @@ class Engine:
         stop_strings: str | Iterable[str],
         seed: int | None,
         min_new_tokens: int,
+        *,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
+        grammar: Grammar | None = None,
+        prefix_key: str = "",
     ) -> Request:
-        """A request that is not queued yet; reserves space for it in the cache. For the arguments see `add`.
+        """A request that is not queued yet; reserves space for it in the cache. For the other arguments see `add`.
+
+        logit_bias: {id: what is added to its logit, before everything else}. logprobs: how many alternatives of each new
+        token `Request.logprobs` has with their log-probabilities (0: that of the token alone; None: it stays empty).
+        prompt_logprobs: fill `Request.prompt_logprobs`, too. grammar: what the text of the new tokens must match (see the
+        module `grammar`). Stop tokens come only where it may end, and it ends the request if nothing else may follow.
+        prefix_key: the prefix cache is shared only between requests with the same key.
 
         Sends nothing. ValueError or FileNotFoundError if this engine cannot serve it.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         ids, stops = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
-        request = Request(ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens)
-        vocabulary = self.model.config.vocab_size
-        wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
-        if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones do not fit into max_length={self.max_length}"
-            )
-        if not all(isinstance(text, str) for text in strings):
-            raise ValueError(f"stop_strings={strings!r} must be strings")
-        if strings:
-            self._tokenizer.load(self.model.directory)
-            TextStream(self._tokenizer.tokenizer, strings)  # ValueError if one is empty
+        biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
+        request = Request(
+            ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
+            biases, logprobs, prompt_logprobs, grammar, prefix_key,
+        )  # fmt: skip
+        self._check(request)
         if self.max_length is None:
             self.cache.reserve(request.max_cached_tokens)
         return request
 
+    def _check(self, request: Request) -> None:
+        """ValueError or FileNotFoundError if this engine cannot serve the request."""
+        vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
+        for name, ids in (("token id", prompt), ("logit_bias: token id", (i for i, _ in request.logit_bias))):
+            wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
+            if wrong is not None:
+                raise ValueError(f"{name} {wrong} is outside the vocabulary of {vocabulary}")
+        if self.max_length is not None and len(prompt) + request.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones do not fit into "
+                f"max_length={self.max_length}"
+            )
+        if request.num_logprobs is not None and request.num_logprobs > vocabulary:
+            raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
+        if request.with_prompt_logprobs and self.model.num_ranks > self.model.ranks.size:
+            raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
+        if not all(isinstance(text, str) for text in strings):
+            raise ValueError(f"stop_strings={strings!r} must be strings")
+        if strings:
+            self._tokenizer.text_stream(strings)  # ValueError if one is empty
+        if request.grammar is not None and not self._tokenizer.matcher(request.grammar).allowed.any():
+            raise ValueError(f"{request.grammar.kind}: no token of the vocabulary can begin a text of this grammar")
+
     def fingerprint(self, requests: Sequence[Request]) -> list:
         """What must be equal on every rank before these requests are queued: arguments, and a tokenizer in use."""
-        checksum = self._tokenizer.checksum if any(request.stop_strings for request in requests) else None
+        is_used = any(request.stop_strings or request.grammar for request in requests)
+        checksum = self._tokenizer.checksum if is_used else None
         return [checksum, *(request.arguments for request in requests)]
 
     def enqueue(self, request: Request, seed: int) -> Request:
@@ -223,7 +265,7 @@ class Engine:
         """Put waiting requests into free slots, in the order in which they came."""
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
-            self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self._tokenizer.tokenizer)
+            self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self._tokenizer)
             self._prompts.begin(slot)
 
     def _decode(self, slots: Iterable[Slot]) -> None:
@@ -242,10 +284,22 @@ class Engine:
             seen = torch.stack(marks) if marks else None
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
             tokens = self.model.same_on_context_ranks(tokens)
+            self._note_log_probabilities(group, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)
                 if slot.request.finished is not None:
                     del self._slots[slot.row]
+
+    def _note_log_probabilities(self, slots: Sequence[Slot], tokens: torch.Tensor) -> None:
+        """Add the log-probabilities of the chosen tokens (batch,) to the requests that want them."""
+        wanted = [(index, slot) for index, slot in enumerate(slots) if slot.request.num_logprobs is not None]
+        if not wanted:
+            return
+        local = torch.stack([slot.logits for _, slot in wanted if slot.logits is not None])
+        most = max(slot.request.num_logprobs or 0 for _, slot in wanted)
+        found = log_probabilities(local, tokens[[index for index, _ in wanted]], most, self.model.ranks)
+        for (_, slot), (own, best) in zip(wanted, found, strict=True):
+            slot.request.logprobs.append((own, best[: slot.request.num_logprobs]))
 
 
 def _check_options(options: dict) -> None:
@@ -254,23 +308,3 @@ def _check_options(options: dict) -> None:
         may_be_none, least = name in ("max_length", "chunk"), int(name != "prefix_bytes")
         if not (may_be_none and value is None) and (type(value) is not int or value < least):
             raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
-
-
-class _Tokenizer:
-    """The tokenizer of a checkpoint, loaded when a request has stop strings, and a checksum of its file.
-
-    The ranks compare the checksum: with different tokenizers they would find a stop string at different tokens.
-    """
-
-    def __init__(self):
-        self.tokenizer = None
-        self.checksum = ""
-
-    def load(self, directory: Path | None) -> None:
-        """Load it, unless that is done. ValueError or FileNotFoundError if the model has none."""
-        if self.tokenizer is not None:
-            return
-        if directory is None:
-            raise ValueError("stop_strings need a tokenizer.json, and this model was not loaded from a directory")
-        self.tokenizer = load_tokenizer(directory)
-        self.checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()[:16]

@@ -52,6 +52,16 @@ class LanguageModel(Protocol):
         per row; a single token counts as a decoding step otherwise.
         """
 
+    def local_logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+        prompt: bool = False,
+    ) -> torch.Tensor:
+        """This rank's slice of the logits after each of the last logits_to_keep tokens (0: all): (batch, kept, width)."""
+
     @property
     def num_ranks(self) -> int:
         """How many ranks make the same calls."""

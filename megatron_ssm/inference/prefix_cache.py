@@ -1,9 +1,13 @@
-"""The prefix cache: snapshots of the cache after the beginnings of prompts, found by their tokens."""
+"""The prefix cache: snapshots of the cache after the beginnings of prompts, found by their tokens and a key.
+
+Prompts with different keys share nothing: how fast a request is answered tells whether its prefix was read before.
+"""
 
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +15,7 @@ from megatron_ssm.layers.cache import Snapshot
 
 
 class PrefixCache:
-    """{prefix: (snapshot, this rank's logits after it)}; the least recently used entries are dropped beyond `max_bytes`.
+    """{(key, prefix): (snapshot, this rank's logits after it)}; beyond `max_bytes` the least recently used entries go.
 
     max_bytes: the memory on this rank. nbytes: what the entries use; keys and values that several snapshots share count
     once. Sends nothing. Ranks that make the same calls keep the same prefixes, because all ranks hold equally many
@@ -27,17 +31,17 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, prefix: Sequence[int]) -> Snapshot | None:
+    def get(self, prefix: Sequence[int], key: str = "") -> Snapshot | None:
         """The snapshot of exactly this prefix, or None."""
-        key = _digest(prefix)
-        if key not in self._entries:
+        digest = _digest(prefix, key)
+        if digest not in self._entries:
             return None
-        self._entries.move_to_end(key)
-        return self._entries[key][0]
+        self._entries.move_to_end(digest)
+        return self._entries[digest][0]
 
-    def longest(self, tokens: Sequence[int]) -> tuple[Snapshot, torch.Tensor] | None:
+    def longest(self, tokens: Sequence[int], key: str = "") -> tuple[Snapshot, torch.Tensor] | None:
         """The snapshot and the logits of the longest prefix of `tokens` that is kept, or None."""
-        found, state, start = None, hashlib.sha256(), 0
+        found, state, start = None, _state(key), 0
         for length in sorted(n for n in self._lengths if n <= len(tokens)):
             state.update(array("q", tokens[start:length]).tobytes())
             start = length
@@ -48,11 +52,11 @@ class PrefixCache:
         self._entries.move_to_end(found)
         return self._entries[found]
 
-    def add(self, prefix: Sequence[int], snapshot: Snapshot, logits: torch.Tensor) -> bool:
+    def add(self, prefix: Sequence[int], snapshot: Snapshot, logits: torch.Tensor, key: str = "") -> bool:
         """Keep a new entry, unless it is larger than `max_bytes`; returns whether it was kept."""
         if sum(t.numel() * t.element_size() for t in [*snapshot.tensors(), logits]) > self.max_bytes:
             return False
-        self._entries[_digest(prefix)] = snapshot, logits
+        self._entries[_digest(prefix, key)] = snapshot, logits
         self._lengths[snapshot.length] += 1
         self._count(snapshot, logits, 1)
         while self.nbytes > self.max_bytes:
@@ -72,6 +76,14 @@ class PrefixCache:
                 del self._references[id(tensor)]
 
 
-def _digest(tokens: Sequence[int]) -> bytes:
+def _state(key: str) -> Any:
+    """The state of the hash before the first token."""
+    text = key.encode()
+    return hashlib.sha256(len(text).to_bytes(8, "little") + text)
+
+
+def _digest(tokens: Sequence[int], key: str) -> bytes:
     """What identifies a prefix, as `longest` computes it piece by piece."""
-    return hashlib.sha256(array("q", tokens).tobytes()).digest()
+    state = _state(key)
+    state.update(array("q", tokens).tobytes())
+    return state.digest()

@@ -3,13 +3,18 @@
 Where context ranks share the prompts, `LanguageModel.next_logits` divides each chunk over them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from megatron_ssm.layers.cache import Cache, Snapshot
 
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
+from .sampling import log_probabilities
 from .slot import Slot, run_model
+
+SCORED = 128  # tokens of a prompt whose logits are computed at once, to limit memory
 
 
 class PromptReader:
@@ -24,29 +29,37 @@ class PromptReader:
         self.tokens_read = 0  # of all prompts
 
     def begin(self, slot: Slot) -> None:
-        """Clear the slot's row, or restore the longest prefix of its prompt that the prefix cache has."""
+        """Clear the slot's row, or restore the longest prefix of its prompt that the prefix cache has.
+
+        A request for the log-probabilities of its prompt starts at the beginning, because the logits are not kept.
+        """
         self.cache.reset(slot.row)
-        entry = self.prefix_cache.longest(slot.request.prompt)
+        request = slot.request
+        entry = None
+        if request.with_prompt_logprobs:
+            request.prompt_logprobs.append(None)
+        else:
+            entry = self.prefix_cache.longest(request.prompt, request.prefix_key)
         if entry is not None:
             snapshot, logits = entry
             self.cache.restore(slot.row, snapshot)
-            slot.tokens_read = slot.request.reused = snapshot.length
+            slot.tokens_read = request.reused = snapshot.length
             slot.snapshot, slot.logits = (snapshot, None) if slot.is_reading else (None, logits)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
 
-        Calls the model once for all chunks of the same length.
+        Calls the model once for all chunks of the same length, and apart for those whose log-probabilities are wanted.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         budgets = {slot: self.chunk or len(slot.request.prompt) for slot in slots}
         while budgets:
-            groups: dict[int, list[Slot]] = {}
+            groups: dict[tuple[int, bool], list[Slot]] = {}
             for slot, budget in budgets.items():
-                groups.setdefault(self._chunk_length(slot, budget), []).append(slot)
-            for length, group in groups.items():
-                chunks = [slot.request.prompt[slot.tokens_read : slot.tokens_read + length] for slot in group]
-                run_model(self.model, self.cache, group, chunks, prompt=True)
+                kind = self._chunk_length(slot, budget), slot.request.with_prompt_logprobs
+                groups.setdefault(kind, []).append(slot)
+            for (length, with_logprobs), group in groups.items():
+                (self._read_with_logprobs if with_logprobs else self._read)(group, length)
                 for slot in group:
                     budgets[slot] -= length
                     self._finish_chunk(slot, length)
@@ -55,7 +68,27 @@ class PromptReader:
     def _chunk_length(self, slot: Slot, budget: int) -> int:
         """How many tokens of a prompt to read in one call; a chunk ends where a snapshot is taken."""
         length = min(budget, len(slot.request.prompt) - slot.tokens_read)
+        if slot.request.with_prompt_logprobs:
+            length = min(length, SCORED)
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
+
+    def _read(self, slots: Sequence[Slot], length: int) -> None:
+        """Read the next `length` tokens of each prompt."""
+        run_model(self.model, self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
+
+    def _read_with_logprobs(self, slots: Sequence[Slot], length: int) -> None:
+        """`_read`, and note the log-probabilities of the tokens that come after those read."""
+        rows = self.cache.select(slot.row for slot in slots)
+        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=self.model.device)
+        logits = self.model.local_logits(ids, None, rows, prompt=True)  # (batch, length, width)
+        for slot, local in zip(slots, logits, strict=True):
+            request, slot.logits = slot.request, local[-1]
+            targets = torch.tensor(
+                request.prompt[slot.tokens_read + 1 : slot.tokens_read + 1 + length], dtype=torch.int64
+            )
+            if len(targets):
+                found = log_probabilities(local[: len(targets)], targets, request.num_logprobs or 0, self.model.ranks)
+                request.prompt_logprobs.extend(found)
 
     def _finish_chunk(self, slot: Slot, length: int) -> None:
         """Count a chunk that was read, and take a snapshot if it ends where one is taken."""
@@ -71,9 +104,10 @@ class PromptReader:
     def _snapshot(self, slot: Slot) -> Snapshot | None:
         """The prefix cache's snapshot of the tokens read, taken now if it has none; None if it is too large to be kept."""
         prefix = slot.request.prompt[: slot.tokens_read]
-        snapshot = self.prefix_cache.get(prefix)
+        snapshot = self.prefix_cache.get(prefix, slot.request.prefix_key)
         if snapshot is not None:
             return snapshot
         assert slot.logits is not None, "a chunk has just been read"
         snapshot = self.cache.snapshot(slot.row, slot.snapshot)
-        return snapshot if self.prefix_cache.add(prefix, snapshot, slot.logits.clone()) else None
+        is_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone(), slot.request.prefix_key)
+        return snapshot if is_kept else None

@@ -1,17 +1,27 @@
 """A request to an engine, and the tokens generated for it so far."""
 
+import hashlib
+import math
 from dataclasses import dataclass, field
 
-from .sampling import Sampling
+from .grammar import Grammar
+from .sampling import LogProbability, Sampling
+
+LARGEST_LOGPROBS = 1000  # alternatives of a token: more would only be a mistake
 
 
 @dataclass(eq=False)
 class Request:
-    """A sequence that an engine continues. For the arguments, up to min_new_tokens, see `generate`.
+    """A sequence that an engine continues. For the arguments, up to prefix_key, see `generate` and `Engine.add`.
 
     id: how many requests the engine took before this one. tokens: the new ids so far. finished: None while more tokens are
-    to come; then "stop" (the last of `tokens` is a stop token or completes a stop string), "length" or "cancelled". reused:
-    how many tokens of the prompt a prefix cache has saved from being read.
+    to come; then "stop" (the last of `tokens` is a stop token, completes a stop string or completes the grammar), "length"
+    or "cancelled". reused: how many tokens of the prompt a prefix cache has saved from being read.
+
+    logprobs: if num_logprobs is not None, for each new token (its log-probability, [(id, log-probability), ...]), where the
+    list has the num_logprobs most likely ids, the likeliest first. prompt_logprobs: if with_prompt_logprobs is True, the
+    same for each token of the prompt that was read, with None for the first. Both are of the model's own distribution, in
+    nats, and the same on all tensor-parallel ranks.
 
     ValueError for arguments that are out of range or of a wrong type.
     """
@@ -23,10 +33,17 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
     min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    with_prompt_logprobs: bool = False
+    grammar: Grammar | None = None
+    prefix_key: str = ""
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
     reused: int = 0
+    logprobs: list[LogProbability] = field(default_factory=list)
+    prompt_logprobs: list[LogProbability | None] = field(default_factory=list)
 
     def __post_init__(self):
         if not self.prompt:
@@ -40,14 +57,44 @@ class Request:
             raise ValueError(f"seed={self.seed!r} must be an integer")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} must fit in 64 bits")
+        self._check_additions()
+
+    def _check_additions(self) -> None:
+        """ValueError for a wrong logit_bias, num_logprobs, with_prompt_logprobs, grammar or prefix_key."""
+        for token, bias in self.logit_bias:
+            if not isinstance(bias, int | float) or not math.isfinite(bias):
+                raise ValueError(f"logit_bias: the bias {bias!r} of token {token} must be a finite number")
+        count = self.num_logprobs
+        if count is not None and (type(count) is not int or not 0 <= count <= LARGEST_LOGPROBS):
+            raise ValueError(f"logprobs={count!r} must be an integer from 0 to {LARGEST_LOGPROBS}")
+        if type(self.with_prompt_logprobs) is not bool:
+            raise ValueError(f"prompt_logprobs={self.with_prompt_logprobs!r} must be True or False")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar={self.grammar!r} must be a Grammar")
+        if self.grammar is not None and self.min_new_tokens:
+            rule = "must be 0 with a grammar, which says when a text may end"
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} {rule}")
+        if not isinstance(self.prefix_key, str):
+            raise ValueError(f"prefix_key must be a string, not {type(self.prefix_key).__name__}")
 
     @property
     def arguments(self) -> tuple:
-        """What the request was made from; equal requests have equal `repr`s, on every rank."""
-        return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
-                self.min_new_tokens)  # fmt: skip
+        """What the request was made from; equal requests have equal `repr`s, on every rank. The prefix key is hashed.
+
+        Errors show these arguments, and the prefix key may be a secret.
+        """
+        key = hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16]
+        return (
+            self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
+            self.min_new_tokens, self.logit_bias, self.num_logprobs, self.with_prompt_logprobs, self.grammar, key,
+        )  # fmt: skip
 
     @property
     def max_cached_tokens(self) -> int:
         """The most tokens it will have in the cache; the last new token is not read."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def left(self) -> int:
+        """How many more tokens it may get."""
+        return self.max_new_tokens - len(self.tokens)

@@ -14,6 +14,8 @@ import torch
 from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
 
+LogProbability = tuple[float, list[tuple[int, float]]]  # of a token; (id, log-probability) of the most likely ids
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -63,6 +65,27 @@ def choose_tokens(
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
     """Scores, those where `seen` is True divided by the penalty, or multiplied by it where they are negative."""
     return scores.where(~seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+
+
+def log_probabilities(local: torch.Tensor, tokens: torch.Tensor, count: int, ranks: Ranks) -> list[LogProbability]:
+    """The log-probabilities, in nats, of the ids `tokens` (batch,), and of the `count` most likely ids in each row.
+
+    local: (batch, width), this rank's slice of the logits. The same on every rank, computed in float64. Gathers 2 + 2 *
+    count values per row and rank.
+    """
+    local, width = local.double(), local.shape[-1]
+    index = tokens.to(local.device).unsqueeze(-1) - ranks.rank * width
+    is_here = (index >= 0) & (index < width)
+    chosen = local.gather(-1, index.clamp(0, width - 1)).masked_fill(~is_here, float("-inf"))
+    values, ids = _largest(local, min(count, width)) if count else (local[:, :0], index[:, :0])
+    own = torch.cat([local.logsumexp(-1, keepdim=True), chosen, values, (ids + ranks.rank * width).double()], dim=-1)
+    parts = ranks.all_gather(own).cpu().split([1, 1, *2 * values.shape[-1:]], dim=-1)  # (ranks, batch, n) each
+    total, chosen = parts[0].logsumexp(0), parts[1].amax(0)
+    values, ids = (torch.cat(part.unbind(), dim=-1) for part in parts[2:])
+    values, order = (values - total).sort(dim=-1, descending=True, stable=True)
+    best = zip(ids.gather(-1, order)[:, :count].long().tolist(), values[:, :count].tolist(), strict=True)
+    own_values = (chosen - total).flatten().tolist()
+    return [(value, list(zip(*row, strict=True))) for value, row in zip(own_values, best, strict=True)]
 
 
 def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megatron_ssm.layers.cache import Cache, Snapshot
 
+from .grammar import GrammarMatcher
 from .language_model import LanguageModel
 from .request import Request
+from .request_tokenizer import RequestTokenizer
 from .text import TextStream
 
 
@@ -19,8 +20,9 @@ class Slot:
 
     vocabulary: the ids in this rank's slice of the vocabulary. generator: for sampled tokens, else None. text: finds stop
     strings; None if there are none. seen: (width,) bool, which ids of this rank's slice the repetition penalty applies to;
-    None without a penalty. tokens_read: how many tokens of the prompt are in the cache. logits: this rank's (width,), from
-    which the next token is to be chosen. snapshot: while the prompt is read, the last one taken of it or restored for it.
+    None without a penalty. bias: (width,), what is added to the logits; None: nothing. matcher: follows the grammar, or
+    None. tokens_read: how many tokens of the prompt are in the cache. logits: this rank's (width,), from which the next
+    token is to be chosen. snapshot: while the prompt is read, the last one taken of it or restored for it.
     """
 
     row: int
@@ -29,22 +31,30 @@ class Slot:
     generator: torch.Generator | None = None
     text: TextStream | None = None
     seen: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    matcher: GrammarMatcher | None = None
     tokens_read: int = 0
     logits: torch.Tensor | None = None
     snapshot: Snapshot | None = None
 
     @classmethod
-    def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: Any) -> "Slot":
+    def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt is still to be read."""
         slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop))
         if request.sampling.temperature:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
-            slot.text = TextStream(tokenizer, request.stop_strings)
+            slot.text = tokenizer.text_stream(request.stop_strings)
+        if request.grammar is not None:
+            slot.matcher = tokenizer.matcher(request.grammar)
+        if request.logit_bias:
+            slot.bias = torch.zeros(model.embeddings.width, device=model.device)
+            local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}
+            slot.bias[slot._local(local)] = torch.tensor(list(local.values()), device=model.device)
         if request.sampling.repetition_penalty != 1:
             slot.seen = torch.zeros(model.embeddings.width, dtype=torch.bool, device=model.device)
-            slot._mark(slot.seen, request.prompt)
+            slot.seen[slot._local(request.prompt)] = True
         return slot
 
     @property
@@ -52,32 +62,57 @@ class Slot:
         """Whether a part of the prompt is still to be read."""
         return self.tokens_read < len(self.request.prompt)
 
+    def next_of_prompt(self, count: int) -> Sequence[int]:
+        """The next `count` tokens of the prompt that are to be read."""
+        return self.request.prompt[self.tokens_read : self.tokens_read + count]
+
     def allowed_logits(self) -> torch.Tensor:
-        """The logits of a slot that has some; -inf for the stop tokens until the request has `min_new_tokens` tokens."""
+        """The logits of a slot that has some, with the request's bias; -inf for the ids that must not come next.
+
+        These are the stop tokens until the request has `min_new_tokens` tokens, and what does not fit the grammar.
+        """
         assert self.logits is not None, "the prompt has not been read"
-        if len(self.request.tokens) >= self.request.min_new_tokens:
-            return self.logits
-        banned = torch.zeros(len(self.logits), dtype=torch.bool, device=self.logits.device)
-        self._mark(banned, self.request.stop_tokens)
-        return self.logits.masked_fill(banned, float("-inf"))
+        logits = self.logits if self.bias is None else self.logits + self.bias
+        if self.matcher is not None:
+            allowed = self.matcher.allowed[self.vocabulary.start : self.vocabulary.stop].to(logits.device)
+            banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            banned[: len(allowed)] = ~allowed
+            if self.matcher.accepts:
+                banned[self._local(self.request.stop_tokens)] = False
+        elif len(self.request.tokens) < self.request.min_new_tokens:
+            banned = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+            banned[self._local(self.request.stop_tokens)] = True
+        else:
+            return logits
+        return logits.masked_fill(banned, float("-inf"))
 
     def append(self, token: int) -> None:
         """Add the chosen token to the request; sets `request.finished` if it is the last one."""
         request, self.logits = self.request, None
         request.tokens.append(token)
         if self.seen is not None:
-            self._mark(self.seen, [token])
+            self.seen[self._local([token])] = True
         if self.text is not None:
             self.text.push(token)
         if token in request.stop_tokens or (self.text is not None and self.text.stopped):
             request.finished = "stop"
         elif len(request.tokens) == request.max_new_tokens:
             request.finished = "length"
+        elif self.matcher is not None:
+            request.finished = self._follow_grammar(self.matcher, token)
 
-    def _mark(self, mask: torch.Tensor, ids: Iterable[int]) -> None:
-        """Set the entries of those `ids` that are in this rank's slice of the vocabulary."""
+    def _follow_grammar(self, matcher: GrammarMatcher, token: int) -> str | None:
+        """Why the grammar ends the request after this token, or None: some token may follow."""
+        matcher.advance(token)
+        if matcher.is_lost:
+            return "length"
+        may_stop = matcher.accepts and self.request.stop_tokens
+        return None if may_stop or matcher.allowed.any() else "stop"
+
+    def _local(self, ids: Iterable[int]) -> torch.Tensor:
+        """The places of those `ids` that are in this rank's slice of the vocabulary."""
         local = [i - self.vocabulary.start for i in ids if i in self.vocabulary]
-        mask[torch.tensor(local, dtype=torch.int64, device=mask.device)] = True
+        return torch.tensor(local, dtype=torch.int64)
 
 
 def run_model(

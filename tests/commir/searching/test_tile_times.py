@@ -3,12 +3,13 @@
 import pytest
 import torch.distributed as dist
 
-from commir import Mesh, Schedule, measure_tile, programs
+from commir import Mesh, Schedule, measure_overlap, measure_tile, programs
 from commir.ir.program import Axis, Operand, Program, Result
-from commir.scheduling.placements import place
+from commir.lowering.timeline import collective_seconds
+from commir.scheduling.placements import Placement, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from commir.searching.tile_times import tile_program
+from commir.searching.tile_times import LEAST_OVERLAP, tile_program
 
 PROGRAMS = [
     programs.attention(1, 4, 2, 256, 16, dtype="bfloat16"),
@@ -61,6 +62,34 @@ def test_an_axis_with_groups_of_several_sizes():
 def test_ranks_get_the_same_times(ranks, world):
     times = ranks(lambda rank: measure_tile(PROGRAMS[0], world, dist.group.WORLD), world)
     assert len(set(times)) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_get_the_same_overlap(ranks, world):
+    """One rank has nothing to overlap."""
+    found = ranks(lambda rank: measure_overlap(PROGRAMS[0], dist.group.WORLD), world)
+    assert len(set(found)) == 1 and LEAST_OVERLAP <= found[0] <= 1
+    assert world > 1 or found == [1.0]
+
+
+@pytest.mark.parametrize("tile", [1.0, 5.0])
+@pytest.mark.parametrize("overlap", [1.0, 0.0, -1.0])
+def test_a_tile_and_a_message_delay_each_other(tile, overlap):
+    """A ring of two ranks: one message while the first tile is computed."""
+    program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(gpu=2)
+    plan = place(Schedule(program, mesh), gpu=Placement("q", True)).lower()
+    message = 3.0
+    plan = plan.on_mesh(mesh.with_speeds({"gpu": (0.0, plan.bytes_per_rank / message)})).with_tile(0.0, tile, overlap)
+    assert plan.seconds == pytest.approx(max(tile, message) + (1 - overlap) * min(tile, message) + tile)
+
+
+@pytest.mark.parametrize(
+    "latency, count, expected",
+    [(0.0, 5, 5.0), (1.0, 5, 6.0), (3.0, 1, 4.0), (3.0, 2, 5.0), (3.0, 3, 8.0), (3.0, 4, 9.0)],
+)
+def test_two_messages_of_a_collective_are_under_way_at_a_time(latency, count, expected):
+    """Each takes the link for one second; the third begins when the first has arrived."""
+    assert collective_seconds(latency, 1.0, count) == expected
 
 
 def test_a_plan_with_the_time_of_a_tile():

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import tiny
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside
-from megatron_ssm.checkpoints.training import MOMENTS, load_training, save_training
+from megatron_ssm.checkpoints.training import MOMENTS, Snapshot, load_training
 from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
@@ -46,7 +46,7 @@ def training_state(trainer):
 def save_after(trainer, step, directory, vocab=tiny.VOCAB):
     """Train to a step and save a checkpoint; returns the curve up to it."""
     curve = tiny.curve(trainer, step, vocab=vocab)
-    save_training(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     return curve
 
 
@@ -236,7 +236,7 @@ def test_old_checkpoints_are_removed(tmp_path):
     tiny.curve(trainer, 1)
 
     def names(step):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return sorted(os.listdir(tmp_path), key=lambda name: int(name[5:]))
 
     assert names(999_999) == ["step-999999"]
@@ -287,7 +287,7 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
         if rank == (tp * dp - 1 if spoil is no_room_on_this_rank else 0):
             spoil(directory)
         with pytest.raises(Failure) as error:
-            save_training(directory, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+            Snapshot.of(directory, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return str(error.value)
 
     lines = ranks(save, tp * dp)
@@ -304,13 +304,13 @@ def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
         trainer = tiny.trainer_on(1, options(global_batch_size=2 * world))
         tiny.curve(trainer, 1)
         with pytest.raises(Failure) as error:
-            save_training(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+            Snapshot.of(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return str(error.value)
 
     lines = ranks(save, world)
     assert all("rank 0 does not find all ranks' files" in line and "_0.distcp" in line for line in lines)
     assert len({line.partition(": ")[2] for line in lines}) == 1
-    assert not any(find_checkpoints(tmp_path / str(rank)) for rank in range(world))
+    assert all(os.listdir(tmp_path / str(rank)) == [] for rank in range(world))
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -323,12 +323,12 @@ def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
         raise SystemExit
 
     for step in (1, 2):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", lambda path, **options: path.exists() and remove_one_file(path))
-        save_training(tmp_path, 3, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 3, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
-    save_training(tmp_path, 4, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(tmp_path, 4, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
 
 
@@ -340,13 +340,13 @@ def test_an_interrupted_checkpoint_is_not_found(tmp_path):
     tiny.curve(trainer, 1)
     (tmp_path / "step-000001").touch()
     with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
-        save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     (tmp_path / "step-000001").unlink()
     assert os.listdir(tmp_path) == []
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):
         newest_checkpoint(tmp_path, RUN_SETTINGS)
-    save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert os.listdir(tmp_path) == ["step-000001"]
     resumed = tiny.trainer(options())
     resume(resumed, tmp_path)
@@ -358,6 +358,8 @@ def test_folders_that_are_no_checkpoints(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000002x" / "training.json").write_text('{"step": 2}')
     assert find_checkpoints(tmp_path) == find_checkpoints(tmp_path / "missing") == []
+    with pytest.raises(ValueError, match=r"holds no checkpoint \(step-000001: no training.json\)$"):
+        newest_checkpoint(tmp_path, RUN_SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +440,7 @@ def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, mo
     damaged = torch.zeros_like(torch.get_rng_state())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_rng_state", lambda: damaged)
-        save_training(tmp_path, 2, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 2, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     lines = ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000002"]), tp)
     assert all("Invalid mt19937 state" in line for (line,) in lines)
 

@@ -241,3 +241,28 @@ def test_a_running_request_does_not_keep_a_snapshot_that_was_dropped():
     engine.step()
     assert len(engine.prefix_cache) == 1 and engine.prefix_cache.get(PROMPT) is None
     assert first.finished is None and snapshot() is None
+
+
+# Keys
+
+
+def test_prefixes_are_shared_only_between_requests_with_the_same_key():
+    """Also where one key and its prefix together are as long as another."""
+    prefixes = PrefixCache(1000)
+    prefixes.add((1, 2), *entry(2), key="a")
+    assert prefixes.longest((1, 2, 3), "a") is not None and prefixes.get((1, 2), "a") is not None
+    for key in ("", "b", "a\x01"):
+        assert prefixes.longest((1, 2, 3), key) is None and prefixes.get((1, 2), key) is None
+
+
+@worlds
+def test_requests_with_different_keys_share_no_prefix(ranks, world):
+    def run(model):
+        engine, found = Engine(model, prefix_bytes=10**7, block=4), []
+        for key in ("", "alice", "bob", "alice", ""):
+            request = engine.add(range(9), 3, prefix_key=key)
+            found.append((list(engine.stream(request)), request.reused))
+        return found
+
+    found = on_ranks(ranks, world, checkpoint("zamba2"), run)
+    assert [reused for _, reused in found] == [0, 0, 0, 9, 9] and len({str(tokens) for tokens, _ in found}) == 1

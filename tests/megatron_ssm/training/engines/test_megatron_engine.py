@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from megatron_ssm.checkpoints.training import save_training
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
@@ -66,7 +66,7 @@ def test_checkpoints(ranks, tmp_path, tp, dp):
     def begin(rank, run, folder):
         trainer = tiny.trainer_on(tp, run)
         tiny.curve(trainer, 3)
-        save_training(folder, 3, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
 
     def go_on(rank, run, folder):
         trainer = tiny.trainer_on(1, run)

@@ -17,7 +17,7 @@ import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
-SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "pretrain.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "examples" / "pretrain.py"
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 4 --log-interval 1 --device cpu --data text""".split()
 
