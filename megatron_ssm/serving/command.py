@@ -111,14 +111,13 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
     limits = Limits(
-        arguments.slots, arguments.max_waiting, arguments.max_length, int(arguments.max_body_mb * 2**20),
-        arguments.request_timeout,
-    )  # fmt: skip
+        arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout
+    )
     if not (_is_loopback(arguments.host) or arguments.api_key_file):
         log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     where = f"http://{host}:{listener.getsockname()[1]}"
-    size = f"{limits.slots} slots of {limits.length} tokens, {engine.model.ranks.size} rank(s)"
+    size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
 
     def announce() -> None:
         Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
