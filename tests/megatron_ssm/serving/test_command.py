@@ -37,6 +37,7 @@ def test_help_loads_neither_torch_nor_the_server():
     [
         (["--tp", "0"], "--tp 0 must be at least 1 and below 2^31"),
         (["--slots", "0"], "--slots 0 must be at least 1 and below 2^31"),
+        (["--slots", "600"], "--token-budget 512 must be at least 601 and below 2^31"),
         (["--port", "-1"], "--port -1 must be at least 0 and below 2^31"),
         (["--prefix-gb", "nan"], "--prefix-gb nan must be at least 0 and below 2^31"),
         (["--request-timeout", "0"], "--request-timeout 0.0 must be at least 1 and below 2^31"),
