@@ -60,6 +60,10 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--slots", type=int, default=16, metavar="N", help="requests in the batch (default: 16)")
     serve.add_argument("--max-length", type=int, default=4096, metavar="N",
                        help="tokens of a request, prompt and new ones together (default: 4096)")  # fmt: skip
+    serve.add_argument("--token-budget", type=int, default=512, metavar="N",
+                       help="tokens that a step reads, of all requests (default: 512)")  # fmt: skip
+    serve.add_argument("--speculate", type=int, default=0, metavar="N",
+                       help="propose up to N tokens by what followed the same words before (default: 0)")  # fmt: skip
     serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")
     serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
     serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",
@@ -154,7 +158,10 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
-    least = dict(tp=1, port=0, slots=1, max_length=2, max_waiting=0, prefix_gb=0, drain_timeout=1, request_timeout=1)
+    least = dict(
+        tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
+        drain_timeout=1, request_timeout=1,
+    )  # fmt: skip
     for name, bound in least.items():
         if (value := getattr(arguments, name)) is not None and not bound <= value < 2**31:
             parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below 2^31")

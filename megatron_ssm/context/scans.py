@@ -8,7 +8,7 @@ outputs, passes the adjoint states between the blocks, and gives the scan both g
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,6 +18,8 @@ from megatron_ssm.ops.scan import selective_scan, ssd
 from .blocks import ContextRanks
 from .state_passing import PassedStates, pass_states
 from .summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
+
+NO_STEP = -1e4  # a step size before dt_bias and softplus, which make it zero
 
 
 class _AddFinalStateGradient(torch.autograd.Function):
@@ -61,6 +63,12 @@ class ScanInputs:
     def summary(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `summaries.selective_summary`."""
         return selective_summary(self.x, self.dt, self.A_log, self.B, self.dt_bias)
+
+    def first(self, kept: torch.Tensor) -> "ScanInputs":
+        """The inputs of the first n tokens, without gate; those that are not kept, (batch, n) bool, change no state."""
+        n = kept.shape[1]
+        dt = self.dt[:, :n].masked_fill(~kept.unsqueeze(-1), NO_STEP)
+        return replace(self, x=self.x[:, :n], dt=dt, B=self.B[:, :n], C=self.C[:, :n], z=None)
 
     def scan(
         self, state: torch.Tensor | None, overwrite: bool = False, overwrite_x: bool = False

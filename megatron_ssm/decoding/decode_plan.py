@@ -50,7 +50,7 @@ class DecodePlans(threading.local):
 def _is_decoding_step(info: BatchInfo) -> bool:
     """Whether this call decodes consecutive rows of a cache, without gradients, and without global hooks."""
     return (
-        info.decoding and info.mask is None and isinstance(info.rows, slice)
+        info.decoding and not info.speculative and info.mask is None and isinstance(info.rows, slice)
         and kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
         and not _has_any_global_hook()

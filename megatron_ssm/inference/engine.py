@@ -23,7 +23,10 @@ from .prompt_reader import PromptReader
 from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, log_probabilities
-from .slot import Slot, run_model
+from .slot import Slot
+from .speculation import SpeculativeDecoder
+
+DRAFTED = 4  # tokens that a draft model proposes at most, unless the engine is told another number
 
 
 class Engine:
@@ -34,6 +37,14 @@ class Engine:
     tokens of a prompt are read per step, so that long prompts do not delay the other requests (None: all). prefix_bytes:
     the memory on this rank for snapshots of prompts (0: there is no prefix cache). block: a snapshot is taken after every
     `block` tokens of a prompt, and at its end.
+
+    token_budget: how many tokens all requests together read per step, more than `slots` (None: any number). Each request
+    that is decoding reads one, and the prompts share the rest in equal parts; what one does not need goes to the others.
+    So a short prompt does not wait for a long one, and no prompt waits for ever.
+
+    speculate: speculative decoding (see the module `speculation`) with up to so many proposed tokens, which are what
+    followed earlier in the request's own tokens; 0: off. draft: a small model, split over the same ranks, that proposes them
+    instead (up to DRAFTED if speculate is 0). A step then gives a request one or more tokens, the same as without.
 
     The rounding of a matrix product may depend on the size of the batch. So a request's tokens are those of its solo run
     except where two logits are within rounding of each other. ValueError for an option that is out of range.
@@ -47,11 +58,22 @@ class Engine:
         chunk: int | None = None,
         prefix_bytes: int = 0,
         block: int = 256,
+        token_budget: int | None = None,
+        speculate: int = 0,
+        draft: LanguageModel | None = None,
     ):
-        self._options = dict(slots=slots, max_length=max_length, chunk=chunk, block=block, prefix_bytes=prefix_bytes)
+        self._options: dict[str, Any] = dict(
+            slots=slots, max_length=max_length, chunk=chunk, block=block, prefix_bytes=prefix_bytes,
+            token_budget=token_budget, speculate=speculate,
+        )  # fmt: skip
         _check_options(self._options)
-        self.model, self.max_length = model, max_length
-        self.cache = model.new_cache(slots, max_length)
+        _check_draft(model, speculate, draft)
+        if draft is not None:
+            self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
+        speculate = DRAFTED if draft is not None and not speculate else speculate
+        self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
+        self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
+        self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft)
         self.prefix_cache = PrefixCache(prefix_bytes)
         self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
@@ -71,14 +93,9 @@ class Engine:
         return bool(self._waiting or self._slots)
 
     @property
-    def num_running(self) -> int:
-        """How many requests have a slot."""
-        return len(self._slots)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many requests wait for a slot."""
-        return len(self._waiting)
+    def load(self) -> tuple[int, int]:
+        """How many requests have a slot, and how many wait for one."""
+        return len(self._slots), len(self._waiting)
 
     # Requests
 
@@ -152,7 +169,7 @@ class Engine:
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
-            self.cache.reserve(request.max_cached_tokens)
+            self.cache.reserve(request.max_cached_tokens + self._speculate)  # what a row reads beside longer proposals
         return request
 
     def _check(self, request: Request) -> None:
@@ -231,7 +248,8 @@ class Engine:
     def _state(self) -> dict:
         """What must be equal on every rank before a call: it determines what the call sends."""
         unfinished = [request.id for request in self._unfinished()]
-        return {"unfinished requests": unfinished, "requests added": self._requests_added, "options": self._options}
+        options = {name: value for name, value in self._options.items() if value}
+        return {"unfinished requests": unfinished, "requests added": self._requests_added, "options": options}
 
     def _history(self) -> dict:
         """What must be equal as well: it tells two engines of one model apart that have as many requests."""
@@ -243,9 +261,10 @@ class Engine:
     def step(self, compare_ranks: bool = True) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
-        Returns the requests that got a token (`tokens[-1]`; see `finished`), the oldest first; [] if no request is left.
-        Sends what the calls of the model send: one call for all requests that are decoding, and one for each length among
-        the chunks of prompts. Then it sends what choosing tokens sends, once for each set of equal sampling options.
+        Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
+        oldest first; [] if no request is left. Sends what the calls of the model send: one call for all requests that are
+        decoding, and one for each length among the chunks of prompts. Then it sends what choosing tokens sends, once for
+        each set of equal sampling options, and again while requests accept proposals.
 
         compare_ranks: first gather 16 bytes from each rank, and raise ValueError on every rank if their engines differ (some
         ranks have cancelled a request, step another engine, or call `add`). False: the caller knows that they are equal.
@@ -255,11 +274,17 @@ class Engine:
         self._steps += 1
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
-        self._decode(decoding)
-        self._prompts.read(slot for slot in self._slots.values() if slot.is_reading)
+        reading = [slot for slot in self._slots.values() if slot.is_reading]
+        budget = self._token_budget
+        tokens = self._decoder.decode(decoding, None if budget is None else budget - len(reading))
+        self._prompts.read(reading, None if budget is None else budget - tokens)
         ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda slot: slot.request.id)
-        self._choose_tokens(ready)
-        return [slot.request for slot in ready]
+        advanced = [slot.request for slot in ready]
+        while ready:
+            self._choose_tokens(ready)
+            ready = [slot for slot in ready if slot.logits is not None]
+        self._decoder.accept()
+        return advanced
 
     def _admit(self) -> None:
         """Put waiting requests into free slots, in the order in which they came."""
@@ -267,11 +292,6 @@ class Engine:
         for row in free[: len(self._waiting)]:
             self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self._tokenizer)
             self._prompts.begin(slot)
-
-    def _decode(self, slots: Iterable[Slot]) -> None:
-        """Read the last token of each request."""
-        slots = sorted(slots, key=lambda slot: slot.row)
-        run_model(self.model, self.cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
 
     def _choose_tokens(self, slots: Sequence[Slot]) -> None:
         """Choose a token for each slot, all with the same sampling options together; free the slots that are finished."""
@@ -305,6 +325,24 @@ class Engine:
 def _check_options(options: dict) -> None:
     """ValueError for an option of an engine that is out of range or of a wrong type."""
     for name, value in options.items():
-        may_be_none, least = name in ("max_length", "chunk"), int(name != "prefix_bytes")
+        may_be_none = name in ("max_length", "chunk", "token_budget")
+        least = int(name not in ("prefix_bytes", "speculate"))
         if not (may_be_none and value is None) and (type(value) is not int or value < least):
             raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
+    budget, slots = options["token_budget"], options["slots"]
+    if budget is not None and budget <= slots:
+        raise ValueError(f"token_budget={budget} must be more than slots={slots}: each slot reads at least one token")
+
+
+def _check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:
+    """ValueError if there cannot be speculative decoding with these models."""
+    if (speculate or draft is not None) and model.num_ranks > model.ranks.size:
+        raise ValueError("speculative decoding is not supported on context ranks")
+    if draft is None:
+        return
+    if draft.config.vocab_size != model.config.vocab_size:
+        vocabularies = f"a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}"
+        raise ValueError(f"the draft model has {vocabularies}: they must be equal")
+    if draft.num_ranks != model.num_ranks or draft.device != model.device:
+        places = f"{draft.num_ranks} ranks on {draft.device}, the model over {model.num_ranks} on {model.device}"
+        raise ValueError(f"the draft model is split over {places}: they must be equal")

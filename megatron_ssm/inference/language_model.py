@@ -62,6 +62,9 @@ class LanguageModel(Protocol):
     ) -> torch.Tensor:
         """This rank's slice of the logits after each of the last logits_to_keep tokens (0: all): (batch, kept, width)."""
 
+    def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The same after each of some decoded tokens that may be taken back; the cache waits for `cache.accept`."""
+
     @property
     def num_ranks(self) -> int:
         """How many ranks make the same calls."""

@@ -3,7 +3,7 @@
 Where context ranks share the prompts, `LanguageModel.next_logits` divides each chunk over them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -46,30 +46,30 @@ class PromptReader:
             slot.tokens_read = request.reused = snapshot.length
             slot.snapshot, slot.logits = (snapshot, None) if slot.is_reading else (None, logits)
 
-    def read(self, slots: Iterable[Slot]) -> None:
+    def read(self, slots: Iterable[Slot], budget: int | None) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
 
-        Calls the model once for all chunks of the same length, and apart for those whose log-probabilities are wanted.
+        budget: how many tokens of all prompts together, at least one per slot (None: any number); see `fair_shares`. Calls
+        the model once for all chunks of the same length, and apart for those whose log-probabilities are wanted.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
-        budgets = {slot: self.chunk or len(slot.request.prompt) for slot in slots}
+        unread = {slot: len(slot.request.prompt) - slot.tokens_read for slot in slots}
+        budgets = fair_shares({slot: min(self.chunk or n, n) for slot, n in unread.items()}, budget)
         while budgets:
             groups: dict[tuple[int, bool], list[Slot]] = {}
-            for slot, budget in budgets.items():
-                kind = self._chunk_length(slot, budget), slot.request.with_prompt_logprobs
+            for slot, left in budgets.items():
+                kind = self._chunk_length(slot, left), slot.request.with_prompt_logprobs
                 groups.setdefault(kind, []).append(slot)
             for (length, with_logprobs), group in groups.items():
                 (self._read_with_logprobs if with_logprobs else self._read)(group, length)
                 for slot in group:
                     budgets[slot] -= length
                     self._finish_chunk(slot, length)
-            budgets = {slot: budget for slot, budget in budgets.items() if budget and slot.is_reading}
+            budgets = {slot: left for slot, left in budgets.items() if left}
 
-    def _chunk_length(self, slot: Slot, budget: int) -> int:
-        """How many tokens of a prompt to read in one call; a chunk ends where a snapshot is taken."""
-        length = min(budget, len(slot.request.prompt) - slot.tokens_read)
-        if slot.request.with_prompt_logprobs:
-            length = min(length, SCORED)
+    def _chunk_length(self, slot: Slot, most: int) -> int:
+        """How many tokens of a prompt, of at most `most`, to read in one call; a chunk ends where a snapshot is taken."""
+        length = min(most, SCORED) if slot.request.with_prompt_logprobs else most
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
     def _read(self, slots: Sequence[Slot], length: int) -> None:
@@ -111,3 +111,19 @@ class PromptReader:
         snapshot = self.cache.snapshot(slot.row, slot.snapshot)
         is_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone(), slot.request.prefix_key)
         return snapshot if is_kept else None
+
+
+def fair_shares(wanted: Mapping[Slot, int], budget: int | None) -> dict[Slot, int]:
+    """How many tokens each slot may read: what it wants, up to a limit that is the same for all and as large as fits.
+
+    budget: of all slots together, at least one per slot; None: there is no limit.
+    """
+    if budget is None or sum(wanted.values()) <= budget:
+        return dict(wanted)
+    limit, left = 0, budget
+    for index, count in enumerate(sorted(wanted.values())):
+        limit = left // (len(wanted) - index)
+        if count > limit:
+            break
+        left -= count
+    return {slot: min(count, limit) for slot, count in wanted.items()}

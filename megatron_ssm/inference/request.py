@@ -79,15 +79,20 @@ class Request:
 
     @property
     def arguments(self) -> tuple:
-        """What the request was made from; equal requests have equal `repr`s, on every rank. The prefix key is hashed.
+        """What the request was made from; equal requests have equal `repr`s, on every rank.
 
-        Errors show these arguments, and the prefix key may be a secret.
+        Errors show the beginning of it, so the prefix key, which may be a secret, is hashed.
         """
-        key = hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16]
-        return (
-            self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
-            self.min_new_tokens, self.logit_bias, self.num_logprobs, self.with_prompt_logprobs, self.grammar, key,
-        )  # fmt: skip
+        additions = dict(
+            logit_bias=self.logit_bias or None,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.with_prompt_logprobs or None,
+            grammar=self.grammar,
+            prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
+        )
+        given = {name: value for name, value in additions.items() if value is not None}
+        return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
+                self.min_new_tokens, given)  # fmt: skip
 
     @property
     def max_cached_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """A running request of an `Engine`: a row of the cache, and what choosing its next token needs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,7 +22,8 @@ class Slot:
     strings; None if there are none. seen: (width,) bool, which ids of this rank's slice the repetition penalty applies to;
     None without a penalty. bias: (width,), what is added to the logits; None: nothing. matcher: follows the grammar, or
     None. tokens_read: how many tokens of the prompt are in the cache. logits: this rank's (width,), from which the next
-    token is to be chosen. snapshot: while the prompt is read, the last one taken of it or restored for it.
+    token is to be chosen. proposed: [(proposed token, the logits after it)], the tokens that were read ahead. snapshot:
+    while the prompt is read, the last one taken of it or restored for it.
     """
 
     row: int
@@ -35,6 +36,7 @@ class Slot:
     matcher: GrammarMatcher | None = None
     tokens_read: int = 0
     logits: torch.Tensor | None = None
+    proposed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
 
     @classmethod
@@ -87,7 +89,10 @@ class Slot:
         return logits.masked_fill(banned, float("-inf"))
 
     def append(self, token: int) -> None:
-        """Add the chosen token to the request; sets `request.finished` if it is the last one."""
+        """Add the chosen token to the request; sets `request.finished` if it is the last one.
+
+        The slot then has logits if it goes on and that token was the one proposed.
+        """
         request, self.logits = self.request, None
         request.tokens.append(token)
         if self.seen is not None:
@@ -100,6 +105,10 @@ class Slot:
             request.finished = "length"
         elif self.matcher is not None:
             request.finished = self._follow_grammar(self.matcher, token)
+        if request.finished is None and self.proposed and self.proposed[0][0] == token:
+            _, self.logits = self.proposed.pop(0)
+        else:
+            self.proposed = []
 
     def _follow_grammar(self, matcher: GrammarMatcher, token: int) -> str | None:
         """Why the grammar ends the request after this token, or None: some token may follow."""

@@ -5,7 +5,7 @@ calls: `select` chooses the rows that a call continues, `reset` frees a row, and
 which can be restored into any row, any number of times.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,16 @@ Rows = slice | torch.Tensor  # rows of a cache: consecutive ones, or (batch,) in
 class BatchInfo:
     """What every layer must know about the tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether there is one token per row, which
-    continues a sequence (see `Mamba2Mixer.forward`). rows: the rows of the cache that are continued; consecutive ones are a
-    slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
+    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether the tokens continue sequences one
+    by one (see `Mamba2Mixer.forward`). rows: the rows of the cache that are continued; consecutive ones are a slice, which
+    needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
 
     sharding: how the tokens are sharded over context ranks (None: every rank has all of them). placement: in models with
     attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
     values this rank then holds of each sequence, before the call.
+
+    speculative: whether the tokens may be taken back: layers then leave their states as they are, and keep what advances
+    them (`PendingTokens`).
     """
 
     mask: torch.Tensor | None = None
@@ -42,6 +45,20 @@ class BatchInfo:
     sharding: TokenSharding | None = None
     placement: KeyValuePlacement | None = None
     lengths: list[int] | None = None
+    speculative: bool = False
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Tokens that a layer has read, whose effect on its state is still open.
+
+    window: (batch, K-1 + seq, channels), the K-1 inputs of the convolution before the tokens, and theirs. advance: a
+    function of kept, (batch, n) bool, which of the first n tokens count, and the state before them, which it may overwrite;
+    it returns the state after them.
+    """
+
+    window: torch.Tensor
+    advance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -52,13 +69,15 @@ class LayerCache:
     least fp32; (rows, N, this rank's channels) for Mamba-1, (rows, this rank's heads, N, head_dim) for Mamba-2. keys,
     values: in layers that use the shared attention block, (rows, capacity, this rank's key/value heads, head_dim) in the
     model's dtype; index p holds position p of the sequence, where padding is not counted. If context ranks share the
-    sequences, a rank has the keys and values of some positions only, in the order in which it got them.
+    sequences, a rank has the keys and values of some positions only, in the order in which it got them. pending: the tokens
+    of a speculative call, until they are accepted.
     """
 
     conv: torch.Tensor
     state: torch.Tensor
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    pending: PendingTokens | None = None
 
     def read(self, rows: Rows = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """The conv and state of some rows."""
@@ -69,6 +88,16 @@ class LayerCache:
         for held, new in ((self.conv, conv), (self.state, state)):
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
+
+    def accept(self, counts: torch.Tensor, rows: Rows = ALL) -> None:
+        """Advance conv and state of some rows by the first counts[i] of the pending tokens of row i. counts: (batch,)."""
+        assert self.pending is not None, "no call was speculative"
+        window, history = self.pending.window, self.conv.shape[1]
+        kept = torch.arange(int(counts.max())) < counts.unsqueeze(1)
+        last = (counts.unsqueeze(1) + torch.arange(history)).to(window.device)
+        conv = window.gather(1, last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
+        self.update(conv, self.pending.advance(kept.to(window.device), self.state[rows]), rows)
+        self.pending = None
 
     def append(
         self,
@@ -178,6 +207,16 @@ class Cache:
         self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
         if self.kv_lengths is not None and new_per_rank is not None:
             self.kv_lengths[:, self.rows] += new_per_rank
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
+
+        The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
+        """
+        kept = torch.tensor(counts)
+        for layer in self.layers:
+            layer.accept(kept, self.rows)
+        self.lengths[self.rows] += kept
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""

@@ -6,7 +6,7 @@ and out_proj. That is two all-reduces per block, of R + 2N and of H elements per
 channel and hidden size H. docs/concepts/splitting-an-ssm.md describes each step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks, halo
 from megatron_ssm.context.channel_exchange import selective_scan_by_channels
-from megatron_ssm.context.scans import ScanInputs, selective_scan_over_context
+from megatron_ssm.context.scans import NO_STEP, ScanInputs, selective_scan_over_context
 from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.convolution import causal_conv
@@ -32,10 +32,8 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache, keep_last_inputs
+from .cache import BatchInfo, LayerCache, PendingTokens, keep_last_inputs
 from .low_rank import Adapters, adapter_of
-
-NO_STEP = -1e4  # softplus(NO_STEP + bias) is zero
 
 
 class Convolution(nn.Module):
@@ -137,15 +135,33 @@ class MambaMixer(nn.Module):
         conv, state = (None, None) if cache is None else cache.read(info.rows)
         state = None if info.begins and cuda_kernels.on_cuda(hidden) else state  # mamba-ssm's scan starts from zeros
         x, z = self._projected(hidden).chunk(2, dim=-1)
+        if cache is not None and info.speculative:
+            return self._gated_speculatively(x, z, info, cache)
         x = x if info.mask is None else x * info.mask
         x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if info.mask is None else x * info.mask
         heads = self._head_slices()
         scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
-        y, state = scans[0] if len(scans) == 1 else (torch.cat(parts, dim=-1) for parts in zip(*scans, strict=True))
+        y, state = map(_side_by_side, zip(*scans, strict=True))
         if cache is not None:
             cache.update(conv, state, info.rows)
         return y
+
+    def _gated_speculatively(self, mixed, z, info: BatchInfo, cache: LayerCache) -> torch.Tensor:
+        """`_gated` of the input of the convolution and the gate, for tokens that may be taken back."""
+        conv, state = cache.read(info.rows)
+        x, _ = self.conv(mixed, conv)
+        heads = self._head_slices()
+        inputs = [self._scan_inputs(x[..., h], z[..., h], h) for h in heads]
+
+        def advance(kept: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            scans = [
+                each.first(kept).scan(state[..., h], overwrite=True) for each, h in zip(inputs, heads, strict=True)
+            ]
+            return _side_by_side([after for _, after in scans])
+
+        cache.pending = PendingTokens(torch.cat([conv, mixed], dim=1), advance)
+        return _side_by_side([each.scan(state[..., h])[0] for each, h in zip(inputs, heads, strict=True)])
 
     def _gated_over_context(
         self, hidden: torch.Tensor, context: ContextRanks, info: BatchInfo, cache: LayerCache | None
@@ -203,3 +219,8 @@ class MambaMixer(nn.Module):
         if sharding is not None and self.context is not None:
             dt = self.context.to_blocks(sharding.mask_padding(self.context.from_blocks(dt), NO_STEP))
         return ScanInputs(x, dt, self.A_log[head], B, C, self.D[head], z, self.dt_bias[head])
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The channels of several heads in one tensor; that of a single head is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)

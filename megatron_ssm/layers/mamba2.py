@@ -31,7 +31,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import reduce_scatter_tokens
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache, keep_last_inputs
+from .cache import BatchInfo, LayerCache, PendingTokens, keep_last_inputs
 from .low_rank import Adapters, adapter_of
 from .mamba1 import Convolution
 
@@ -110,15 +110,30 @@ class Mamba2Mixer(nn.Module):
         z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)
         if self.context is not None and info.sharding is not None:
             return self._scanned_over_context(xBC, dt, self.context, info, cache), z
+        dt = self._step_sizes(dt, info.decoding)
+        if cache is not None and info.speculative:
+            return self._scanned_speculatively(xBC, dt, info, cache), z
         xBC = xBC if info.mask is None else xBC * info.mask
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
         x, B, C = self._parts(xBC)
-        dt = self._step_sizes(dt, info.decoding)
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None)
         if cache is not None:
             cache.update(conv, state, info.rows)
         return y.flatten(2), z
+
+    def _scanned_speculatively(self, mixed, dt, info: BatchInfo, cache: LayerCache) -> torch.Tensor:
+        """The output of the scan, for tokens that may be taken back; mixed is the input of the convolution."""
+        conv, state = cache.read(info.rows)
+        x, B, C = self._parts(self.conv(mixed, conv)[0])
+
+        def advance(kept: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            x_, dt_, B_, C_ = (t[:, : kept.shape[1]] for t in (x, dt, B, C))
+            dt_ = dt_ * kept.unsqueeze(-1)  # a token with dt = 0 does not change the state
+            return ssd(x_, dt_, self.A_log, B_, C_, self.D, state, overwrite=True)[1]
+
+        cache.pending = PendingTokens(torch.cat([conv, mixed], dim=1), advance)
+        return ssd(x, dt, self.A_log, B, C, self.D, state)[0].flatten(2)
 
     def _scanned_over_context(
         self, mixed: torch.Tensor, dt: torch.Tensor, context: ContextRanks, info: BatchInfo, cache: LayerCache | None

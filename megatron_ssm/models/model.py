@@ -25,9 +25,10 @@ from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives import counted as collectives
 
-from .context import agree_with_context, check_on_context_ranks, check_schedule, context_ranks
+from .calls import CallKind, call
+from .context import agree_with_context, check_schedule, context_ranks
 from .context_attention import ContextAttention
-from .inputs import batch_info, can_be_sharded, check_call, check_inputs, lengths_of, pad_to_multiple
+from .inputs import can_be_sharded, check_inputs
 from .lora import Lora
 from .loss import mean_cross_entropy
 from .parameters import attach_fields
@@ -227,7 +228,7 @@ class Model(nn.Module):
         """
         is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
         is_sharded = self.context_ranks is not None and not is_one_token
-        return self._checked_logits(input_ids, attention_mask, cache, logits_to_keep, prompt, seq, is_sharded)
+        return call(self, input_ids, attention_mask, cache, CallKind(logits_to_keep, seq, prompt, is_sharded))
 
     def next_logits(
         self,
@@ -247,38 +248,21 @@ class Model(nn.Module):
             or context is None
             or not can_be_sharded(input_ids, context.blocks, self.config.conv_kernel - 1)
         ):
-            return self._checked_logits(input_ids, attention_mask, cache, 1, prompt, None, False)[:, -1]
+            return call(self, input_ids, attention_mask, cache, CallKind(1, None, prompt))[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
-        return self._checked_logits(local, attention_mask, cache, 1, prompt, seq, True)[:, -1]
+        return call(self, local, attention_mask, cache, CallKind(1, seq, prompt, is_sharded=True))[:, -1]
 
-    def _checked_logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, logits_to_keep: int,
-        prompt: bool, seq: int | None, is_sharded: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """`local_logits` of tokens that context ranks share, or of tokens that every rank has."""
-        shape = getattr(input_ids, "shape", None)
-        mask, sharding = check_on_context_ranks(
-            self,
-            lambda: check_call(self, input_ids, attention_mask, cache, logits_to_keep, seq, is_sharded),
-            (shape, seq, logits_to_keep, torch.is_grad_enabled(), lengths_of(cache)),
-        )
-        tokens = input_ids.shape[1]
-        if self.ranks.sequence_parallel:
-            input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
-        is_decoding, local, new_per_rank = False, None, None
-        if cache is not None and sharding is None and not prompt and input_ids.shape[1] == 1:
-            is_decoding = bool((cache.lengths[cache.rows] > 0).all())
-            local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None
-        if local is None:
-            info = batch_info(self, input_ids, mask, cache, is_decoding, sharding)
-            new_per_rank = None if info.placement is None else info.placement.new_per_rank
-            if self.ranks.sequence_parallel:
-                local = self.compute(input_ids, info)[:, :tokens][:, -logits_to_keep:]
-            else:
-                local = self.compute(input_ids, info, cache, logits_to_keep)
-        if cache is not None:
-            cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, new_per_rank)
-        return local
+    def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """This rank's slice of the logits after each of some tokens (batch, seq), which may be taken back: `local_logits`.
+
+        The tokens count as decoded one by one. The cache stays as it was, until `cache.accept` says how many tokens to keep,
+        which comes before the next call. Sends what `local_logits` sends. Not for context ranks.
+        """
+        return call(self, input_ids, None, cache, CallKind(speculative=True))
+
+    def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
+        """The logits of a decoding step by a CUDA graph, or None if this step has none."""
+        return self._graphs.logits(self, input_ids, mask, cache)
 
     def compute(
         self, input_ids: torch.Tensor, info: BatchInfo, cache: Cache | None = None, logits_to_keep: int = 0

@@ -8,6 +8,7 @@ import socket
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def serve(arguments: Namespace) -> None:
         model = load(arguments.model, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
         with watched(LOST_RANK_S), model:
-            engine = Engine(model, arguments.slots, arguments.max_length, prefix_bytes=int(arguments.prefix_gb * 2**30))
+            engine = Engine(model, **inputs.engine)
             channel = Channel(model.ranks)
             if rank:
                 _leave_signals_to_rank_0()
@@ -71,7 +72,7 @@ def serve(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the server reads besides the weights. fingerprint: what must be equal on all ranks.
+    """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
 
     listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
     """
@@ -79,6 +80,7 @@ class _Inputs:
     served: Served
     keys: Keys
     listener: socket.socket | None
+    engine: dict[str, Any]
     fingerprint: tuple
 
     @classmethod
@@ -91,9 +93,11 @@ class _Inputs:
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         listener = bind(arguments.host, arguments.port) if is_first else None
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-        return cls(
-            served, keys, listener, (config, checksum, arguments.slots, arguments.max_length, arguments.prefix_gb)
-        )
+        engine = dict(
+            slots=arguments.slots, max_length=arguments.max_length, token_budget=arguments.token_budget,
+            prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
+        )  # fmt: skip
+        return cls(served, keys, listener, engine, (config, checksum, engine))
 
 
 def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
@@ -111,14 +115,13 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
     limits = Limits(
-        arguments.slots, arguments.max_waiting, arguments.max_length, int(arguments.max_body_mb * 2**20),
-        arguments.request_timeout,
-    )  # fmt: skip
+        arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout
+    )
     if not (_is_loopback(arguments.host) or arguments.api_key_file):
         log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     where = f"http://{host}:{listener.getsockname()[1]}"
-    size = f"{limits.slots} slots of {limits.length} tokens, {engine.model.ranks.size} rank(s)"
+    size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
 
     def announce() -> None:
         Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")

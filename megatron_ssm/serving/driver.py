@@ -164,16 +164,16 @@ class Driver(threading.Thread):
     def _report(self, updates: list[Update]) -> None:
         """Hand over the updates, and count what happened."""
         firsts = [u for u in updates if u.error is None and len(u.tokens) == u.sequence.reported]
-        engine, load = self._engine, self.load
+        load, (running, waiting) = self.load, self._engine.load
         self.load = Load(
             load.slots,
-            running=engine.num_running,
-            waiting=engine.num_waiting,
+            running=running,
+            waiting=waiting,
             prompt_tokens=load.prompt_tokens + sum(len(u.sequence.arguments.prompt) for u in firsts),
             reused_tokens=load.reused_tokens + sum(u.reused for u in firsts),
             prefix_hits=load.prefix_hits + sum(u.reused > 0 for u in firsts),
             new_tokens=load.new_tokens + sum(len(u.tokens) for u in updates),
-            bytes_sent=engine.model.ranks.counter.sent,
+            bytes_sent=self._engine.model.ranks.counter.sent,
         )
         if updates:
             self._deliver(updates)

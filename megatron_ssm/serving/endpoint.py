@@ -44,6 +44,7 @@ class Endpoint:
         arrival = time.monotonic()
         headers = Headers(scope=scope)
         owner = self._keys.owner(headers.get("authorization"))
+        self._service.check_room()  # before work that would be in vain
         try:
             body = await read_json(receive, headers, self._service.limits.body)
             call = await asyncio.to_thread(read_call, self.name, body, owner, self._served)

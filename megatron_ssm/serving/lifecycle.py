@@ -90,9 +90,8 @@ def run_server(
             loop.call_soon_threadsafe(service.deliver, updates)
 
         def fail(error: BaseException) -> None:
-            reason = f"the engine has failed: {' '.join(str(error).split())}"
-            log.error(f"megatron-ssm: {reason}")
-            loop.call_soon_threadsafe(server.abort, reason)
+            log.error(f"megatron-ssm: the engine has failed: {' '.join(str(error).split())}")
+            loop.call_soon_threadsafe(server.abort, "the engine has failed")
 
         driver = Driver(engine, channel, deliver, fail)
         app = make_app(service, served, keys, Metrics(lambda: driver.load))

@@ -19,15 +19,13 @@ LONGEST_RETRY_S = 60
 class Limits:
     """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
 
-    length: tokens of a sequence, prompt and new ones together. body: bytes of a request. seconds: from a request's arrival
-    to the end of its reply.
+    body: bytes of a request. seconds: from a request to the end of its reply.
     """
 
     slots: int
-    waiting: int = 64
-    length: int = 4096
-    body: int = 2**20
-    seconds: float = 600.0
+    waiting: int
+    body: int
+    seconds: float
 
 
 @dataclass
@@ -45,26 +43,26 @@ class Service:
         self.limits = limits
         self._driver: Driver | None = None
         self._open: dict[Sequence, _Open] = {}
-        self._closed: ApiError | None = ApiError(503, "the server is starting")
+        self._closed = "the server is starting"  # why no requests are taken, or ""
         self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._closed is None
+        return not self._closed
 
     def start(self, driver: Driver) -> None:
         """Take requests; `driver` steps the engine."""
-        self._driver, self._closed = driver, None
+        self._driver, self._closed = driver, ""
 
     def drain(self) -> None:
         """Refuse requests from now on, with the status 503; those that are open go on."""
-        self._closed = ApiError(503, "the server is shutting down", code="unavailable")
+        self._closed = "the server is shutting down"
 
     def close(self, reason: str) -> None:
         """Refuse requests from now on, and end those that are open; both with the status 503."""
-        self._closed = ApiError(503, reason, code="unavailable")
-        self._end(list(self._open), self._closed)
+        self._closed = reason
+        self._end(list(self._open), 503, reason, "unavailable")
 
     @contextmanager
     def added(self, sequences: list[Sequence]) -> "Iterator[asyncio.Queue[Update]]":
@@ -73,19 +71,20 @@ class Service:
         ApiError 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it has
         finished, or has an error; one of 504 comes if the time is over.
         """
-        self._check_room(len(sequences))
+        self.check_room(len(sequences))
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
         for sequence in sequences:
             self._open[sequence] = _Open(updates, time.monotonic())
             self._driver.add(sequence)
-        late = ApiError(504, f"the request has taken more than {self.limits.seconds:g} s", code="timeout")
-        timer = asyncio.get_running_loop().call_later(self.limits.seconds, self._end, sequences, late)
+        seconds = self.limits.seconds
+        late = f"the request has taken more than {seconds:g} s"
+        timer = asyncio.get_running_loop().call_later(seconds, self._end, sequences, 504, late, "timeout")
         try:
             yield updates
         finally:
             timer.cancel()
-            self._end(sequences, ApiError(499, "the client has hung up"))
+            self._end(sequences, 499, "the client has hung up", "hung_up")
 
     def deliver(self, updates: list[Update]) -> None:
         """Pass on updates from the driver; those of sequences that were ended here are dropped."""
@@ -98,18 +97,18 @@ class Service:
                 self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
             entry.updates.put_nowait(update)
 
-    def _end(self, sequences: list[Sequence], error: ApiError) -> None:
+    def _end(self, sequences: list[Sequence], status: int, message: str, code: str) -> None:
         """End those of the sequences that are open with an error."""
         for sequence in sequences:
             entry = self._open.pop(sequence, None)
             if entry is not None and self._driver is not None:
                 self._driver.cancel(sequence)
-                entry.updates.put_nowait(Update(sequence, error=error))
+                entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int = 1) -> None:
         """ApiError if `count` further sequences cannot be taken."""
-        if self._closed is not None:
-            raise self._closed
+        if self._closed:
+            raise ApiError(503, self._closed, code="unavailable")
         room = self.limits.slots + self.limits.waiting
         if count > room:
             raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}")

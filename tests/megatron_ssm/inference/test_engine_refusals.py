@@ -139,7 +139,7 @@ def test_engines_of_another_type(name, value):
     assert str(caught.value).startswith(f"{name}={value!r} must be an integer, at least ")
 
 
-OPTIONS = dict(slots=3, chunk=2, block=5, max_length=20, prefix_bytes=1000)
+OPTIONS = dict(slots=3, chunk=2, block=5, max_length=20, prefix_bytes=1000, token_budget=9, speculate=2)
 
 
 def differ(answer, others) -> bool:

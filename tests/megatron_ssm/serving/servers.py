@@ -62,6 +62,11 @@ class Server:
             time.sleep(0.02)
         raise AssertionError("slots have leaked")
 
+    def ranks(self):
+        """The processes of the ranks that the started process has started, rank 0 first."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(child) for child in children.read_text().split()]
+
     def end(self, number=signal.SIGTERM):
         """Send a signal; returns the exit code and what was logged."""
         self.process.send_signal(number)

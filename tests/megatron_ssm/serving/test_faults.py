@@ -38,11 +38,6 @@ def last_event(lines):
     return json.loads([line for line in lines if line][-1].removeprefix("data: "))
 
 
-def children(pid):
-    """The processes that a process has started, the first one first."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_limits(directory, tmp_path):
     """Two slots, and one request may wait; a reply has a second."""
     flags = ["--slots", 2, "--max-waiting", 1, "--max-body-mb", 0.01, "--request-timeout", 1]
@@ -126,7 +121,7 @@ def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, ran
             while running.metric("running") + running.metric("waiting") < 8:
                 time.sleep(0.01)
             start = time.monotonic()
-            os.kill(children(running.process.pid)[rank], signal.SIGKILL)
+            os.kill(running.ranks()[rank], signal.SIGKILL)
             for future in futures:
                 future.result(LIMIT_S)
             assert time.monotonic() - start < LOST_RANK_S
@@ -144,7 +139,7 @@ def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, ran
 def test_a_rank_that_dies_while_nothing_runs(directory, tmp_path):
     with server(directory, tmp_path / "log", tp=2) as running:
         assert running.post("/v1/completions", SHORT).status_code == 200
-        os.kill(children(running.process.pid)[1], signal.SIGKILL)
+        os.kill(running.ranks()[1], signal.SIGKILL)
         assert running.process.wait(LOST_RANK_S) == 1
         assert "rank 1 of 2" in running.log.read_text()
 
@@ -158,7 +153,7 @@ def test_idle_ranks_do_not_spin(directory, tmp_path):
         def seconds(pid):
             return sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
 
-        ranks = children(running.process.pid)
+        ranks = running.ranks()
         before = list(map(seconds, ranks))
         time.sleep(3)
         assert all(after - first < 0.3 for after, first in zip(map(seconds, ranks), before, strict=True))

@@ -20,7 +20,7 @@ from servers import (
     with_template,
 )  # fmt: skip
 
-KEY = "sk-of-the-tests-0123456789"
+KEY, OTHER_KEY = "sk-of-the-tests-0123456789", "sk-another"
 PROMPT = "The import statement"
 
 
@@ -32,7 +32,7 @@ def directory():
 @pytest.fixture(scope="module")
 def running(directory, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    (folder / "keys").write_text(f"# the tests\n\nsk-another\n{KEY}\n")
+    (folder / "keys").write_text(f"# the tests\n\n{OTHER_KEY}\n{KEY}\n")
     with server(directory, folder / "log", "--slots", 4, "--api-key-file", folder / "keys", key=KEY) as running:
         yield running
         code, log = running.end()
@@ -212,6 +212,13 @@ def test_echo(client):
     assert reply.choices[0].text == PROMPT + alone.choices[0].text
     nothing = complete(client, max_tokens=0, echo=True)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+
+
+def test_prefixes_are_shared_by_the_requests_of_one_key(client):
+    prompt = "x" * 300
+    cached = [complete(each, prompt=prompt, max_tokens=1).usage.prompt_tokens_details.cached_tokens
+              for each in (client, client, client.with_options(api_key=OTHER_KEY), client)]  # fmt: skip
+    assert cached == [0, 300, 0, 300]
 
 
 def test_a_client_that_hangs_up_frees_its_slots(running, client):

@@ -1,0 +1,233 @@
+"""Speculative decoding: next tokens are proposed, and the model reads them in one call, for which it reads its weights once.
+
+A proposed token is accepted if it is the one that the request chooses at its position, by greedy search or with its next
+random number, from the logits that the model computed there. So a request gets the tokens that it would get without. The
+first token that is not accepted and those after it are taken back (`Cache.accept`). Proposals come from the request's own
+tokens (prompt lookup) or from a small draft model.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from megatron_ssm.layers.cache import Cache
+
+from .language_model import LanguageModel
+from .request import Request
+from .sampling import Sampling, choose_tokens
+from .slot import Slot, run_model
+
+MOST_TOKENS = 16  # of a call: with more, computing takes longer than reading the weights
+SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # tokens
+SEARCHED = 2**15  # tokens of a request in which a match is searched
+# The time of a speculative call beyond that of a decoding step, in such steps: for the call, and for each token more.
+CALL_COST, TOKEN_COST = 0.15, 0.06
+FIRST_RATE = 0.5  # how many proposals are expected to be right, before any was tried
+LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
+
+
+class History:
+    """The tokens of a request, and how often proposals for it were right. rate: the estimated probability that one is."""
+
+    def __init__(self, request: Request):
+        self._request, self.rate = request, FIRST_RATE
+        self._tokens = np.array(request.prompt, dtype=np.int64)
+        self._length = len(self._tokens)  # how many are known; beyond, there is room for more
+
+    def lookup(self, most: int) -> list[int]:
+        """Up to `most` tokens that may come next: those that followed the longest match of the last tokens, or none.
+
+        Of several such matches, the last one. What it overlaps with the end is continued periodically.
+        """
+        self._update()
+        tokens = self._tokens[max(0, self._length - SEARCHED) : self._length]
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier matches end
+        for matched in range(1, LONGEST_MATCH):
+            longer = ends[ends >= matched]
+            longer = longer[tokens[longer - matched] == tokens[-1 - matched]] if len(longer) else longer
+            if not len(longer):
+                break
+            ends = longer
+        else:
+            matched = LONGEST_MATCH
+        if matched < SHORTEST_MATCH:
+            return []
+        following = tokens[ends[-1] + 1 :][:most].tolist()
+        return [following[i % len(following)] for i in range(most)]
+
+    def _update(self) -> None:
+        """Add the request's new tokens."""
+        new = self._request.tokens[self._length - len(self._request.prompt) :]
+        length = self._length + len(new)
+        if length > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(length, dtype=np.int64)])
+        self._tokens[self._length : length] = new
+        self._length = length
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Adapt the rate to proposals of which the first `accepted` were right, and the next one wrong if there is one."""
+        for _ in range(accepted):
+            self.rate += LEARNED * (1 - self.rate)
+        if accepted < proposed:
+            self.rate -= LEARNED * self.rate
+
+    def forget(self) -> None:
+        """After a token without proposals: a rate that was low is tried again some time."""
+        self.rate += FORGOTTEN * max(0.0, FIRST_RATE - self.rate)
+
+    def expected(self, count: int) -> float:
+        """How many of `count` proposals are expected to be accepted."""
+        return sum(self.rate**i for i in range(1, count + 1))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A speculative call: its rows of the cache, their slots, and of each how many tokens it had and were proposed."""
+
+    rows: Cache
+    slots: list[Slot]
+    before: list[int]
+    proposed: list[int]
+
+
+class SpeculativeDecoder:
+    """Reads the last token of each request that is decoding, with proposals where that is expected to take less time.
+
+    model, cache: the engine's. longest: the most tokens that are proposed for a request at once; 0: none, ever. draft: a
+    model with the same vocabulary and ranks that proposes them; None: prompt lookup.
+
+    All decisions follow from the tokens alone, so all ranks make the same.
+    """
+
+    def __init__(self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None):
+        self._model, self._cache, self._longest = model, cache, longest
+        self._draft = None if draft is None else Draft(draft, len(cache.lengths))
+        self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
+        self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
+        self._call: _Call | None = None
+
+    def decode(self, slots: Iterable[Slot], room: int | None) -> int:
+        """One call of the model for all slots, which then have logits; returns how many tokens it read.
+
+        room: how many it may read (None: any number). It reads at least one per slot. `accept` must follow, when tokens are
+        chosen. Sends what the call sends, and what the draft model sends.
+        """
+        slots = sorted(slots, key=lambda slot: slot.row)
+        proposals = self._propose(slots, room) if self._longest and slots else []
+        if not any(proposals):
+            run_model(self._model, self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
+            return len(slots)
+        most = max(map(len, proposals))
+        ids = [
+            [slot.request.tokens[-1], *tokens, *[0] * (most - len(tokens))]
+            for slot, tokens in zip(slots, proposals, strict=True)
+        ]
+        rows = self._cache.select(slot.row for slot in slots)
+        local = self._model.speculative_logits(torch.tensor(ids, device=self._model.device), rows)
+        self._call = _Call(rows, slots, [len(slot.request.tokens) for slot in slots], list(map(len, proposals)))
+        for slot, tokens, logits in zip(slots, proposals, local, strict=True):
+            slot.logits, slot.proposed = logits[0], list(zip(tokens, logits[1 : len(tokens) + 1], strict=True))
+        return len(ids) * len(ids[0])
+
+    def accept(self) -> None:
+        """Keep what the requests have accepted of the last call, and take back the rest."""
+        if self._call is None:
+            return
+        call, self._call = self._call, None
+        new = [len(slot.request.tokens) - before for slot, before in zip(call.slots, call.before, strict=True)]
+        call.rows.accept(new)
+        for slot, count, proposed in zip(call.slots, new, call.proposed, strict=True):
+            is_finished = slot.request.finished is not None  # then no proposal was refused
+            self._history(slot).learn(count - 1 if is_finished else proposed, count - 1)
+
+    def _propose(self, slots: Sequence[Slot], room: int | None) -> list[list[int]]:
+        """The tokens proposed for each slot; [] for all of them if no proposals are worth their time."""
+        most = min(MOST_TOKENS, MOST_TOKENS if room is None else room) // len(slots) - 1
+        histories = [self._history(slot) for slot in slots]
+        limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
+        if self._draft is not None:
+            count = self._best_count(histories, limits)
+            found = self._draft.propose(slots, count) if count else [[] for _ in slots]
+        else:
+            found = [history.lookup(limit) if limit else [] for history, limit in zip(histories, limits, strict=True)]
+            count = self._best_count(histories, list(map(len, found)))
+        proposals = [tokens[: min(count, limit)] for tokens, limit in zip(found, limits, strict=True)]
+        if not any(proposals):
+            for history in histories:
+                history.forget()
+        return proposals
+
+    def _history(self, slot: Slot) -> History:
+        if slot not in self._histories:
+            self._histories[slot] = History(slot.request)
+        return self._histories[slot]
+
+    def _best_count(self, histories: Sequence[History], available: Sequence[int]) -> int:
+        """How many tokens to propose for each slot, of those available, so that the expected gain is largest; 0: none.
+
+        The gain is in decoding steps: each gives a token to every slot. All slots read as many tokens.
+        """
+
+        def gain(count: int) -> float:
+            accepted = sum(h.expected(min(count, n)) for h, n in zip(histories, available, strict=True))
+            return accepted / len(histories) - CALL_COST - count * (TOKEN_COST * len(histories) + self._draft_cost)
+
+        count = max(range(1, max(available, default=0) + 1), key=gain, default=0)
+        return count if count and gain(count) > 0 else 0
+
+
+class Draft:
+    """A small model that proposes tokens by greedy search.
+
+    Its cache has two rows for each slot of the engine: the first has read what the request has, and the second, a copy of
+    the first, reads what is proposed.
+    """
+
+    def __init__(self, model: LanguageModel, slots: int):
+        self._model, self._slots = model, slots
+        self._cache = model.new_cache(2 * slots)
+        self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
+
+    def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
+        """`count` tokens for each slot, the same on all ranks. Sends what the calls of the draft and the choices send."""
+        model, cache, columns = self._model, self._cache, []
+        local = self._catch_up(slots)
+        for slot in slots if count > 1 else ():
+            cache.fork(slot.row, self._slots + slot.row)
+        for left in reversed(range(count)):
+            columns.append(choose_tokens(local, Sampling(), [], None, model.ranks))
+            if left:
+                rows = cache.select(self._slots + slot.row for slot in slots)
+                local = model.next_logits(columns[-1].unsqueeze(1).to(model.device), None, rows)
+        return torch.stack(columns, dim=1).tolist()
+
+    def _catch_up(self, slots: Sequence[Slot]) -> torch.Tensor:
+        """Read what each request has got since; this rank's logits after its last token, (batch, width)."""
+        model, cache = self._model, self._cache
+        for slot in slots:
+            if slot not in self._tokens_read:
+                cache.reset(slot.row)
+                ids = torch.tensor([slot.request.prompt], device=model.device)
+                model.next_logits(ids, None, cache.select([slot.row]), prompt=True)
+                self._tokens_read[slot] = 0
+        unread = [slot.request.tokens[self._tokens_read[slot] :] for slot in slots]
+        counts = list(map(len, unread))
+        ids = torch.tensor([tokens + [0] * (max(counts) - len(tokens)) for tokens in unread], device=model.device)
+        rows = cache.select(slot.row for slot in slots)
+        local = model.speculative_logits(ids, rows)
+        rows.accept(counts)
+        for slot in slots:
+            self._tokens_read[slot] = len(slot.request.tokens)
+        return local[torch.arange(len(slots)), torch.tensor(counts) - 1]
+
+
+def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
+    """The time of a decoding step of the draft model in steps of the model: the ratio of their matrices, roughly."""
+    sizes = [
+        config.hidden_size * (config.vocab_size + 3 * config.num_layers * config.intermediate_size)
+        for config in (draft.config, model.config)
+    ]
+    return sizes[0] / sizes[1]
