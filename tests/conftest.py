@@ -50,7 +50,6 @@ def _return_freed_memory():
     yield
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
-    _join_pages()
 
 
 def pytest_collection_finish():
