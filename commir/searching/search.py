@@ -50,7 +50,7 @@ def search(
     )
     found = _exact(model, ranked, memory, top)
     if not found:
-        raise ValueError(_refusal(model, [each for _, each in ranked], memory))
+        raise ValueError(_refusal(model, ranked, memory))
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
@@ -130,12 +130,22 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
-    program, mesh, plans = model.program, model.mesh, _lowered(model, ranked)
-    if not plans:
+def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None) -> str:
+    """Why there is no plan. The one that holds least is found by bounds of memory, so that few are lowered."""
+    program, mesh = model.program, model.mesh
+    bounds: list[tuple[float, int, Candidate]] = []
+    for cost, candidate in ranked:
+        bounds.append((model.memory(cost), len(bounds), candidate))
+        for each in candidate.in_chunks(program):
+            bounds.append((model.memory_in_chunks(cost, each.chunked, each.chunks), len(bounds), each))
+    least: Plan | None = None
+    for bound, _, candidate in sorted(bounds, key=lambda each: each[:2]):
+        if least is not None and bound >= least.memory:
+            break
+        for plan in _lowered(model, [candidate]):
+            least = plan if least is None or plan.memory < least.memory else least
+    if least is None:
         return _does_not_divide(program, mesh)
-    plans += _lowered(model, (part for each in ranked for part in each.in_chunks(program)))
-    least = min(plans, key=lambda plan: plan.memory)
     return (
         f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
         f"{least.memory} bytes ({least.schedule})"
