@@ -181,8 +181,10 @@ def _training(
         "sums of gradients": max(sums - HIDDEN * backward, sums * (1 - HIDDEN)),
         "AdamW": device.optimizer(config, tensor),
     }  # fmt: skip
-    gradients = "auto" if parts["sums of gradients"] > SPARSE * sum(parts.values()) else "dense"
-    return Division(*sizes, parts, needed, format, attention, gradients, recompute)
+    residuals = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens, has_residuals=True)
+    if parts["sums of gradients"] > SPARSE * sum(parts.values()) and residuals <= device.memory:
+        return Division(*sizes, parts, residuals, format, attention, "auto", recompute)
+    return Division(*sizes, parts, needed, format, attention, "dense", recompute)
 
 
 def _generation(

@@ -6,7 +6,7 @@ ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,6 @@ from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
 TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
 BUCKET = 25 * 2**20  # bytes of gradients that torch's DDP sums at once
-# What an operation that was not measured is estimated by: it sends as many bytes, in as many steps.
-INSTEAD = {"all_to_all": ("reduce_scatter", None), "p2p": ("all_gather", 2)}  # (operation, ranks if they differ)
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,24 @@ def seconds_of(messages: Iterable[Message], fabric: Fabric, wait: float = 0.0) -
     known, total = {curve.operation for curve in fabric.curves}, 0.0
     for each in messages:
         if each.nbytes and each.count and each.ranks > 1:
-            operation, ranks = each.operation, each.ranks
-            if operation not in known and operation in INSTEAD:
-                operation, ranks = INSTEAD[operation][0], INSTEAD[operation][1] or ranks
-            total += each.count * (wait + fabric.time(operation, each.nbytes, ranks, extrapolate=True))
+            operation, nbytes, ranks, share = _measured_instead(each, known)
+            total += each.count * (wait + share * fabric.time(operation, nbytes, ranks, extrapolate=True))
     return total
+
+
+def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, float, int, float]:
+    """(operation, bytes, ranks, share of its time) by which a message is estimated whose operation was not measured.
+
+    The other operation sends as many bytes in as many steps, or, an all-reduce, twice as many.
+    """
+    operation, nbytes, ranks = message.operation, message.nbytes, message.ranks
+    if operation not in known and operation == "p2p":
+        operation, ranks = "all_gather", 2
+    elif operation not in known and operation == "all_to_all":
+        operation = "reduce_scatter"
+    if operation in known or "all_reduce" not in known:
+        return operation, nbytes, ranks, 1.0
+    return "all_reduce", nbytes * (ranks if operation == "all_gather" else 1), ranks, 0.5
 
 
 def seconds_of_block_sums(

@@ -27,6 +27,7 @@ from megatron_ssm.advice.traffic import (
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.generation import stream
+from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
@@ -206,6 +207,18 @@ def test_what_does_not_fit_is_excluded():
     assert as_json(found)["runner_up"] is as_json(found)["best"] is None
 
 
+def test_gradients_are_sparse_where_their_residuals_fit():
+    """On a slow fabric, where dense sums take most of a step."""
+    config, job = config_of(hidden_size=64), Training(64, 4)
+    found = {(each.tensor, each.data): each for each in training_divisions(config, 2, job, fabric(20.0), Fixed())}
+    usual = found[1, 2]
+    assert usual.gradients == "auto"
+    assert usual.memory == TrainingMemory(config).step(1, 64, has_residuals=True)
+    less = type("Less", (Fixed,), {"memory": usual.memory - 1})()
+    found = {(each.tensor, each.data): each for each in training_divisions(config, 2, job, fabric(20.0), less)}
+    assert found[1, 2].gradients == "dense" and found[1, 2].memory == TrainingMemory(config).step(1, 64)
+
+
 def test_recomputation_where_activations_do_not_fit():
     config = config_of(hidden_size=64, num_layers=8)
     usual = training_divisions(config, 1, Training(512, 4), fabric(), Fixed())[0]
@@ -220,6 +233,10 @@ def test_operations_that_were_not_measured_are_estimated_by_others():
     some = fabric(operations=("all_reduce", "all_gather", "reduce_scatter"))
     assert seconds_of([Message("all_to_all", 1e6, 4)], some) == pytest.approx(ALPHA + BETA * 1e6)
     assert seconds_of([Message("p2p", 1e6, 4)], some) == pytest.approx(ALPHA + BETA * 1e6)
+    only = fabric(operations=("all_reduce",))
+    assert seconds_of([Message("all_to_all", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 1e6) / 2)
+    assert seconds_of([Message("all_gather", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 4e6) / 2)
+    assert seconds_of([Message("p2p", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 2e6) / 2)
     with pytest.raises(ValueError, match="no operation 'all_reduce'"):
         seconds_of([Message("all_reduce", 1e6, 4)], fabric(operations=("p2p",)))
     assert [each.count for each in gradient_sums(60e6, 2)] == [3] and not list(gradient_sums(60e6, 1))
