@@ -1,9 +1,8 @@
-"""Divisions of models over ranks: predicted by `advise` and measured, on slow links (about 15 min; needs root).
+"""Divisions of models over two ranks: predicted by `advise` and measured, on slow links (about 10 min; needs root).
 
 The claims: the division that `advise` predicts to be the fastest takes at most 1.10 times as long as the fastest measured
-one, in at least 90 % of the cells, and predicted times of advised divisions are within 25 %. A cell is a number of ranks, a
-model, a rate of links and a job: training steps of 4 x 512 tokens, or replies of 32 tokens to a prompt of 512. Each rank has
-one thread. Four share two cores, so the parts of the models are measured on all of them at the same time, as they compute.
+one, in at least 90 % of the rows, and most predicted times of advised divisions are within 25 %. A row is a model, a rate of
+links, and a job: a training step, or a reply. Each rank has one thread; both measure the parts of the models together.
 """
 
 import json
@@ -12,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,7 +43,12 @@ from sparsefusion import Fabric
 from sparsefusion.fabric.measurement import collective_calls, measure
 
 REPEATED, VOCAB = 5, 512
-TRAINING, GENERATION = Training(512, 4), Generation(512, 32)
+JOBS: dict[str, Training | Generation] = {
+    "training, 4 x 512 tokens": Training(512, 4),
+    "training, 1 x 2,048 tokens": Training(2048, 1),
+    "32 tokens after 512": Generation(512, 32),
+    "4 tokens after 2,048": Generation(2048, 4),
+}
 SIZES = [1 << bits for bits in range(10, 23, 2)]
 SMALL = dict(hidden_size=256, num_layers=4)
 MODELS = {
@@ -61,11 +66,10 @@ class Cell:
 
     model: str
     rate: str
-    ranks: int
+    ranks: int = 2
 
 
-CELLS = [Cell(model, rate, 2) for model in MODELS for rate in ("1gbit", "200mbit", "50mbit")]
-CELLS += [Cell(model, "200mbit", 4) for model in MODELS]
+CELLS = [Cell(model, rate) for model in MODELS for rate in ("1gbit", "200mbit")]
 
 
 # On a rank
@@ -126,44 +130,46 @@ def median_time(run: Callable[[], object]) -> float:
     return statistics.median(seconds[1:])
 
 
-def trained(config: Config, options: Options, division: Division) -> float:
+def trained(model: str, job: Training, division: Division) -> float:
     """Seconds of a training step."""
-    groups = groups_of(division)
-    trainer = Trainer(model_of(config, groups, division, TRAINING.seq, True), groups, options)
+    options, groups = options_of(model, job), groups_of(division)
+    config = Config.from_dict(options.new_config(VOCAB, 0))
+    trainer = Trainer(model_of(config, groups, division, job.seq, True), groups, options)
     tokens = torch.randint(VOCAB, (20_000,), generator=torch.Generator().manual_seed(0))
-    batches = Batches(Tokens(tokens, len(tokens)), TRAINING.seq, TRAINING.global_batch, 0)
+    batches = Batches(Tokens(tokens, len(tokens)), job.seq, job.global_batch, 0)
     return median_time(lambda: trainer.step(batches, 0))
 
 
-def generated(config: Config, division: Division) -> float:
+def generated(config: Config, job: Generation, division: Division) -> float:
     """Seconds of a reply."""
-    groups = groups_of(division)
-    model = model_of(config, groups, division, GENERATION.prompt, False)
-    ids = torch.randint(VOCAB, (1, GENERATION.prompt), generator=torch.Generator().manual_seed(0))
-    return median_time(lambda: generate(model, ids, max_new_tokens=GENERATION.new))
+    model = model_of(config, groups_of(division), division, job.prompt, False)
+    ids = torch.randint(VOCAB, (1, job.prompt), generator=torch.Generator().manual_seed(0))
+    return median_time(lambda: generate(model, ids, max_new_tokens=job.new))
+
+
+def options_of(model: str, job: Training) -> Options:
+    """The options of a model's training."""
+    return Options(
+        **MODELS[model], seq_length=job.seq, micro_batch_size=job.micro_batch, global_batch_size=job.global_batch,
+        train_iters=10,
+    )  # fmt: skip
 
 
 def run(cell: Cell) -> dict:
-    """{job: [(sizes, predicted seconds, measured seconds)], as predicted from the fastest to the slowest}."""
+    """{job: [(sizes, parts, predicted seconds, measured seconds)], as predicted from the fastest to the slowest}."""
     join(1)
-    options = Options(
-        **MODELS[cell.model], seq_length=TRAINING.seq, micro_batch_size=TRAINING.micro_batch, train_iters=10,
-        global_batch_size=TRAINING.global_batch,
-    )  # fmt: skip
-    config = Config.from_dict(options.new_config(VOCAB, 0))
+    config = Config.from_dict(options_of(cell.model, Training(512, 4)).new_config(VOCAB, 0))
     fabric, device = measured_fabric(), MeasuredDevice(4e9, dist.group.WORLD)
-    found = {
-        "training": training_divisions(config, cell.ranks, TRAINING, fabric, device),
-        "generation": generation_divisions(config, cell.ranks, GENERATION, fabric, device),
-    }
-    times = {
-        "training": lambda each: trained(config, options, each),
-        "generation": lambda each: generated(config, each),
-    }
-    return {
-        job: [(each.sizes, each.parts, each.seconds, times[job](each)) for each in divisions if not each.excluded]
-        for job, divisions in found.items()
-    }
+    results = {}
+    for name, job in JOBS.items():
+        if isinstance(job, Training):
+            found = training_divisions(config, cell.ranks, job, fabric, device)
+            measure = partial(trained, cell.model, job)
+        else:
+            found = generation_divisions(config, cell.ranks, job, fabric, device)
+            measure = partial(generated, config, job)
+        results[name] = [(each.sizes, each.parts, each.seconds, measure(each)) for each in found if not each.excluded]
+    return results
 
 
 # In the benchmark
@@ -177,7 +183,7 @@ def rows(cell: Cell, results: dict) -> list[list[str]]:
         best = min(divisions, key=lambda each: each[3])
         errors = [abs(p / m - 1) for _, _, p, m in divisions]
         lines.append([
-            str(cell.ranks), cell.model, cell.rate, job, name, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}", best[0],
+            cell.model, cell.rate, job, name, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}", best[0],
             f"{measured / best[3]:.2f}", f"{predicted / measured - 1:+.0%}", f"{statistics.median(errors):.0%}",
         ])  # fmt: skip
     return lines
@@ -193,7 +199,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     table = [row for cell, results in measured_cells(__file__, CELLS).items() for row in rows(cell, results)]
-    header = ["ranks", "model", "links", "job", "advised", "predicted, ms", "measured, ms", "fastest measured",
+    header = ["model", "links", "job", "advised", "predicted, ms", "measured, ms", "fastest measured",
               "advised / fastest", "error of the prediction", "median error of all divisions"]  # fmt: skip
     print_or_publish("advised-divisions", markdown(header, table))
 

@@ -79,12 +79,12 @@ class MeasuredDevice:
 
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
-        ttft, _ = self._of_layers(_reply, config, ranks, batch, tokens)
+        ttft, _ = self._of_layers(_reply, config, ranks, *_sequences(config, batch, tokens, seq))
         return ttft + self._attention(config, ranks, batch, tokens, seq)
 
     def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training, over `tokens` of the `seq` tokens of each sequence."""
-        forward, backward, _ = self._of_layers(_training, config, ranks, batch, tokens)
+        forward, backward, _ = self._of_layers(_training, config, ranks, *_sequences(config, batch, tokens, seq))
         more = self._attention(config, ranks, batch, tokens, seq)
         return forward + more, backward + BACKWARD_ATTENTION * more
 
@@ -182,6 +182,14 @@ def own_memory(ranks_on_host: int, device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks_on_host
+
+
+def _sequences(config: Config, batch: int, tokens: int, seq: int) -> tuple[int, int]:
+    """(sequences, tokens of each) that a rank computes: two blocks of a sequence that context ranks share are two of them.
+
+    With attention they are one, because every query of a rank attends to all earlier keys of the rank.
+    """
+    return (batch, tokens) if tokens == seq or config.shared is not None else (2 * batch, -(-tokens // 2))
 
 
 # What is timed: functions of a model and ids (batch, tokens), and of random inputs of a scan
