@@ -21,19 +21,23 @@ from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
 
 MOST_TOKENS = 16  # of a call: with more, computing takes longer than reading the weights
-SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # tokens
+SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
 SEARCHED = 2**15  # tokens of a request in which a match is searched
 # The time of a speculative call beyond that of a decoding step, in such steps: for the call, and for each token more.
-CALL_COST, TOKEN_COST = 0.15, 0.06
-FIRST_RATE = 0.5  # how many proposals are expected to be right, before any was tried
+CALL_COST, TOKEN_COST = 0.6, 0.15
+FIRST_RATES = 0.65, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
 
 class History:
-    """The tokens of a request, and how often proposals for it were right. rate: the estimated probability that one is."""
+    """The tokens of a request, and how often proposals for it were right.
+
+    Proposals after long matches are right more often, so their rate is estimated apart. What a draft model proposes counts
+    as if after a short match.
+    """
 
     def __init__(self, request: Request):
-        self._request, self.rate = request, FIRST_RATE
+        self._request, self._is_long, self._rates = request, False, list(FIRST_RATES)
         self._tokens = np.array(request.prompt, dtype=np.int64)
         self._length = len(self._tokens)  # how many are known; beyond, there is room for more
 
@@ -53,6 +57,7 @@ class History:
             ends = longer
         else:
             matched = LONGEST_MATCH
+        self._is_long = matched >= LONG_MATCH
         if matched < SHORTEST_MATCH:
             return []
         following = tokens[ends[-1] + 1 :][:most].tolist()
@@ -68,19 +73,20 @@ class History:
         self._length = length
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Adapt the rate to proposals of which the first `accepted` were right, and the next one wrong if there is one."""
+        """Adapt to the last proposals, of which the first `accepted` were right, and the next one wrong if there is one."""
+        rate = self._rates[self._is_long]
         for _ in range(accepted):
-            self.rate += LEARNED * (1 - self.rate)
-        if accepted < proposed:
-            self.rate -= LEARNED * self.rate
+            rate += LEARNED * (1 - rate)
+        self._rates[self._is_long] = rate - LEARNED * rate * (accepted < proposed)
 
     def forget(self) -> None:
         """After a token without proposals: a rate that was low is tried again some time."""
-        self.rate += FORGOTTEN * max(0.0, FIRST_RATE - self.rate)
+        for index, first in enumerate(FIRST_RATES):
+            self._rates[index] += FORGOTTEN * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
-        """How many of `count` proposals are expected to be accepted."""
-        return sum(self.rate**i for i in range(1, count + 1))
+        """How many of `count` proposals after the last match are expected to be accepted."""
+        return sum(self._rates[self._is_long] ** i for i in range(1, count + 1))
 
 
 @dataclass(frozen=True)

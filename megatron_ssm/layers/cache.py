@@ -5,13 +5,15 @@ calls: `select` chooses the rows that a call continues, `reset` frees a row, and
 which can be restored into any row, any number of times.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
+
+from .pending_tokens import KeptTokens, PendingTokens
 
 if TYPE_CHECKING:
     from .shared_attention import Positions
@@ -48,19 +50,6 @@ class BatchInfo:
     speculative: bool = False
 
 
-@dataclass(frozen=True)
-class PendingTokens:
-    """Tokens that a layer has read, whose effect on its state is still open.
-
-    window: (batch, K-1 + seq, channels), the K-1 inputs of the convolution before the tokens, and theirs. advance: a
-    function of kept, (batch, n) bool, which of the first n tokens count, and the state before them, which it may overwrite;
-    it returns the state after them.
-    """
-
-    window: torch.Tensor
-    advance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @dataclass
 class LayerCache:
     """The state of one layer; every tensor has one row per sequence.
@@ -89,14 +78,15 @@ class LayerCache:
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
 
-    def accept(self, counts: torch.Tensor, rows: Rows = ALL) -> None:
-        """Advance conv and state of some rows by the first counts[i] of the pending tokens of row i. counts: (batch,)."""
+    def accept(self, kept: KeptTokens, rows: Rows = ALL) -> None:
+        """Advance conv and state of some rows by the pending tokens that are kept."""
         assert self.pending is not None, "no call was speculative"
-        window, history = self.pending.window, self.conv.shape[1]
-        kept = torch.arange(int(counts.max())) < counts.unsqueeze(1)
-        last = (counts.unsqueeze(1) + torch.arange(history)).to(window.device)
-        conv = window.gather(1, last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
-        self.update(conv, self.pending.advance(kept.to(window.device), self.state[rows]), rows)
+        window = self.pending.window
+        if kept.last is None:
+            conv = window[:, kept.longest : kept.longest + self.conv.shape[1]]
+        else:
+            conv = window.gather(1, kept.last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
+        self.update(conv, self.pending.advance(kept, self.state[rows]), rows)
         self.pending = None
 
     def append(
@@ -213,10 +203,11 @@ class Cache:
 
         The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
         """
-        kept = torch.tensor(counts)
+        first, new = self.layers[0].conv, torch.tensor(counts)
+        kept = KeptTokens.of(new, first.shape[1], first.device)
         for layer in self.layers:
             layer.accept(kept, self.rows)
-        self.lengths[self.rows] += kept
+        self.lengths[self.rows] += new
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""

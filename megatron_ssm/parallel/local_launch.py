@@ -25,7 +25,7 @@ def run_local_ranks(argv: list[str], ranks: int) -> int:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
             for rank in range(ranks):
-                processes.append(subprocess.Popen(command, env=_environment(rank, ranks)))
+                processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             return _wait(processes)
         except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def run_local_ranks(argv: list[str], ranks: int) -> int:
             _end(processes)
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
+def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
     """torchrun's variables for one local rank. Each rank gets its share of the cores, unless OMP_NUM_THREADS is set."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
