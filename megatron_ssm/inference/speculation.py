@@ -20,12 +20,15 @@ from .request import Request
 from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
 
-MOST_TOKENS = 16  # of a call: with more, computing takes longer than reading the weights
+COUNTS = 1, 3, 7, 15  # of proposals for a request: few different ones, because each number of tokens has a decode plan
 SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
 SEARCHED = 2**15  # tokens of a request in which a match is searched
-# The time of a speculative call beyond that of a decoding step, in such steps: for the call, and for each token more.
-CALL_COST, TOKEN_COST = 0.6, 0.15
-FIRST_RATES = 0.65, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
+CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
+# The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: medians of
+# both 130m shapes on one thread of a CPU with AVX-512 and AMX. Calls do not read more tokens: then computing takes longer
+# than reading the weights, and other kernels are used, which round differently.
+TIMES = {torch.float32: (1.2, 1.5, 2.1, 3.4), torch.bfloat16: (1.4, 1.65), torch.int8: (1.3, 1.7, 2.8, 5.3)}
+FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
 
@@ -112,6 +115,8 @@ class SpeculativeDecoder:
         self._model, self._cache, self._longest = model, cache, longest
         self._draft = None if draft is None else Draft(draft, len(cache.lengths))
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
+        weights = torch.int8 if model.weights == "int8" else model.dtype
+        self._times = 1.0, *TIMES.get(weights, TIMES[torch.float32])
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
 
@@ -151,7 +156,8 @@ class SpeculativeDecoder:
 
     def _propose(self, slots: Sequence[Slot], room: int | None) -> list[list[int]]:
         """The tokens proposed for each slot; [] for all of them if no proposals are worth their time."""
-        most = min(MOST_TOKENS, MOST_TOKENS if room is None else room) // len(slots) - 1
+        most_tokens = CALLS[len(self._times) - 1]
+        most = min(most_tokens, most_tokens if room is None else room) // len(slots) - 1
         histories = [self._history(slot) for slot in slots]
         limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
         if self._draft is not None:
@@ -176,13 +182,19 @@ class SpeculativeDecoder:
 
         The gain is in decoding steps: each gives a token to every slot. All slots read as many tokens.
         """
+        batch = len(histories)
 
         def gain(count: int) -> float:
             accepted = sum(h.expected(min(count, n)) for h, n in zip(histories, available, strict=True))
-            return accepted / len(histories) - CALL_COST - count * (TOKEN_COST * len(histories) + self._draft_cost)
+            longer = self._time(batch * (1 + count)) / self._time(batch) - 1
+            return accepted / batch - longer - count * self._draft_cost
 
-        count = max(range(1, max(available, default=0) + 1), key=gain, default=0)
+        count = max((n for n in COUNTS if n <= max(available)), key=gain, default=0)
         return count if count and gain(count) > 0 else 0
+
+    def _time(self, tokens: int) -> float:
+        """The time of a call that reads so many tokens of all slots, as TIMES has it."""
+        return float(np.interp(tokens, CALLS[: len(self._times)], self._times))
 
 
 class Draft:
@@ -221,7 +233,8 @@ class Draft:
                 self._tokens_read[slot] = 0
         unread = [slot.request.tokens[self._tokens_read[slot] :] for slot in slots]
         counts = list(map(len, unread))
-        ids = torch.tensor([tokens + [0] * (max(counts) - len(tokens)) for tokens in unread], device=model.device)
+        most = next((tokens for tokens in CALLS if tokens >= max(counts)), max(counts))
+        ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=model.device)
         rows = cache.select(slot.row for slot in slots)
         local = model.speculative_logits(ids, rows)
         rows.accept(counts)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
 
-from .pending_tokens import KeptTokens, PendingTokens
+from .pending_tokens import KeptTokens, Pending
 
 if TYPE_CHECKING:
     from .shared_attention import Positions
@@ -59,14 +59,14 @@ class LayerCache:
     values: in layers that use the shared attention block, (rows, capacity, this rank's key/value heads, head_dim) in the
     model's dtype; index p holds position p of the sequence, where padding is not counted. If context ranks share the
     sequences, a rank has the keys and values of some positions only, in the order in which it got them. pending: the tokens
-    of a speculative call, until they are accepted.
+    of a speculative call until they are accepted, those of several layers with the first.
     """
 
     conv: torch.Tensor
     state: torch.Tensor
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    pending: PendingTokens | None = None
+    pending: Pending | None = None
 
     def read(self, rows: Rows = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """The conv and state of some rows."""
@@ -77,17 +77,6 @@ class LayerCache:
         for held, new in ((self.conv, conv), (self.state, state)):
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
-
-    def accept(self, kept: KeptTokens, rows: Rows = ALL) -> None:
-        """Advance conv and state of some rows by the pending tokens that are kept."""
-        assert self.pending is not None, "no call was speculative"
-        window = self.pending.window
-        if kept.last is None:
-            conv = window[:, kept.longest : kept.longest + self.conv.shape[1]]
-        else:
-            conv = window.gather(1, kept.last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
-        self.update(conv, self.pending.advance(kept, self.state[rows]), rows)
-        self.pending = None
 
     def append(
         self,
@@ -203,11 +192,14 @@ class Cache:
 
         The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
         """
-        first, new = self.layers[0].conv, torch.tensor(counts)
-        kept = KeptTokens.of(new, first.shape[1], first.device)
+        first = self.layers[0].conv
+        assert self.layers[0].pending is not None, "no call was speculative"
+        kept = KeptTokens.of(counts, first.shape[1], first.device)
         for layer in self.layers:
-            layer.accept(kept, self.rows)
-        self.lengths[self.rows] += new
+            if layer.pending is not None:
+                layer.pending.advance_cache(layer, kept, self.rows)
+                layer.pending = None
+        self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""
