@@ -24,10 +24,10 @@ COUNTS = 1, 3, 7, 15  # of proposals for a request: few different ones, because 
 SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
 SEARCHED = 2**15  # tokens of a request in which a match is searched
 CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
-# The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: medians of
-# both 130m shapes on one thread of a CPU with AVX-512 and AMX. Calls do not read more tokens: then computing takes longer
-# than reading the weights, and other kernels are used, which round differently.
-TIMES = {torch.float32: (1.2, 1.5, 2.1, 3.4), torch.bfloat16: (1.4, 1.65), torch.int8: (1.3, 1.7, 2.8, 5.3)}
+# The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: that of the
+# slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512 and AMX. Calls do not read more tokens: then
+# computing takes longer than reading the weights, and other kernels are used, which round differently.
+TIMES = {torch.float32: (1.2, 1.5, 2.0, 2.8), torch.bfloat16: (1.3, 1.6), torch.int8: (1.4, 1.7, 2.9, 5.6)}
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
