@@ -24,6 +24,9 @@ WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
 # Flags to try, the best first: a compiler may lack OpenMP, the flags for x86-64, or function clones for several processors.
 ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
 
+# jinja2 before 3.1.6 has ways out of its sandbox, in which chat templates run.
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.0"]
+
 
 class BuildKernels(build_ext):
     """Compiles each library with the first of ATTEMPTS that the compiler supports."""
@@ -131,6 +134,7 @@ setup(
         "eval": ["lm-eval>=0.4.9", "transformers"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
+        "serve": SERVE,
         "test": [
             "pytest",
             "pytest-xdist",
@@ -138,9 +142,11 @@ setup(
             "transformers",
             "peft",
             "deepspeed>=0.19.8",
-            "llguidance>=1.0",
             "tensorboard",
             "wandb",
+            "httpx",
+            "openai",
+            *SERVE,
         ],
         "lint": ["ruff", "mypy", "pre-commit"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2", "ruff"],

@@ -23,6 +23,7 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "search": "searching.search",
     "pareto": "searching.search",
     "best_grid": "searching.grids",
+    "measure_overlap": "searching.tile_times",
     "measure_tile": "searching.tile_times",
     "fastest": "searching.measured",
     "search_graph": "searching.graph",

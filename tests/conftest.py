@@ -4,6 +4,8 @@ import ctypes
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch and numpy load their libraries
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +23,7 @@ from ranks import run_ranks
 
 torch.set_num_threads(1)
 LIBC = ctypes.CDLL(None)
+HUGE_PAGE, MADV_COLLAPSE = 2**21, 25
 return_freed_blocks()  # so forking is fast, and a measurement of memory does not depend on the tests before it
 # A shell's background jobs ignore SIGINT, and so would the programs that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,6 +56,22 @@ def pytest_collection_finish():
     """Exclude everything that was imported from garbage collection, here and in forked ranks: that saves time."""
     gc.collect()
     gc.freeze()
+    _join_pages()
+
+
+def _join_pages():
+    """Move this process's memory to pages of 2 MB where Linux can: a fork copies and drops an entry for every page.
+
+    This halves the time of starting and ending ranks.
+    """
+    if sys.platform != "linux":
+        return
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, access, *_, name = [*line.split(maxsplit=5), ""][:6]
+        if access.startswith("rw") and name in ("", "[heap]"):
+            start, end = (int(address, 16) for address in area.split("-"))
+            for page in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
+                LIBC.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
 def pytest_addoption(parser):

@@ -24,7 +24,7 @@ ROOMS = {
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
         "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
-        "advice integrations cli"
+        "advice integrations api serving cli"
     ).split(),
 }
 FOLDERS = ("examples", "launch", "benchmarks", "tests")

@@ -54,6 +54,7 @@ class ShardAttention:
             return Axis(schedule.group, schedule.counter, tuple(ranks), index, tuple(chunks))
 
         def cell_segments(cell: int) -> tuple[orders.Segment, ...]:
+            """The tokens of a cell of the grid."""
             return orders.segments(order, cell, grid.cells, local * grid.ulysses, seq)
 
         def kv_cell(row: int) -> int:  # the cell whose keys and values are used in row `row` of this rank's column

@@ -88,6 +88,7 @@ def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
 
     def cast(t: torch.Tensor) -> torch.Tensor:
+        """One tensor in autocast's dtype of its device, or unchanged."""
         is_floating = isinstance(t, torch.Tensor) and t.is_floating_point()
         if not is_floating or t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
             return t

@@ -17,22 +17,23 @@ CELLS = [
     for rate in ("20mbit", "200mbit")
     for kv_heads in (8, 2, 1)
 ]
+CELLS += [AttentionCell(ranks, 1, "200mbit", kv_heads, seq=4096) for ranks in (4, 8) for kv_heads in (8, 2)]
 # The placement of all ranks, or that of each part of a split of them in two.
 KINDS = {
     "ring": {"x": STREAMED_KV},
     "all-gather": {"x": "q"},
     "Ulysses": {"x": "heads"},
-    "USP": {"a": STREAMED_KV, "b": "heads"},
-    "2-D": {"a": "kv", "b": "q"},
-    "2-D, overlapped": {"a": STREAMED_Q, "b": STREAMED_KV},
+    "USP": {"x0": STREAMED_KV, "x1": "heads"},
+    "2-D": {"x0": "kv", "x1": "q"},
+    "2-D, overlapped": {"x0": STREAMED_Q, "x1": STREAMED_KV},
 }
 
 
 def by_hand(cell: AttentionCell) -> dict[str, Plan]:
     """The known schedules that fit, each with the best split of the ranks in its kind, by bytes."""
-    splits = [cell.mesh.split("x", a=n, b=cell.ranks // n) for n in range(2, cell.ranks) if cell.ranks % n == 0]
+    splits = [cell.mesh.split("x", x0=n, x1=cell.ranks // n) for n in range(2, cell.ranks) if cell.ranks % n == 0]
     found = {
-        name: [plan for mesh in (splits if "a" in kind else [cell.mesh]) for plan in lowered(cell.program, mesh, kind)]
+        name: [plan for mesh in (splits if "x0" in kind else [cell.mesh]) for plan in lowered(cell.program, mesh, kind)]
         for name, kind in KINDS.items()
     }
     return {name: min(plans, key=lambda plan: plan.bytes_per_rank) for name, plans in found.items() if plans}
@@ -42,10 +43,9 @@ COMPARISON = Comparison(
     CELLS,
     by_hand,
     shown=[name for name in KINDS if name != "ring"],
-    repeated=10,
+    repeated=20,
     chosen=lambda plan: known_as(plan.schedule) or placed(plan),
-    describe=lambda cell: f"{cell.ranks}, {cell.tensors}",
-    has_correlation=True,
+    describe=lambda cell: f"{cell.ranks}, {cell.tensors}, {cell.seq:,}",
 )
 
 if __name__ == "__main__":
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     if arguments is not None:
         COMPARISON.measure(*arguments)
     else:
-        print_or_publish("chosen-plans", COMPARISON.table(__file__, "ranks, links, tensors"))
+        print_or_publish("chosen-plans", COMPARISON.table(__file__, "ranks, links, heads, tokens"))

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -172,6 +172,30 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def small_disk(path, kilobytes):
+    """A disk of this size, at a new directory."""
+    Path(path).mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path], check=True)
+    try:
+        yield Path(path)
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def fill_disk(trainer=None):
+    """Write to out/ until there is no room."""
+    with open("out/filler", "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def disks_work():
+    """Whether `small_disk` works here: that needs root."""
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return not os.geteuid() and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def namespaces_work():

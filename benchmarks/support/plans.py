@@ -1,5 +1,6 @@
 """Plans of attention beside one another: their schedules by hand, the speed of links, and predictions against times."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from commir import Mesh, Plan, Schedule, execute, programs, search
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, place
-from commir.searching.tile_times import measure_tile
+from commir.searching.tile_times import measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -56,10 +57,11 @@ class AttentionCell:
 class Comparison:
     """A benchmark of the plan that a search chooses against those by hand, in several cells.
 
-    The speeds of the links and the time of a tile are measured before, on all ranks at once; `repeated` times each. The
-    plans take turns, with random inputs in bf16. The plan called ring runs twice, and the difference of its two medians is
-    the spread. by_hand: {name: plan} of a cell, with a ring. shown: names of the table's columns; OTHER_WAY counts as the
-    same name. chosen: how the table calls the chosen plan. has_correlation: of predicted with measured times, in each row.
+    The speeds of the links, the time of a tile and what it hides of messages are measured before, on all ranks at once. The
+    plans take turns, `repeated` times, with random inputs in bf16. A chosen plan that equals one by hand is that plan, and
+    not timed again. The plan called ring runs twice, and the difference of its two medians is the spread. by_hand: {name:
+    plan} of a cell, with a ring. shown: names of the table's columns; OTHER_WAY counts as the same name. chosen: how the
+    table calls the chosen plan.
     """
 
     cells: Sequence[AttentionCell]
@@ -68,18 +70,16 @@ class Comparison:
     repeated: int
     chosen: Callable[[Plan], str]
     describe: Callable[[AttentionCell], str]
-    has_correlation: bool = False
 
     def table(self, file: str, first_column: str) -> str:
         """The table of all cells, or of those whose numbers the command line gives; they are measured by ranks of `file`."""
         results = measured_cells(file, self.cells, burst=BURST)
-        correlations = ["correlation"] * self.has_correlation
-        header = [first_column, "ring", *self.shown, "chosen", "predicted/measured", *correlations, "spread"]
+        header = [first_column, "ring", *self.shown, "chosen", "predicted/measured", "correlation", "overlap", "spread"]
         rows = [self._row(cell, measured) for cell, measured in results.items()]
-        pairs = [
-            (each["seconds"][name], seconds) for each in results.values() for name, seconds in each["predicted"].items()
-        ]
-        print(f"rank correlation over all cells: {correlation(*map(list, zip(*pairs, strict=True))):.3f}")
+        pairs = [pair for each in results.values() for pair in _pairs(each)]
+        print(f"rank correlation of {len(pairs)} times over all cells: {correlation(pairs):.3f}")
+        within = [correlation(_pairs(measured)) for measured in results.values()]
+        print(f"median of the rank correlations within cells: {statistics.median(within):.2f}")
         return markdown(header, rows)
 
     def measure(self, out: str, number: str) -> None:
@@ -87,20 +87,27 @@ class Comparison:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         cell, group, rank = self.cells[int(number)], dist.group.WORLD, dist.get_rank()
-        tile, speeds = measure_tile(cell.program, cell.ranks, group), link_speeds(cell.mesh, group, self.repeated)
-        best, *_ = search(cell.program, cell.mesh.with_speeds(speeds), point_seconds=tile[0], call_seconds=tile[1])
+        speeds = link_speeds(cell.mesh, group, self.repeated)
+        tile = *measure_tile(cell.program, cell.ranks, group), measure_overlap(cell.program, group)
+        times = dict(zip(("point_seconds", "call_seconds", "overlap"), tile, strict=True))
+        best, *_ = search(cell.program, cell.mesh.with_speeds(speeds), **times)
         by_hand = self.by_hand(cell)
         plans = {"ring again": by_hand["ring"], "chosen": best, **by_hand}
+        same = next((name for name, plan in by_hand.items() if plan.hash == best.hash), None)
+        if same:
+            del plans["chosen"]
         local = random_blocks(cell.ranks, rank, cell.seq, cell.heads, cell.kv_heads)
         seconds = median_seconds(plans, local, group, self.repeated)
         if rank == 0:
+            del plans["ring again"]
             on_measured_links = {
                 name: plan for name, plan in plans.items() if all(axis.level in speeds for axis in plan.mesh.axes)
             }
             write_result(out, {
                 "seconds": seconds,
                 "predicted": {name: predicted(plan, speeds, tile) for name, plan in on_measured_links.items()},
-                "chosen": self.chosen(best),
+                "chosen": same or "chosen",
+                "placement": self.chosen(best),
                 "speeds": speeds,
                 "tile": tile,
             })  # fmt: skip
@@ -108,20 +115,25 @@ class Comparison:
 
     def _row(self, cell: AttentionCell, measured: dict) -> list[str]:
         """A row of the table: times relative to the ring; the chosen plan, relative to the best by hand."""
-        seconds, predictions = measured["seconds"], measured["predicted"]
+        seconds, chosen = measured["seconds"], measured["chosen"]
         names = [name for name in seconds if name not in ("chosen", "ring again")]
         best = min(names, key=seconds.__getitem__)
         others = []
         for shown in self.shown:
             ways = [seconds[name] for name in names if name.removesuffix(OTHER_WAY) == shown]
             others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
-        chosen = f"{measured['chosen']}: {seconds['chosen'] / seconds[best]:.2f} of {best}"
-        error = f"{predictions['chosen'] / seconds['chosen']:.2f}"
-        agreement = []
-        if self.has_correlation:
-            agreement.append(f"{correlation([seconds[n] for n in names], [predictions[n] for n in names]):.2f}")
-        spread = abs(seconds["ring again"] / seconds["ring"] - 1)
-        return [self.describe(cell), f"{seconds['ring']:.3f} s", *others, chosen, error, *agreement, f"{spread:.0%}"]
+        against_best = f"{measured['placement']}: {seconds[chosen] / seconds[best]:.2f} of {best}"
+        predictions = f"{measured['predicted'][chosen] / seconds[chosen]:.2f}", f"{correlation(_pairs(measured)):.2f}"
+        overlap, spread = f"{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
+        return [
+            self.describe(cell),
+            f"{seconds['ring']:.3f} s",
+            *others,
+            against_best,
+            *predictions,
+            overlap,
+            spread,
+        ]
 
 
 def placed(plan: Plan) -> str:
@@ -161,8 +173,8 @@ def _link_speed(mesh: Mesh, axis: str, group: dist.ProcessGroup, repeated: int) 
     return max(0.0, seconds[0] - SMALL / rate), rate
 
 
-def predicted(plan: Plan, speeds: Mapping[str, tuple[float, float]], tile: tuple[float, float]) -> float:
-    """The predicted seconds of a plan. speeds: of the levels of its mesh. tile: (seconds per point, seconds per call)."""
+def predicted(plan: Plan, speeds: Mapping[str, tuple[float, float]], tile: tuple[float, float, float]) -> float:
+    """The predicted seconds of a plan. speeds: of the levels of its mesh. tile: (per point, per call, overlap)."""
     return plan.on_mesh(plan.mesh.with_speeds(speeds)).with_tile(*tile).seconds
 
 
@@ -182,10 +194,15 @@ def median_seconds(
     return dict(zip(plans, repetitions(calls, group, "cpu", repeated).median(0).values.tolist(), strict=True))
 
 
-def correlation(a: list[float], b: list[float]) -> float:
+def _pairs(measured: dict) -> list[tuple[float, float]]:
+    """(measured, predicted) seconds of a cell's plans."""
+    return [(measured["seconds"][name], seconds) for name, seconds in measured["predicted"].items()]
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
-    pairs = torch.tensor([_places(a), _places(b)], dtype=torch.float64)
-    return float(torch.corrcoef(pairs)[0, 1])
+    places = torch.tensor([_places(list(values)) for values in zip(*pairs, strict=True)], dtype=torch.float64)
+    return float(torch.corrcoef(places)[0, 1])
 
 
 def _places(values: list[float]) -> list[float]:

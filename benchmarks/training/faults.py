@@ -11,14 +11,22 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
 
 import torch
 
 from benchmarks.support.cells import NETLAB
-from benchmarks.support.launched import TINY, Fault, launched, namespaces_work, write_text
+from benchmarks.support.launched import (
+    TINY,
+    Fault,
+    disks_work,
+    fill_disk,
+    launched,
+    namespaces_work,
+    small_disk,
+    write_text,
+)
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm.checkpoints.folders import find_checkpoints, step_of
 
@@ -45,24 +53,6 @@ def new_folder() -> Iterator[None]:
             yield
         finally:
             os.chdir(before)
-
-
-@contextlib.contextmanager
-def small_disk(kilobytes: int) -> Iterator[None]:
-    """Put out/ on a disk of this size."""
-    Path("out").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", "out"], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "out"], check=True)
-
-
-def fill_disk(trainer: object) -> None:
-    """Write to out/ until there is no room."""
-    with open("out/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
 
 
 @contextlib.contextmanager
@@ -97,7 +87,7 @@ def main() -> None:
     """Measure and publish the table."""
     torch.set_num_threads(1)
     kill, stop, term = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
-    removed = "; the next start removes the half-written checkpoint"
+    removed = "; the next save removes the half-written checkpoint"
     rows = [
         row("a rank is killed in a step", NAMED, Fault(1, 4, kill)),
         row(
@@ -110,9 +100,9 @@ def main() -> None:
         with lab():
             cut = Fault(0, 4, lambda trainer: subprocess.run(CUT, check=True))
             rows.append(row("the link to a rank goes down", "both sides end with code 1, each with a line", cut, LAB))
-    if os.geteuid() == 0:
+    if disks_work():
         sizes = "all end with code 1, and a line says what was needed and what was free"
-        rows.append(row("the disk is full", sizes, Fault(0, 4, fill_disk), place=small_disk(2000)))
+        rows.append(row("the disk is full", sizes, Fault(0, 4, fill_disk), place=small_disk("out", 2000)))
     rows.append(row("SIGTERM or SIGUSR1 on one rank", LEAVES, Fault(1, 4, term)))
     rows.append(row("SIGTERM while it saves", LEAVES, Fault(1, 4, term, while_saving=True)))
     header = ["fault in step 4", "what happens", "seconds until all ranks are out", "steps lost"]

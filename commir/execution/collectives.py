@@ -183,9 +183,11 @@ def _combine_pieces(
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
 
     def pieces_for(to: int) -> list[Tensor]:
+        """The pieces that rank `to` combines, in the dtype in which they travel."""
         return [state.on_wire(output, piece[to]) for output, piece in zip(outputs, pieces, strict=True)]
 
     def combine(source: int, blocks: list[Tensor]) -> None:
+        """Combine the received pieces, and drop them."""
         monoid.combine(total, blocks)
         state.count.drop(*blocks)
 

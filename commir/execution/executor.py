@@ -43,6 +43,7 @@ def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup 
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes."""
 
     def arguments() -> object:
+        """Check this rank's arguments; what must be equal on all ranks."""
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")

@@ -63,6 +63,7 @@ def differentiable(
     pair = _Pair(plan, backward_plan(plan), group, count, counter)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
         compare(plan, {"q": q, "k": k, "v": v}, group)
         return _Attention.apply(q, k, v, pair)
 

@@ -81,9 +81,12 @@ def compute(state: RankState, step: Compute) -> Run:
         state.count.drop(inputs[scan.carry])
     indices = _indices(state, fixed)
     _check_shapes(state.program, inputs, indices)
-    computed = state.kernels.tile(state.program, inputs, indices)
-    for result in state.program.results:
-        _accumulate(state, result, [computed[name] for name in result.outputs], step.counters, fixed)
+    if (into := state.kernels.tile_into) and (total := _whole(state, state.program.results[0], step.counters, fixed)):
+        into(state.program, inputs, indices, total)
+    else:
+        computed = state.kernels.tile(state.program, inputs, indices)
+        for result in state.program.results:
+            _accumulate(state, result, [computed[name] for name in result.outputs], step.counters, fixed)
     yield from ()
 
 
@@ -166,7 +169,15 @@ def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
     """For each loop axis, the elements of the whole tensor that the tile sees."""
     fixed = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.parallel.items()} | dict(fixed)
     axes = [axis for axis in state.digits.sizes if state.program.axis(axis).kind != WHOLE]
-    return {axis: state.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
+    return {axis: state.plan.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
+
+
+def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> list[Tensor]:
+    """The accumulators of a tile's results, if they are there, and a tile computes all of their elements; otherwise []."""
+    names = result.outputs
+    key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
+    is_whole = (names[0], key) in state.registers and not _local(fixed, state.sizes[names[0]])
+    return state.read(names, key) if is_whole else []
 
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:

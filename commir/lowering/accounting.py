@@ -23,11 +23,12 @@ AHEAD = 2  # how many exchanges of a collective are under way at a time, where a
 
 @dataclass(frozen=True)
 class Message:
-    """`count` messages of `nbytes` each, one after the other, along a mesh axis."""
+    """`count` messages of `nbytes` each along a mesh axis, of which `at_once` are under way at a time."""
 
     axis: str
     nbytes: int
-    count: int
+    count: int = 1
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,18 @@ class _Ledger:
         count, itemsize, _ = self.blocks[name, register_key(key)]
         return count * itemsize
 
-    def _send(self, axis: str, nbytes: int, count: int = 1) -> None:
-        """Count messages of `nbytes` each."""
-        self.messages[-1].append(Message(axis, nbytes, count))
+    def _send(self, axis: str, nbytes: int) -> None:
+        """Count a message."""
+        self.messages[-1].append(Message(axis, nbytes))
+
+    def _exchange(self, axis: str, nbytes: int, copied: int) -> int:
+        """Count a message to every other rank along an axis; returns the bytes of arriving tensors that are held meanwhile.
+
+        copied: those bytes of a message that do not arrive in their place. If there are none, all messages begin at once.
+        """
+        others = self._size(axis) - 1
+        self.messages[-1].append(Message(axis, nbytes, others, AHEAD if copied else others))
+        return min(AHEAD, others) * copied
 
     def _size(self, axis: str) -> int:
         return self.digits.nest.mesh.size(axis)
@@ -141,31 +151,33 @@ class _Ledger:
     # Steps
 
     def all_to_all(self, step: kinds.AllToAll) -> None:
+        """Send a piece of each operand to every other rank along the axis; blocks keep their size."""
         names, size = [name for name, _, _ in step.moves], self._size(step.axis)
         piece = sum(self._nbytes(name) // size for name in names)
-        self._send(step.axis, piece, size - 1)
         copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = min(AHEAD, size - 1) * sum(self._nbytes(name) // size for name in copied)
+        transit = self._exchange(step.axis, piece, sum(self._nbytes(name) // size for name in copied))
         self._replace(names, lambda count: count, transit)
 
     def gather(self, step: kinds.Gather) -> None:
+        """Send each block to every other rank along the axis, and hold the blocks of all."""
         names, size = [name for name, _ in step.moves], self._size(step.axis)
-        block = sum(map(self._nbytes, names))
-        self._send(step.axis, block, size - 1)
         copied = [name for name, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = min(AHEAD, size - 1) * sum(map(self._nbytes, copied))
+        transit = self._exchange(step.axis, sum(map(self._nbytes, names)), sum(map(self._nbytes, copied)))
         self._replace(names, lambda count: count * size, transit)
 
     def slice(self, step: kinds.Slice) -> None:
+        """Keep one piece of each block along the axis; nothing is sent."""
         size = self._size(step.axis)
         self._replace([name for name, _ in step.moves], lambda count: count // size, 0)
 
     def swap(self, step: kinds.Swap) -> None:
+        """Send each block to one rank, and hold the received one instead."""
         outermost = min(step.axes, key=self.digits.nest.mesh.names.index)  # the peer is elsewhere along both
         self._send(outermost, sum(map(self._nbytes, step.operands)))
         self._replace(step.operands, lambda count: count, 0)
 
     def derive(self, step: kinds.Derive) -> None:
+        """Hold a derived input, whose block has the source's elements without the axes that it lacks."""
         operand = self.program.operand(step.operand)
         source = self.program.operand(operand.source[0])
         dropped = math.prod(self.program.axis(name).size for name in source.axes if name not in operand.axes)
@@ -173,18 +185,22 @@ class _Ledger:
         self._put(step.operand, (), count, self.program.itemsize(operand))
 
     def send(self, step: kinds.Send) -> None:
+        """Send blocks to one rank, and hold the received ones besides."""
         blocks = [self.blocks[name, register_key(step.source)] for name in step.operands]
         self._send(step.axis, sum(count * itemsize for count, itemsize, _ in blocks))
         for name, (count, itemsize, _) in zip(step.operands, blocks, strict=True):
             self._put(name, step.target, count, itemsize)
 
     def arrive(self, step: kinds.Arrive) -> None:
+        """Nothing: the arriving blocks are counted from `send` on."""
         pass
 
     def free(self, step: kinds.Free) -> None:
+        """Release blocks."""
         self.held -= sum(self._take(name, step.key)[1] for name in step.operands)
 
     def compute(self, step: kinds.Compute) -> None:
+        """Release the carried state of a scan, and hold accumulators, of at least 4 bytes an element, that are new."""
         if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:
             self.held -= self._take(scan.carry)[1]
         for result in self.program.results:
@@ -197,6 +213,7 @@ class _Ledger:
                 self._put(output.name, key, count, self._wide(output))
 
     def summarize(self, step: kinds.Summarize) -> None:
+        """Hold the state, the decay and the rates of this rank's blocks."""
         scan = self.program.scan
         assert scan is not None
         for name in (scan.state, scan.decay, scan.rates):
@@ -205,6 +222,7 @@ class _Ledger:
             self._put(name, (), count, self.program.itemsize(operand))
 
     def pass_states(self, step: kinds.PassStates) -> None:
+        """Hold the state that enters each block, as large as the state that leaves it."""
         scan = self.program.scan
         assert scan is not None
         self._put(
@@ -212,6 +230,7 @@ class _Ledger:
         )
 
     def send_partial(self, step: kinds.SendPartial) -> None:
+        """Send a partial result in its travelling dtype to one rank, and hold the buffer that receives the other rank's."""
         outputs = self._outputs(step.result)
         counts = [self._take(output.name, step.source)[0] for output in outputs]
         nbytes = sum(
@@ -221,20 +240,23 @@ class _Ledger:
         self._hold(nbytes)
 
     def combine(self, step: kinds.Combine) -> None:
+        """Release the received partial result, and the one that was sent."""
         for output in self._outputs(step.result):
             count = self.blocks[output.name, register_key(step.target)][0]
             self.held -= count * (self.program.itemsize(output, is_partial=True) + self._wide(output))
 
     def reduce_scatter(self, step: kinds.ReduceScatter) -> None:
+        """Send a piece of the partial result to every other rank along the axis, and hold one combined piece."""
         size, outputs = self._size(step.axis), self._outputs(step.result)
         pieces = [self.blocks[output.name, ()][0] // size for output in outputs]
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
         )
-        self._send(step.axis, wire, size - 1)
-        self._replace([output.name for output in outputs], lambda count: count // size, min(AHEAD, size - 1) * wire)
+        transit = self._exchange(step.axis, wire, wire)
+        self._replace([output.name for output in outputs], lambda count: count // size, transit)
 
     def all_reduce(self, step: kinds.AllReduce) -> None:
+        """Send pieces of rows to every other rank along the axis, twice, and hold the result at its size."""
         size, outputs = self._size(step.axis), self._outputs(step.result)
         counts = [self.blocks[output.name, ()][0] for output in outputs]
         shape = self.digits.local_shape(outputs[0], self.digits.needed(outputs[0]))
@@ -245,14 +267,15 @@ class _Ledger:
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
         )
-        self._send(step.axis, wire, 2 * (size - 1))
-        transit = min(AHEAD, size - 1) * wire
+        transit = self._exchange(step.axis, wire, wire)
         self._hold(size * wide + wide + transit)  # rows, this rank's piece, and pieces that arrive
         self.held -= size * wide + transit
+        transit = self._exchange(step.axis, wire, wire)
         self._hold(size * wide + transit)  # the combined rows, and pieces that arrive
         self.held -= (size + 1) * wide + transit
 
     def round(self, step: kinds.Round) -> None:
+        """Hold outputs in the dtype in which they travel, instead of the accumulators."""
         for output in self._outputs(step.result):
             count, nbytes = self._take(output.name)
             itemsize = self.program.itemsize(output, is_partial=True)

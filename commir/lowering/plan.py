@@ -18,7 +18,7 @@ from .explain import lines_of_messages
 from .layouts import Digits, Piece
 from .steps import Compute, Step
 from .text import canonical, content, digest, parse
-from .timeline import seconds
+from .timeline import check_tile, seconds
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -29,12 +29,13 @@ class Plan:
 
     schedule: the program, the mesh, and which rank computes what. steps: the same for every rank; peers are relative. If the
     schedule has chunks, a rank takes the steps for each of them, one after the other. tile_seconds: the measured time of a
-    tile (0: only messages are counted). reason: why `search` has chosen this plan.
+    tile (0: only messages are counted). overlap: see `search`. reason: why `search` has chosen this plan.
     """
 
     schedule: LoopNest
     steps: tuple[Step, ...]
     tile_seconds: float = field(default=0.0, compare=False)
+    overlap: float = field(default=1.0, compare=False)
     reason: str = field(default="the caller made this schedule", compare=False)
 
     @property
@@ -54,6 +55,14 @@ class Plan:
     def of_one_chunk(self) -> "Plan":
         """The plan of a chunk by itself; this plan, if it has no chunks."""
         return replace(self, schedule=self.schedule.of_one_chunk()) if self.schedule.chunked else self
+
+    def of_chunk(self, number: int) -> "Plan":
+        """The plan of one chunk by itself, with the chunk's elements of the whole tensor; remembered."""
+        if number not in self._chunks:
+            axis, digit = self.digits.piece(str(self.schedule.chunked))
+            chunk = self._chunks[number] = replace(self, schedule=self.of_one_chunk.schedule)
+            chunk._positions[axis] = self.elements(axis, {(axis, digit): number})
+        return self._chunks[number]
 
     @cached_property
     def hash(self) -> str:
@@ -86,9 +95,9 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """The predicted time, from the speeds of the mesh and `tile_seconds`."""
-        one = self.of_one_chunk
-        return self.schedule.chunks * seconds(self.mesh, self.steps, one.account.by_step, self.tile_seconds)
+        """The predicted time, from the speeds of the mesh, `tile_seconds` and `overlap`."""
+        sent = self.of_one_chunk.account.by_step
+        return self.schedule.chunks * seconds(self.mesh, self.steps, sent, self.tile_seconds, self.overlap)
 
     def positions(self, axis: str) -> torch.Tensor:
         """(size,) int64: the element of the whole tensor that has each number along an axis, in the order of ranks."""
@@ -105,6 +114,10 @@ class Plan:
 
     @cached_property
     def _positions(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    @cached_property
+    def _chunks(self) -> dict[int, "Plan"]:
         return {}
 
     @cached_property
@@ -137,7 +150,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """The plan that `to_json` wrote, without the speeds of its mesh. ValueError: it is something else, or changed."""
+        """The plan that `to_json` wrote. ValueError: it is something else, or was changed.
+
+        What was measured or predicted is not saved: `on_mesh` and `with_tile` give the speeds of the mesh and the times of a
+        tile again.
+        """
         schedule, steps, expected = parse(text)
         plan = Plan(schedule, steps)
         if plan.hash != expected:
@@ -169,11 +186,12 @@ class Plan:
             raise ValueError(f"the plan is for {self.mesh!r}, not for {mesh!r}")
         return replace(self, schedule=replace(self.schedule, mesh=mesh))
 
-    def with_tile(self, point_seconds: float, call_seconds: float) -> "Plan":
-        """The same steps, predicted with these times of a tile; see `search`."""
+    def with_tile(self, point_seconds: float, call_seconds: float, overlap: float = 1.0) -> "Plan":
+        """The same steps, predicted with these times of a tile; see `search`. ValueError as there."""
+        check_tile(point_seconds, call_seconds, overlap)
         turns = sum(isinstance(step, Compute) for step in self.steps) * self.schedule.chunks
         points = self.program.points / turns / self.mesh.ranks
-        return replace(self, tile_seconds=call_seconds + points * point_seconds)
+        return replace(self, tile_seconds=call_seconds + points * point_seconds, overlap=overlap)
 
     def with_program(self, program: Program) -> "Plan":
         """The same steps for another program with the same loops."""

@@ -2,9 +2,10 @@
 
 All ranks take the same steps, so one of them stands for all. A rank has one link for each level of the mesh: messages on it
 follow one another, while tiles are computed; beginning a message takes the rank its latency. Steps that wait do so until
-their message has arrived.
+their message has arrived. A tile and the messages under way delay each other, if `overlap` is below 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,24 @@ def link_seconds(mesh: Mesh, level: str, ranks: int, nbytes: float) -> tuple[flo
     return latency, max(0.0, speed.time(operation, nbytes, ranks, extrapolate=True) - latency)
 
 
+def collective_seconds(latency: float, busy: float, count: int, at_once: int) -> float:
+    """The time of `count` messages, of which `at_once` are under way at a time: one has the link, while others begin."""
+    before = (count - 1) // at_once
+    return before * max(latency + busy, at_once * busy) + latency + (count - at_once * before) * busy
+
+
+def check_tile(point_seconds: float, call_seconds: float, overlap: float) -> None:
+    """ValueError: these are no times of a tile and of what it hides of messages, as `search` takes them."""
+    times = {"point_seconds": point_seconds, "call_seconds": call_seconds, "overlap": overlap}
+    for name, value in times.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name}={value!r} is no number")
+    if not (0 <= point_seconds < math.inf and 0 <= call_seconds < math.inf):
+        raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and finite")
+    if not (-math.inf < overlap <= 1):
+        raise ValueError(f"overlap={overlap} must be finite, and at most 1, where the longer of both hides the shorter")
+
+
 @dataclass
 class _Clock:
     """now: when the rank goes on. free: when each level's link is free again. arrivals: when messages in flight arrive."""
@@ -44,25 +63,40 @@ class _Clock:
     arrivals: dict[Any, float] = field(default_factory=dict)
 
     def send(self, message: Message) -> float:
-        """Send messages one after the other, from now on; returns when the last has arrived."""
+        """Send the messages of a step, from now on; returns when the last has arrived."""
         level = self.mesh.axis(message.axis).level
         latency, busy = message_seconds(self.mesh, message.axis, message.nbytes)
-        start = max(self.now, self.free.get(level, 0.0))
-        if message.count > 1:  # each waits for the one before
-            start += (message.count - 1) * (latency + busy)
-        self.free[level] = start + busy
-        return start + latency + busy
+        needed = collective_seconds(latency, busy, message.count, message.at_once)
+        arrival = max(self.now, self.free.get(level, 0.0)) + needed
+        self.free[level] = arrival - latency
+        return arrival
+
+    def compute(self, tile_seconds: float, overlap: float) -> None:
+        """Compute a tile. It and the messages under way take (1 - overlap) x the shorter of both in addition."""
+        last = max(self.arrivals.values(), default=self.now)
+        delay = (1 - overlap) * max(0.0, min(tile_seconds, last - self.now))
+        if delay:
+            self.free = {level: time + delay * (time > self.now) for level, time in self.free.items()}
+            self.arrivals = {key: time + delay * (time > self.now) for key, time in self.arrivals.items()}
+        self.now += tile_seconds + delay
 
 
-def seconds(mesh: Mesh, steps: Sequence[Step], sent: Sequence[Sequence[Message]], tile_seconds: float = 0.0) -> float:
+def seconds(
+    mesh: Mesh,
+    steps: Sequence[Step],
+    sent: Sequence[Sequence[Message]],
+    tile_seconds: float = 0.0,
+    overlap: float = 1.0,
+) -> float:
     """The predicted time of a plan.
 
     sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile, which has the same size in every turn.
+    overlap: see `search`.
     """
     clock = _Clock(mesh)
     for step, messages in zip(steps, sent, strict=True):
         if isinstance(step, Compute):
-            clock.now += tile_seconds
+            clock.compute(tile_seconds, overlap)
         elif isinstance(step, Arrive):
             clock.now = max(clock.now, clock.arrivals.pop((step.operands, step.key)))
         elif isinstance(step, Combine):

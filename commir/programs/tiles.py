@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention2d.compute.tile import attend, attend_backward, empty_result, merge, tile_length
 from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, split_calls
@@ -23,6 +24,7 @@ from .scan_programs import scan_tile
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 Tile = Callable[[Program, Tensors, Tensors], dict[str, Tensor]]
+TileInto = Callable[[Program, Tensors, Tensors, Sequence[Tensor]], None]
 
 
 def tile_of(program: Program, kernel: str = "library") -> Tile:
@@ -30,6 +32,11 @@ def tile_of(program: Program, kernel: str = "library") -> Tile:
     if (program.tile, kernel) in _TILES:
         return _TILES[program.tile, kernel]
     return evaluate
+
+
+def tile_into(program: Program, kernel: str = "library") -> TileInto | None:
+    """The function that computes the tile of a program and combines it into what a rank has already, if there is one."""
+    return _attention_into if (program.tile, kernel) == ("attention", "library") else None
 
 
 def derive(program: Program, operand: str, sources: Sequence[Tensor]) -> Tensor:
@@ -52,17 +59,27 @@ def _attention(program: Program, inputs: Tensors, indices: Tensors) -> dict[str,
     return {"out": out.transpose(0, 1), "lse": lse.transpose(0, 1)}
 
 
+def _attention_into(program: Program, inputs: Tensors, indices: Tensors, total: Sequence[Tensor]) -> None:
+    """`_attention`, merged into (out, lse) of the same queries over other keys, without a copy of the results."""
+    q, k, v, out, lse = (x.transpose(0, 1) for x in (*(inputs[name] for name in "qkv"), *total))
+    calls = _Calls(program, indices)
+    k, v = calls.kv.sort(k), calls.kv.sort(v)
+    for call in split_calls(calls.of_unsorted_queries(), tile_length(q)):
+        found = attend(q[call.q], k[call.kv], v[call.kv], call.causal, program.option("scale"))
+        merge(out[call.q], lse[call.q], *found)
+
+
 def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: list[KernelCall], scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of kernel calls, merged. The first for some queries is copied, if others have the same or none of them."""
     slots = sorted({(call.q.start, call.q.stop) for call in calls})
-    ends = [0, *(stop for _, stop in slots)]
-    is_covered = [start for start, _ in slots] == ends[:-1] and ends[-1] == len(q)
-    if is_covered:
-        out = q.new_empty(q.shape, dtype=at_least_fp32(q.dtype))
+    edges = [0, *(edge for slot in slots for edge in slot), len(q)]
+    if edges == sorted(edges):  # no two overlap
+        fresh, out, lse = set(slots), q.new_empty(q.shape, dtype=at_least_fp32(q.dtype)), None
         lse = out.new_empty(q.shape[:-1])
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            out[start:stop], lse[start:stop] = 0.0, -torch.inf
     else:
-        out, lse = empty_result(q)
-    fresh = set(slots) if is_covered else set()
+        fresh, (out, lse) = set(), empty_result(q)
     for call in calls:
         rows, found = call.q, attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale)
         if (rows.start, rows.stop) in fresh:
@@ -99,7 +116,7 @@ class _Calls:
     def __init__(self, program: Program, indices: Tensors) -> None:
         self._is_causal = bool(program.option("causal"))
         if self._is_causal:
-            self.q, self.kv = _Runs(indices["q"]), _Runs(indices["kv"])
+            self.q, self.kv = _runs_of(indices["q"]), _runs_of(indices["kv"])
             self.all = _causal_calls(self.q.all, self.kv.all)
         else:  # any order is as good
             self.q = self.kv = _Runs(torch.arange(1))
@@ -122,6 +139,9 @@ class _Calls:
         return self.q.is_sorted and self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
 
 
+_RUNS = WeakTensorKeyDictionary()  # {positions: their runs}, as long as the tensor lives
+
+
 class _Run(NamedTuple):
     """Consecutive positions in a tile. start: the first one's slot."""
 
@@ -140,6 +160,7 @@ def _causal_calls(q: tuple[_Run, ...], kv: tuple[_Run, ...]) -> list[KernelCall]
     length = math.gcd(*(number for run in (*q, *kv) for number in run[:2]))
 
     def segments(runs: tuple[_Run, ...]) -> list[Segment]:
+        """The runs in segments of `length` positions each."""
         return [Segment(n, length, length) for run in runs for n in range(run.first, run.first + run.length, length)]
 
     return kernel_calls(segments(q), segments(kv), True)
@@ -167,6 +188,13 @@ class _Runs:
         for run, part in zip(self.all, x.split([run.length for run in self.all]), strict=True):
             found[run.slots] = part
         return found
+
+
+def _runs_of(positions: Tensor) -> _Runs:
+    """The runs of positions, which are found once for each tensor: a plan remembers the positions of its tiles."""
+    if positions not in _RUNS:
+        _RUNS[positions] = _Runs(positions)
+    return _RUNS[positions]
 
 
 def _attention_ref(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:

@@ -236,7 +236,10 @@ class LoopNest:
         They include those along which `shard` or `replicate` has moved the home elsewhere: the blocks of the others, if
         there are any, stay as they were, so that a rank may hold blocks that are not neighbours.
         """
-        home, own = self.home(operand), self.program.operand(operand).home
+        own = self.program.operand(operand).home
+        if not self.homes:
+            return list(self.mesh.names) if axis == own else []
+        home = self.home(operand)
         if axis not in home.values():
             return []
         return [name for name in self.mesh.names if axis in (home.get(name), own)]

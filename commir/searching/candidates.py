@@ -94,6 +94,7 @@ def _placed(
     ]
 
     def extended(parts: tuple[Part, ...], used: dict[str, int]) -> Iterator[Candidate]:
+        """The candidates that begin with `parts`. used: {loop axis: ranks that divide it so far}."""
         if len(parts) == len(shapes):
             yield Candidate(parts)
             return

@@ -1,7 +1,8 @@
 """The cost of a candidate in closed form, by the rules of lowering, without lowering it.
 
-Bytes are exactly those of the plan. Time is a lower bound: messages of collectives one after the other, and in the loops the
-longer of computing and sending. Memory is a lower bound too: blocks that the tile needs, and accumulators.
+Bytes are exactly those of the plan. Time is a lower bound: one collective after the other, and in the loops the longer of
+computing and sending; also for the plans in chunks, unless a measured fabric sends several small messages in less time than
+a large one. Memory is a lower bound: blocks that the tile needs, and accumulators.
 """
 
 import math
@@ -9,34 +10,40 @@ from dataclasses import dataclass, field
 
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
+from commir.lowering.accounting import AHEAD
 from commir.lowering.scans import is_sliced
-from commir.lowering.timeline import link_seconds
+from commir.lowering.timeline import check_tile, collective_seconds, link_seconds
 
 from .candidates import Candidate, Part
 
 
 @dataclass
 class Cost:
-    """Bytes that a rank sends, seconds (at least), bytes that it holds (at least), and the number of messages."""
+    """Bytes that a rank sends, seconds (at least), and the number of messages.
+
+    held: bytes of inputs that it holds for its tiles beside those at home, and of accumulators, at least: {operand: bytes}.
+    """
 
     sent: int = 0
     seconds: float = 0.0
-    memory: int = 0
     messages: int = 0
+    held: dict[str, int] = field(default_factory=dict)
 
 
 class CostModel:
-    """Costs of the candidates of one program. point_seconds, call_seconds: of a point of the loops, of calling a tile."""
+    """Costs of the candidates of one program. For the times and `overlap` see `search`."""
 
-    def __init__(self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> None:
-        if not (point_seconds >= 0 and call_seconds >= 0):
-            raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be at least 0")
-        self.program, self.mesh = program, mesh
+    def __init__(
+        self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
+    ) -> None:
+        check_tile(point_seconds, call_seconds, overlap)
+        self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
+        self._axes = {operand.name: operand.axes for operand in program.operands}
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
@@ -60,9 +67,14 @@ class CostModel:
                 self._add_output(tally, self.program.operand(name), is_first=not number)
         return tally.total(_turns(candidate) * self.tile_seconds(candidate))
 
-    def memory_in_chunks(self, cost: Cost, chunks: int) -> float:
-        """The least that a candidate of this cost holds in chunks: operands at home, and what a chunk needs."""
-        return self._kept + (cost.memory - self._inputs) / chunks
+    def memory(self, cost: Cost) -> int:
+        """The least that a candidate of this cost holds: inputs at home, and what its tiles need."""
+        return self._inputs + sum(cost.held.values())
+
+    def memory_in_chunks(self, cost: Cost, axis: str, chunks: int) -> float:
+        """The least that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
+        needed = (held / (chunks if axis in self._axes[name] else 1) for name, held in cost.held.items())
+        return self._kept + sum(needed)
 
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
         itemsize = self.program.itemsize(operand)
@@ -72,7 +84,6 @@ class CostModel:
         if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
             block = self._elements[operand.name] * itemsize // scattered[operand.source[0]]
         else:
-            tally.cost.memory += block
             for part, need in zip(parts, needs, strict=True):
                 if home and need not in (None, home):
                     tally.collective(part, "all_to_all", block // part.size, part.size - 1)
@@ -87,8 +98,8 @@ class CostModel:
                 tally.collective(part, "gather", gathered, part.size - 1)
                 gathered *= part.size
         is_at_home = not operand.source and all(need == home or not home and not need for need in needs)
-        tally.cost.memory += 0 if is_at_home else gathered
-        self._travel(tally, operand, gathered)
+        turns = self._travel(tally, operand, gathered)
+        tally.cost.held[operand.name] = gathered * (min(2, turns - 1) if is_at_home else min(2, turns))
 
     def _add_output(self, tally: "_Tally", operand: Operand, is_first: bool) -> None:
         """is_first: of its result, whose outputs travel in the same messages."""
@@ -98,7 +109,7 @@ class CostModel:
         elements = self._elements[operand.name] // math.prod(
             part.size for part, digit in zip(parts, have, strict=True) if digit
         )
-        tally.cost.memory += elements * max(4, itemsize)
+        tally.cost.held[operand.name] = elements * max(4, itemsize)
         self._travel(tally, operand, elements * itemsize, is_first)
         for index in reversed(range(len(parts))):
             part = parts[index]
@@ -147,8 +158,8 @@ class CostModel:
         row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
         tally.collective(part, "reduce", -(-elements // row // part.size) * row * itemsize, 2 * (part.size - 1))
 
-    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> None:
-        """Messages of blocks that travel around rings, one ring inside the other."""
+    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> int:
+        """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees."""
         rings = [
             part for part in tally.parts if part.shifted in operand.axes and part.placement.axis not in operand.axes
         ]
@@ -156,6 +167,7 @@ class CostModel:
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
             tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_first_on(rings, operand))
             before *= part.size
+        return before
 
 
 @dataclass
@@ -197,8 +209,9 @@ class _Tally:
     def total(self, computing: float) -> Cost:
         """The cost, with the time of all messages and of computing."""
         by_name = {part.name: part for part in self.parts}
-        for (name, _), (nbytes, count) in self.collectives.items():
-            self.cost.seconds += count * sum(self._busy(by_name[name], nbytes))
+        for (name, kind), (nbytes, count) in self.collectives.items():
+            at_once = AHEAD if kind == "reduce" else count  # of others, fewer where they are copied
+            self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count, at_once)
             self.cost.messages += count
         self.cost.seconds += max(computing + self.latency, *self.rings.values(), 0.0)
         return self.cost

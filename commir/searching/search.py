@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from commir.ir.mesh import Mesh
@@ -20,7 +21,7 @@ NEGLIGIBLE = 1e-9  # relative difference of times that are taken to be equal
 
 def search(
     program: Program, mesh: Mesh, fabric: Any = None, memory: int | None = None, top: int = TOP,
-    point_seconds: float = 0.0, call_seconds: float = 0.0,
+    point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
 ) -> list[Plan]:  # fmt: skip
     """The `top` fastest plans, the best first: by predicted time.
 
@@ -32,43 +33,49 @@ def search(
     fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
     memory: the most bytes that a rank may hold (`Plan.memory`); candidates that hold more are also tried in chunks
     (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of its
-    loops (see `measure_tile`); 0: only messages are counted.
+    loops (see `measure_tile`); 0: only messages are counted. overlap: how much of the shorter of a tile and the messages
+    that travel meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see
+    `measure_overlap`).
 
-    ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative, or
-    the fabric is neither a Fabric nor (seconds, bytes per second).
+    ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative,
+    overlap is above 1, one of them is no number, or the fabric is neither a Fabric nor (seconds, bytes per second).
     """
     if top < 1:
         raise ValueError(f"search: top={top}; at least one plan must be asked for")
     if fabric is not None:
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
-    model = CostModel(program, mesh, point_seconds, call_seconds)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
         key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
     )
     found = _exact(model, ranked, memory, top)
     if not found:
-        raise ValueError(_refusal(model, [each for _, each in ranked], memory))
+        raise ValueError(_refusal(model, ranked, memory))
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
 
 
 def all_plans(
-    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, with_chunks: bool = False
-) -> list[Plan]:
+    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
+    with_chunks: bool = False,
+) -> list[Plan]:  # fmt: skip
     """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
-    model, chosen = CostModel(program, mesh, point_seconds, call_seconds), list(candidates(program, mesh))
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    chosen = list(candidates(program, mesh))
     if with_chunks:
         chosen += [part for each in chosen for part in each.in_chunks(program)]
     return _lowered(model, chosen)
 
 
-def pareto(program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0) -> list[Plan]:
+def pareto(
+    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
+) -> list[Plan]:
     """The plans to which no other is at least as good in both predicted time and memory, the fastest first.
 
     Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
     found: list[Plan] = []
-    plans = all_plans(program, mesh, point_seconds, call_seconds, with_chunks=True)
+    plans = all_plans(program, mesh, point_seconds, call_seconds, overlap, with_chunks=True)
     if not plans:
         raise ValueError(_does_not_divide(program, mesh))
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
@@ -91,13 +98,13 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
     """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits."""
     if memory is None:
         return _lowered(model, [candidate])
-    if cost.memory <= memory:
+    if model.memory(cost) <= memory:
         whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
         if whole:
             return whole
     found: dict[str, Plan] = {}
     for each in candidate.in_chunks(model.program):
-        if each.chunked not in found and model.memory_in_chunks(cost, each.chunks) <= memory:
+        if each.chunked not in found and model.memory_in_chunks(cost, each.chunked, each.chunks) <= memory:
             for plan in _lowered(model, [each]):
                 if plan.memory <= memory:
                     found[each.chunked] = plan
@@ -110,7 +117,7 @@ def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
     for candidate in chosen:
         with suppress(Illegal):
             plan = candidate.schedule(model.program, model.mesh).lower()
-            plans.append(replace(plan, tile_seconds=model.tile_seconds(candidate)))
+            plans.append(replace(plan, tile_seconds=model.tile_seconds(candidate), overlap=model.overlap))
     return plans
 
 
@@ -124,12 +131,24 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(model: CostModel, ranked: list[Candidate], memory: int | None) -> str:
-    program, mesh, plans = model.program, model.mesh, _lowered(model, ranked)
-    if not plans:
+def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None) -> str:
+    """Why there is no plan. The one that holds least is found by bounds of memory, so that few are lowered."""
+    program, mesh = model.program, model.mesh
+    bounds: list[tuple[float, int, list[Candidate]]] = []
+    for cost, candidate in ranked:
+        bounds.append((model.memory(cost), len(bounds), [candidate]))
+        for axis, chunked in groupby(candidate.in_chunks(program), lambda each: each.chunked):
+            most_first = list(chunked)[::-1]
+            bounds.append((model.memory_in_chunks(cost, axis, most_first[0].chunks), len(bounds), most_first))
+    least: Plan | None = None
+    for bound, _, most_first in sorted(bounds, key=lambda each: each[:2]):
+        if least is not None and bound >= least.memory:
+            break
+        plan = next((plan for each in most_first for plan in _lowered(model, [each])), None)
+        if plan is not None and (least is None or plan.memory < least.memory):
+            least = plan
+    if least is None:
         return _does_not_divide(program, mesh)
-    plans += _lowered(model, (part for each in ranked for part in each.in_chunks(program)))
-    least = min(plans, key=lambda plan: plan.memory)
     return (
         f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
         f"{least.memory} bytes ({least.schedule})"

@@ -1,8 +1,8 @@
-"""`measure_tile`: how long a tile takes on this machine, for predictions of plans whose messages travel meanwhile."""
+"""How long a tile takes on this machine, and how much of it hides messages: for predictions of plans that overlap."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commir.ir.program import WHOLE, Program
-from commir.programs.tiles import tile_of
-from sparsefusion.collectives.counted import all_reduce
+from commir.programs.tiles import tile_into, tile_of
+from sparsefusion.collectives.counted import all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.fabric.measurement import timed
+from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 7
+LEAST_OVERLAP = -2.0
+LARGEST = 1 << 24  # bytes of a block
 
 
 def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None) -> tuple[float, float]:
@@ -34,6 +36,52 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
         return 0.0, large
     per_point = max(0.0, (large - small) / (tile.points - smaller.points))
     return per_point, max(0.0, small - per_point * smaller.points)
+
+
+def measure_overlap(program: Program, group: ProcessGroup, device: torch.device | str = "cpu") -> float:
+    """The `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
+
+    A ring of all ranks computes as many small tiles as it has ranks, and passes a block on during each. The ring, and tiles
+    and messages alone, take turns; of each the slowest rank's median time counts. Where ranks share processors, they wait
+    for one another in every turn, so that the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank,
+    and where tiles or messages take so little time that nothing can be told.
+
+    A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
+    as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
+    """
+    ranks, rank = group.size(), group.rank()
+    if ranks == 1:
+        return 1.0
+    tile = _prepared(tile_program(program, ranks**2), device)
+
+    def ring(nbytes: int, tiles: int) -> Callable[[], object]:
+        """What takes the turns of a ring, with blocks of some bytes (0: none) and some tiles in each."""
+        leaving, arriving = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)
+
+        def turns() -> None:
+            for _ in range(ranks):
+                sends, receives = [(leaving, (rank - 1) % ranks)], [(arriving, (rank + 1) % ranks)]
+                message = exchange(sends, receives, group) if nbytes else None
+                for _ in range(tiles):
+                    tile()
+                if message is not None:
+                    message.wait()
+
+        return turns
+
+    def seconds(*calls: Callable[[], object]) -> torch.Tensor:
+        """(REPETITIONS, calls)"""
+        return repetitions([timed(each, device) for each in calls], group, device, REPETITIONS)
+
+    nbytes = min(LARGEST, sum(program.nbytes(each) for each in program.inputs) // len(program.inputs) // ranks)
+    computing, latency, message = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0)).median(0).values.tolist()
+    nbytes = min(LARGEST, int(nbytes * max(1.0, computing / max(message - latency, 1e-3 * message))))
+    found = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
+    computing, latency, message, both = found.median(0).values.tolist()
+    shorter, longer = sorted((computing, message - latency))
+    if shorter <= (found[:, 3] - both).abs().median():
+        return 1.0
+    return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
 
 
 def tile_program(program: Program, blocks: int) -> Program:
@@ -56,7 +104,16 @@ def random_inputs(
 
 def _seconds(tile: Program) -> float:
     """The median time of a tile on this machine."""
-    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile})
-    indices = {axis.name: torch.arange(axis.size) for axis in tile.axes if axis.kind != WHOLE}
-    stopwatch = timed(partial(tile_of(tile), tile, inputs, indices))
+    stopwatch = timed(_prepared(tile))
     return statistics.median(stopwatch() for _ in range(REPETITIONS))
+
+
+def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
+    """A tile with random inputs, to be computed and, if one function does both, combined into earlier results."""
+    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile}, device)
+    indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
+    compute, into = tile_of(tile), tile_into(tile)
+    if into is None:
+        return partial(compute, tile, inputs, indices)
+    computed = compute(tile, inputs, indices)
+    return partial(into, tile, inputs, indices, [computed[name] for name in tile.results[0].outputs])

@@ -143,11 +143,8 @@ def _training(
         attention, attention_seconds = _attention(config, tensor, context, job.seq, job.micro_batch, True, fabric)
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    weights, recompute = Memory(config, tensor, FP32).weights, False
-    needed = 4 * weights + TrainingMemory(config, tensor).peak(job.micro_batch, tokens)
-    if needed > device.memory:
-        recompute = True
-        needed = 4 * weights + TrainingMemory(config, tensor, recompute=True).peak(job.micro_batch, tokens)
+    recompute = TrainingMemory(config, tensor).step(job.micro_batch, tokens) > device.memory
+    needed = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     forward, backward = device.micro_batch(config, tensor, job.micro_batch, tokens, job.seq)
@@ -156,7 +153,7 @@ def _training(
     rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric)
     by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric) for each in WIRE_FORMATS}
     format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
-    sums = seconds_of(gradient_sums(weights, context * data), fabric)
+    sums = seconds_of(gradient_sums(Memory(config, tensor, FP32).weights, context * data), fabric)
     parts = {
         "compute": compute,
         "tensor-parallel sums": micro_batches * (rest + by_format[format]),
@@ -189,6 +186,7 @@ def _generation(
     token = device.token(config, tensor, job.batch, job.prompt)
 
     def sums(rows: int) -> dict[str, float]:
+        """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""
         exact = seconds_of(exact_sums(config, tensor, rows), fabric)
         return {name: exact + seconds_of_block_sums(config, tensor, rows, name, fabric) for name in WIRE_FORMATS}
 
@@ -210,7 +208,7 @@ def _generation(
 def _tokens(config: Config, seq: int, context: int) -> int:
     """The tokens of a sequence on each of `context` ranks, which have two blocks; ValueError if these are too short."""
     check_sequence_length(seq, context, config.conv_kernel - 1)
-    return seq if context == 1 else local_length("zigzag", seq, context)
+    return local_length("zigzag", seq, context)
 
 
 def _attention(

@@ -47,8 +47,9 @@ def run_on_every_rank(
     """What `action()` returns, after all ranks of `group` (None: the default group) have completed it.
 
     If it fails on any rank, every rank raises `kind` with one line: `failure` and the cause, both of the first rank that
-    failed. An unexpected exception (neither OSError nor `kind`) is raised unchanged on the rank where it occurred. compared:
-    what must be equal on all ranks; they raise `kind` if it is not. All-gathers one pickled line from each rank.
+    failed. If it raises a Failure on any rank, all raise that instead, with its own line. An unexpected exception (neither
+    OSError, `kind` nor Failure) is raised unchanged on the rank where it occurred. compared: what must be equal on all
+    ranks; they raise `kind` if it is not. All-gathers one pickled line from each rank.
     """
     results: list[Result] = []
     error: Exception | None = None
@@ -56,18 +57,26 @@ def run_on_every_rank(
         results.append(action())
     except Exception as raised:  # of any kind: the other ranks wait below
         error = raised
-    report = (None if error is None else f"{failure}: {first_line(error)}", compared)
-    reports = [report]
-    if dist.is_initialized():
-        reports = [report] * dist.get_world_size(group)
-        dist.all_gather_object(reports, report, group)
-    if error is not None and not isinstance(error, (OSError, kind)):
+    is_failure = isinstance(error, Failure)
+    line = "" if error is None else str(error) if is_failure else f"{failure}: {first_line(error)}"
+    reports = all_gather_pickled((line, is_failure, compared), group)
+    if error is not None and not isinstance(error, (OSError, kind, Failure)):
         raise error
-    if line := next((line for line, _ in reports if line), None):
-        raise kind(line)
-    if other := next((text for _, text in reports if text != reports[0][1]), None):
-        raise kind(f"the ranks differ: {reports[0][1]} on rank 0, {other} on another")
+    if failed := [(line, is_failure) for line, is_failure, _ in reports if line]:
+        line, is_failure = max(failed, key=lambda pair: pair[1])  # the first Failure, or the first of all
+        raise (Failure if is_failure else kind)(line)
+    if other := next((text for *_, text in reports if text != reports[0][2]), None):
+        raise kind(f"the ranks differ: {reports[0][2]} on rank 0, {other} on another")
     return results[0]
+
+
+def all_gather_pickled(mine: Result, group: ProcessGroup | None = None) -> list[Result]:
+    """What each rank of `group` (None: the default group, or this process alone) has passed, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group)
+    return gathered
 
 
 def run_on_rank_0(action: Callable[[], object], failure: str, group: ProcessGroup | None = None) -> None:

@@ -1,5 +1,7 @@
 """Converts checkpoints of state-spaces/mamba (pytorch_model.bin and config.json) to Hugging Face directories, and back.
 
+Also converts DeepSpeed's own checkpoints to Hugging Face directories; `deepspeed_files` reads them.
+
 The mixers' tensors have the same names and shapes in both formats; the embedding's name, the head and the configuration
 differ. Nothing is guessed: a tensor or a configuration field that has no counterpart is an error that names it.
 """
@@ -18,6 +20,8 @@ from megatron_ssm.configs.hf_fields import FieldReader
 from megatron_ssm.configs.layouts import hf_shapes, layout
 
 from .agreement import first_line
+from .deepspeed_files import is_deepspeed
+from .deepspeed_models import hugging_face_tensors
 from .hf_directory import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
 
 BIN = "pytorch_model.bin"
@@ -62,15 +66,18 @@ class Row:
 def convert(source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES) -> list[Row]:
     """Convert directory `source` into directory `target` (None: only check); returns one row per tensor.
 
-    A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round. Tensors
-    keep their dtype and bytes. file_bytes: the largest safetensors file to write. ValueError or FileNotFoundError, with
-    nothing written, for anything that has no counterpart, and for files that are damaged.
+    A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round; a
+    checkpoint of DeepSpeed's becomes a Hugging Face directory. Tensors keep their dtype and bytes. file_bytes: the largest
+    safetensors file to write. ValueError or FileNotFoundError, with nothing written, for anything that has no counterpart,
+    and for files that are damaged.
     """
     source = Path(source)
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a directory")
     if target is not None:
         _check_target(source, Path(target))
+    if is_deepspeed(source) and not any((source / name).is_file() for name in (WEIGHTS, INDEX, BIN)):
+        return _from_deepspeed(source, target, file_bytes)
     raw = read_json(source)
     if isinstance(raw, dict) and "d_model" in raw and "model_type" not in raw:
         return _to_hugging_face(source, raw, target, file_bytes)
@@ -201,6 +208,21 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
             weight_map = _write_files(writer, {hf: tensors[name] for hf, name in names.items()}, file_bytes)
             writer.close({**config_json, "dtype": dtype}, source, weight_map)
     return rows
+
+
+def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) -> list[Row]:
+    """From DeepSpeed's files to Hugging Face's; config.json lies beside them or in the folder above."""
+    directory = source if (source / "config.json").is_file() else source.parent
+    config = Config.from_dict(read_json(directory))
+    found = hugging_face_tensors(source, config)
+    if target is not None:
+        dtype = str(next(iter(found.values()))[1].dtype).removeprefix("torch.")
+        writer = Writer(Path(target))
+        with _abandoned_on_error(writer):
+            writer.open()
+            weight_map = _write_files(writer, {hf: tensor for hf, (_, tensor) in found.items()}, file_bytes)
+            writer.close(config.to_dict(dtype), directory, weight_map)
+    return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
 
 def _to_state_spaces(source: Path, config: Config, target: str | Path | None) -> list[Row]:

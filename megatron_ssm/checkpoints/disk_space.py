@@ -1,28 +1,40 @@
-"""The disk that checkpoints are written to: how much room there is, and who may write."""
+"""The disk that checkpoints are on: its room, who may write, what survives a crash, and reads that fail for a while."""
 
 import contextlib
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from sparsefusion.foundation.command_line import Failure
+
+from .agreement import first_line
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """How many bytes a checkpoint needs, over all ranks, and how many the disk had free before it was written."""
+    """How many bytes the files of all ranks need, and how many the disk had free before any of them was written."""
 
     needed: int
     free: int
 
     @classmethod
     def of(cls, directory: Path, needed: int) -> "DiskSpace":
-        """That of the disk with an existing directory, as this rank sees it."""
-        return cls(needed, shutil.disk_usage(directory).free)
+        """That of the disk with an existing directory, as this rank sees it. OSError if the files do not fit."""
+        space = cls(needed, shutil.disk_usage(directory).free)
+        if space.free < needed:
+            raise space._error(errno.ENOSPC)
+        return space
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -32,8 +44,41 @@ class DiskSpace:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            sizes = f"the checkpoint needs {self.needed / 1e6:,.1f} MB, and {self.free / 1e6:,.1f} MB were free"
-            raise OSError(error.errno, f"the disk is full ({os.strerror(error.errno)}): {sizes}") from None
+            raise self._error(error.errno) from None
+
+    def _error(self, number: int) -> OSError:
+        sizes = f"the checkpoint needs {self.needed / 1e6:,.1f} MB, and {self.free / 1e6:,.1f} MB were free"
+        return OSError(number, f"the disk is full ({os.strerror(number)}): {sizes}")
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the disk has the names of a directory's files, so that they are there after a crash of the machine."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # this file system cannot do it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_with_retries(read: Callable[[], Result], path: object) -> Result:
+    """What `read()` returns, which reads something at `path`.
+
+    It is called again after an error of the disk or the network (EIO, ESTALE, a time-out), for about two seconds; then
+    Failure. So such an error is not taken for a damaged file. A missing file is: its OSError is raised at once.
+    """
+    waits = [*WAITS]
+    while True:
+        try:
+            return read()
+        except MISSING:
+            raise
+        except OSError as error:
+            if not waits:
+                raise Failure(f"cannot read {path}: {first_line(error)} (tried {len(WAITS) + 1} times)") from None
+            time.sleep(waits.pop(0))
 
 
 class DirectoryLock:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import first_line, run_on_rank_0
+from .disk_space import read_with_retries
 
 
 class DamagedCheckpoint(ValueError):
@@ -19,10 +20,17 @@ class DamagedCheckpoint(ValueError):
         self.path = path
 
 
-def find_checkpoints(directory: str | Path) -> list[Path]:
-    """The complete checkpoints in a directory, oldest first."""
-    found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted((p for p in found if (p / "training.json").is_file()), key=step_of)
+def find_checkpoints(directory: str | Path, complete: bool = True) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first. Failure if the disk cannot be read.
+
+    complete: False for those with the name of a checkpoint that have no `training.json`. No run resumes from these.
+    """
+
+    def read() -> list[Path]:
+        found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+        return sorted((p for p in found if (p / "training.json").is_file() == complete), key=step_of)
+
+    return read_with_retries(read, directory)
 
 
 def half_written(directory: str | Path) -> list[Path]:
@@ -40,13 +48,16 @@ def newest_checkpoint(
 ) -> tuple[Path, int]:
     """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
 
-    before: a step; only checkpoints of earlier steps count (None: all). DamagedCheckpoint if its description cannot be read.
-    Needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
+    before: a step; only checkpoints of earlier steps count (None: all). DamagedCheckpoint if its description is damaged.
+    Failure if the disk cannot be read. Needs no process group: a rank finds an error before it communicates.
+    `load_training` compares what the ranks found.
     """
     found = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
     if not found:
         earlier = "" if before is None else f" from before step {before}"
-        raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}")
+        names = ", ".join(path.name for path in find_checkpoints(directory, complete=False))
+        incomplete = f" ({names}: no training.json)" if names else ""
+        raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}{incomplete}")
     path = found[-1]
     described = read_training(path)
     if described.step != step_of(path):
@@ -75,10 +86,10 @@ class Description:
 
 
 def read_training(path: Path) -> Description:
-    """The description of a checkpoint; DamagedCheckpoint if it cannot be read."""
+    """The description of a checkpoint; DamagedCheckpoint if it is damaged, Failure if the disk cannot be read."""
     file = path / "training.json"
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = json.loads(read_with_retries(lambda: file.read_text(encoding="utf-8"), file))
         step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
         optimizer_steps, checksum = saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None)
         counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum) if count is not None)]

@@ -84,44 +84,21 @@ def load(
 
     def open_files() -> tuple[Config, dict[str, Any]]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
-        config = Config.read(directory)
-        config.check_ranks(1 if group is None else group.size())
-        check_schedule(context, config, group, data_group, exchange_channels)
-        tensors = open_tensors(Path(directory), stack)
-        return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
+        return _open(Path(directory), group, data_group, context, exchange_channels, stack)
 
     def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        arguments = (
-            dtype,
-            torch.device(device).type,
-            how,
-            weights,
-            replicas,
-            repr(context),
-            sequence_parallel,
-            recompute,
-            exchange_channels,
-        )
-        return *arguments, opened[0]
+        flags = sequence_parallel, recompute, exchange_channels
+        return dtype, torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
 
     def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
         return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
 
     def build_and_fill() -> Model:
-        model = build(
-            config, group, data_group, dtype, device, reduce, shared_memory, context, sequence_parallel, recompute,
-            exchange_channels,
-        )  # fmt: skip
-        try:
-            with torch.no_grad():
-                quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
-            if weights is not None:
-                _freeze(model, weights, quantized, directory)
-        except BaseException:
-            model.close()
-            raise
+        options = dtype, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
+        model = build(config, group, data_group, *options)
+        _read_parameters(model, tensors, weights, directory)
         return model
 
     with ExitStack() as stack:
@@ -149,6 +126,25 @@ def _check_arguments(
         raise FileNotFoundError(f"{directory} is not a directory")
 
 
+def _open(
+    directory: Path,
+    group: ProcessGroup | None,
+    data_group: ProcessGroup | None,
+    context: Attention2D | None,
+    exchange_channels: bool,
+    files: ExitStack,
+) -> tuple[Config, dict[str, Any]]:
+    """The configuration, and {Hugging Face tensor: what can be sliced}; ValueError if the ranks cannot split the model.
+
+    The tensors can be read until `files` is closed.
+    """
+    config = Config.read(directory)
+    config.check_ranks(1 if group is None else group.size())
+    check_schedule(context, config, group, data_group, exchange_channels)
+    tensors = open_tensors(directory, files)
+    return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
+
+
 def build(
     config: Config,
     group: ProcessGroup | None = None,
@@ -174,6 +170,18 @@ def build(
     model = Model(config, ranks, data_group, dtype, device, context, exchange_channels)
     prefer_huge_pages(model.parameters())
     return model
+
+
+def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None, directory: str | Path) -> None:
+    """Fill a new model from {Hugging Face tensor: what can be sliced}, and quantize it if asked to; close it on an error."""
+    try:
+        with torch.no_grad():
+            quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
+        if weights is not None:
+            _freeze(model, weights, quantized, directory)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _fill(module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None) -> list[bool]:

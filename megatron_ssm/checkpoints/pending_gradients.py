@@ -6,7 +6,8 @@ A run with any number of data-parallel replicas can continue from them.
 import copy
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +19,11 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import Groups
 from sparsefusion import SparseFusion
 from sparsefusion.collectives.agreement import from_first
+from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .agreement import first_line, run_on_every_rank
+from .disk_space import read_with_retries
 from .folders import DamagedCheckpoint
 from .shards import new_file
 
@@ -40,23 +43,32 @@ class Trainer(Protocol):
         ...
 
 
-def pending_writer(trainer: Trainer, copies: bool = False) -> Callable[[Path], None] | None:
-    """A function that writes this rank's file into a directory; None unless its trainer sends gradients sparsely.
+@dataclass(frozen=True)
+class PendingFile:
+    """This rank's file, which is to be written. nbytes: of the residuals in it."""
 
-    copies: of the state as it is now, which may change before the function is called. It raises OSError if it cannot write.
-    """
-    if trainer.fusion is None:
-        return None
-    groups, state = trainer.groups, trainer.fusion.state_dict()
-    if copies:
-        state = copy.deepcopy(state)
+    groups: Groups
+    state: dict[str, Any]
 
-    def write(directory: Path) -> None:
+    @classmethod
+    def of(cls, trainer: Trainer, copies: bool = False) -> "PendingFile | None":
+        """That of a trainer; None unless it sends gradients sparsely. copies: the state may change before `write`."""
+        if trainer.fusion is None:
+            return None
+        state = trainer.fusion.state_dict()
+        return cls(trainer.groups, copy.deepcopy(state) if copies else state)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the residuals."""
+        return sum(residual.nbytes for residual in self.state["residuals"].values())
+
+    def write(self, directory: Path) -> None:
+        """Write it into a directory; OSError if that fails."""
+        groups = self.groups
         ranks = groups.tensor_rank, groups.tensor_ranks, groups.data_context_rank, groups.data_context_ranks
         with new_file(_path(directory, *ranks)) as file:
-            torch.save(state, file)
-
-    return write
+            torch.save(self.state, file)
 
 
 def has_pending(directory: Path) -> bool:
@@ -130,11 +142,17 @@ def _path(directory: Path, tensor_rank: int, tensor_ranks: int, replica: int, re
 
 def _read(path: Path) -> dict[str, Any]:
     """The state in a file, on the CPU: a file of another rank names that rank's GPU, which this rank may not have."""
-    try:
+
+    def read() -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:  # which torch.load does not verify
             if (changed := file.testzip()) is not None:
                 raise ValueError(f"{changed} does not have its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    try:
+        state = read_with_retries(read, path)
         return state | {"residuals": dict(state["residuals"])}
+    except Failure:
+        raise
     except Exception as error:  # a damaged file may raise anything
         raise DamagedCheckpoint(f"{path} is missing or damaged: {first_line(error)}") from None

@@ -17,11 +17,13 @@ from typing import IO, Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .disk_space import DiskSpace
+from sparsefusion.foundation.command_line import Failure
+
+from .disk_space import DiskSpace, read_with_retries
 from .folders import DamagedCheckpoint
 
 PIECE = 1 << 20  # bytes that are read at once to compute a checksum
@@ -34,7 +36,9 @@ class ShardWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, path: str | Path, space: DiskSpace):
-        super().__init__(path)
+        super().__init__(
+            path, sync_files=False
+        )  # DCP would do it before the last bytes are written; `new_file` does it
         self._space, self._files = space, _Files()
         self.fs = self._files
 
@@ -73,7 +77,10 @@ class _Files(FileSystem):
 
 @contextmanager
 def new_file(path: str | os.PathLike) -> Iterator["_ChecksummedFile"]:
-    """A new file to save tensors to. OSError, also where torch raises a RuntimeError because it could not be written."""
+    """A new file to write to, which the disk has when it is closed.
+
+    OSError, also where torch raises a RuntimeError because it could not be written.
+    """
     with _ChecksummedFile(path) as file:
         try:
             yield file
@@ -107,11 +114,25 @@ class _ChecksummedFile(io.BufferedWriter):
             self.error = error
             raise
 
+    def close(self) -> None:
+        """Wait until the disk has all bytes, so that they are there after a crash of the machine."""
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
 
 def open_shards(path: str | Path, metadata_crc32: int | None) -> "ShardReader":
-    """A reader of this checkpoint; DamagedCheckpoint with one line, whatever is wrong. metadata_crc32: None if unknown."""
+    """A reader of this checkpoint; DamagedCheckpoint with one line, whatever is wrong with it.
+
+    metadata_crc32: None if unknown. Failure if the disk cannot be read.
+    """
     try:
-        return ShardReader(path, metadata_crc32)
+        return read_with_retries(lambda: ShardReader(path, metadata_crc32), path)
+    except Failure:
+        raise
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpoint(str(error).partition("\n")[0] or type(error).__name__) from None
 
@@ -140,6 +161,10 @@ class ShardReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's table of contents."""
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank needs. Failure if the disk cannot be read."""
+        return read_with_retries(lambda: super(ShardReader, self).read_data(plan, planner), self.path)
 
     def _slice_file(self, file: IO[bytes], entry: Any) -> IO[bytes]:
         """The bytes of an entry, whose checksum is verified before torch reads them."""

@@ -33,10 +33,11 @@ from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
-from .agreement import first_line, run_on_every_rank, run_on_rank_0
-from .disk_space import DirectoryLock, DiskSpace
+from .agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
+from .disk_space import DirectoryLock, DiskSpace, read_with_retries, sync_directory
 from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training
-from .shards import ShardReader, ShardWriter, open_shards
+from .pending_gradients import PendingFile
+from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Stage = Callable[[str, torch.Tensor], torch.Tensor]  # the name of an entry, a tensor of the state -> what is written
@@ -54,34 +55,18 @@ class GatheredState:
     steps: int = 0
 
 
-def save_training(
-    directory: str | Path,
-    step: int,
-    model: Model,
-    optimizer: torch.optim.Optimizer | GatheredState,
-    requirements: dict[str, Any],
-    decay_steps: int = 0,
-    write_more: Callable[[Path], None] | None = None,
-    keep: int = 2,
-) -> None:
-    """Write DIRECTORY/step-N, on all ranks together, and remove all but the newest `keep` checkpoints.
-
-    requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
-    `Options.decay_steps`. write_more: writes additional files of this rank into the folder it is given. Failure on every
-    rank: see `Snapshot.write`, which says what is sent.
-    """
-    Snapshot.of(directory, step, model, optimizer, requirements, decay_steps, write_more, keep).write()
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint that is to be written: this rank's part of the state, and what `training.json` will say."""
+    """A checkpoint DIRECTORY/step-N that is to be written: this rank's part of the state, and what `training.json` will say.
+
+    pending: this rank's file of gradients that are not sent yet. keep: the number of checkpoints that remain, the newest.
+    """
 
     directory: Path
     step: int
     state: dict[str, torch.Tensor]
     training: dict[str, Any]
-    write_more: Callable[[Path], None] | None = None
+    pending: PendingFile | None = None
     keep: int = 2
 
     @classmethod
@@ -93,32 +78,38 @@ class Snapshot:
         optimizer: torch.optim.Optimizer | GatheredState,
         requirements: dict[str, Any],
         decay_steps: int = 0,
-        write_more: Callable[[Path], None] | None = None,
+        pending: PendingFile | None = None,
         keep: int = 2,
         stage: Stage | None = None,
     ) -> "Snapshot":
-        """That of a model in training. stage: copies a tensor to this host's memory; None: it is unchanged until `write`."""
+        """That of a model in training.
+
+        requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
+        `Options.decay_steps`. stage: copies a tensor to this host's memory; None: it is unchanged until `write`.
+        """
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
                 _reset_optimizer(optimizer, 0)  # every step so far was skipped
         training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
-        return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, write_more, keep)
+        return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, pending, keep)
 
     def write(self, group: ProcessGroup | None = None) -> None:
         """Write it, on all ranks together. Failure on every rank if one of them cannot write; nothing of it then remains.
 
         It fails too if rank 0 does not find what the others have written: all ranks must see the same directory. A full
-        disk is reported with what was needed and what was free.
+        disk is reported with what all ranks need and what was free, before anything is written if that shows then. When
+        this returns, the disk has all files and their names: a crash of the machine does not lose them.
 
         Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
         several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows, and checksums) and `training.json`,
         and makes, renames and removes folders. It holds a lock meanwhile, so folders that it finds half-written are of runs
-        that have ended; it removes them. Communication over `group` (None: the default group), as pickles: DCP gathers
-        every rank's plan on rank 0 and scatters the plans without duplicates, then gathers a list of what was written and
-        broadcasts it; before and after, the ranks gather their errors. No tensor is sent.
+        that have ended; it removes them. Communication over `group` (None: the default group), as pickles: the ranks
+        gather the sizes of the entries; DCP gathers every rank's plan on rank 0 and scatters the plans without duplicates,
+        then gathers a list of what was written and broadcasts it; before and after, the ranks gather their errors. No
+        tensor is sent.
         """
         hidden, final = self.directory / f".step-{self.step:06d}", self.directory / f"step-{self.step:06d}"
-        failure, locks = f"cannot write {final}", []
+        failure, locks, needed = f"cannot write {final}", list[DirectoryLock](), self._needed(group)
 
         def begin() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -129,29 +120,38 @@ class Snapshot:
 
         try:
             run_on_rank_0(begin, failure, group)
-            space = self._write_shards(hidden, failure, group)
-            run_on_rank_0(lambda: self._complete(hidden, final, space), failure, group)
-        except BaseException:
-            if locks:
-                shutil.rmtree(hidden, ignore_errors=True)
-            raise
+            try:
+                space = self._write_shards(hidden, needed, failure, group)
+                run_on_rank_0(lambda: self._complete(hidden, final, space), failure, group)
+            except BaseException:
+                shutil.rmtree(hidden, ignore_errors=True)  # on every rank: its disk may be another one than rank 0's
+                raise
         finally:
             for lock in locks:
                 lock.release()
 
-    def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> DiskSpace:
+    def _needed(self, group: ProcessGroup | None) -> int:
+        """The bytes of all ranks' files. What several ranks hold, one of them writes. Gathers every rank's sizes."""
+        entries = {name: tensor.numel() * tensor.element_size() for name, tensor in self.state.items()}  # of the whole
+        sizes = all_gather_pickled((entries, self.pending.nbytes if self.pending else 0), group)
+        together = {name: size for entries, _ in sizes for name, size in entries.items()}
+        return sum(together.values()) + sum(pending for _, pending in sizes)
+
+    def _write_shards(self, folder: Path, needed: int, failure: str, group: ProcessGroup | None) -> DiskSpace:
         """Write the files of all ranks into the folder; returns the space that the disk had."""
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in self.state.values())
 
         def prepare() -> DiskSpace:
             folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
-            space = DiskSpace.of(folder, needed)
-            with space.explained():
-                if self.write_more:
-                    self.write_more(folder)
-            return space
+            return DiskSpace.of(folder, needed)
 
         space = run_on_every_rank(prepare, failure, group=group)
+
+        def write_pending() -> None:
+            if self.pending:
+                with space.explained():
+                    self.pending.write(folder)
+
+        run_on_every_rank(write_pending, failure, group=group)
         writer, alone = ShardWriter(folder, space), not dist.is_initialized()
         try:
             dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=alone)
@@ -165,12 +165,14 @@ class Snapshot:
         try:
             open_shards(hidden, checksum)
         except DamagedCheckpoint as error:
-            raise Failure(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
+            raise OSError(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
         training = json.dumps({**self.training, "metadata_crc32": checksum}, indent=2)
-        with space.explained():
-            (hidden / "training.json").write_text(training, encoding="utf-8")
+        with space.explained(), new_file(hidden / "training.json") as file:
+            file.write(training.encode())
+        sync_directory(hidden)
         shutil.rmtree(final, ignore_errors=True)
         hidden.rename(final)
+        sync_directory(self.directory)
         others = [path for path in find_checkpoints(self.directory) if path != final]
         for old in others[: max(0, len(others) - self.keep + 1)]:
             _remove(old)
@@ -187,9 +189,10 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
-    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, cannot be read by one of them, or belongs to
-    another model; then the model may be filled in part. Errors that the table of contents and the sizes of the files show
-    are found before a tensor is read. Each rank verifies the checksums of what it reads.
+    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
+    may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
+    read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk, for
+    some seconds: the checkpoint may be intact.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -198,22 +201,20 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     failure = f"{path} is damaged or of another model"
 
     def open_checkpoint() -> tuple[ShardReader, int]:
-        if not (Path(path) / "training.json").is_file():
+        if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
         described = read_training(Path(path))
         steps = step if described.optimizer_steps is None else described.optimizer_steps
         return open_shards(path, described.metadata_crc32), steps
 
     reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, compared=Path(path).name)
-    if isinstance(optimizer, GatheredState):
-        optimizer.steps = steps
-    else:
-        _reset_optimizer(optimizer, steps)
-    state = _state(model, optimizer)
+    state = state_to_fill(model, optimizer, steps)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # DCP raises it on every rank
         cause = _cause(error)
+        if isinstance(cause, Failure):
+            raise Failure(str(cause)) from None
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
             cause = ValueError("an entry of a file is not a tensor")
         raise DamagedCheckpoint(f"{failure}: {cause}") from None
@@ -223,9 +224,24 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         raise DamagedCheckpoint(f"{failure}: {first_line(error)}") from None
 
 
+def state_to_fill(
+    model: Model, optimizer: torch.optim.Optimizer | GatheredState, steps: int
+) -> dict[str, torch.Tensor]:
+    """{entry of a checkpoint: this rank's tensor, or a DTensor around it} of an optimizer that has done `steps` steps.
+
+    An entry is called "model.", "exp_avg." or "exp_avg_sq." and the name of a field; "rng" is the random state.
+    """
+    if isinstance(optimizer, GatheredState):
+        optimizer.steps = steps
+    else:
+        _reset_optimizer(optimizer, steps)
+    return _state(model, optimizer)
+
+
 def _cause(error: CheckpointException) -> BaseException:
-    """The error of the first rank that failed."""
-    return next(iter(error.failures.values()))[0]
+    """The error of the first rank that failed; a Failure if there is one."""
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, Failure)), causes[0])
 
 
 def _steps_of(optimizer: torch.optim.Optimizer | GatheredState) -> int:

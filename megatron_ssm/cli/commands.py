@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.convert import convert
 from megatron_ssm.checkpoints.hf import load
-from megatron_ssm.configs.config import Config, read_for_ranks, token_ids
+from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.generation import stream
-from megatron_ssm.inference.text import TextStream, load_tokenizer
+from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.parallel.groups import check_world, device_of_rank, join, launched_ranks, replicas, shut_down
 from sparsefusion.foundation.command_line import Printer
@@ -80,8 +80,8 @@ class _Inputs:
         config = read_for_ranks(arguments.model, tensor_ranks)
         tokenizer = load_tokenizer(directory)
         prompt = _prompt_ids(arguments, tokenizer, config)
-        stop_tokens = () if arguments.ignore_eos else _stop_tokens(directory, config)
-        return cls(config, tokenizer, prompt, stop_tokens)
+        stops = () if arguments.ignore_eos else stop_tokens(directory, config)
+        return cls(config, tokenizer, prompt, stops)
 
     def fingerprint(self) -> tuple:
         """What must be equal on all ranks."""
@@ -98,24 +98,11 @@ def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Config) ->
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 (byte {error.start})") from None
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= config.vocab_size:
-        raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
+    check_fits(tokenizer, config)
     ids = tokenizer.encode(text).ids
     if not ids:
         raise ValueError("the prompt is empty")
     return ids
-
-
-def _stop_tokens(directory: Path, config: Config) -> tuple[int, ...]:
-    """The checkpoint's eos_token_id: from generation_config.json, else from config.json."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return config.eos_token_ids
-    try:
-        return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is not a generation configuration") from None
 
 
 @dataclass

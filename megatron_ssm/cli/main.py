@@ -5,13 +5,14 @@ Flags are checked before torch is imported.
 
 import argparse
 import os
+import signal
 import sys
 from typing import NoReturn
 
 from megatron_ssm.configs.config import read_for_ranks
 from megatron_ssm.parallel.local_launch import run_local_ranks
 from sparsefusion import FORMATS
-from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
+from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties, this_rank
 
 
 def parser() -> Parser:
@@ -20,9 +21,14 @@ def parser() -> Parser:
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
-    about = "Convert a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round."
+    about = "Serve a model over HTTP, with OpenAI's interface."
+    _add_serve(commands.add_parser("serve", help="an HTTP server with OpenAI's interface", description=about))
+    about = (
+        "Convert a checkpoint of state-spaces/mamba into a Hugging Face directory, or the other way round; "
+        "or the weights of DeepSpeed's checkpoint into a Hugging Face directory."
+    )
     convert = commands.add_parser(
-        "convert", help="state-spaces' checkpoints to Hugging Face's and back", description=about
+        "convert", help="checkpoints of state-spaces and DeepSpeed to Hugging Face's", description=about
     )
     convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
     convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")
@@ -35,6 +41,41 @@ def parser() -> Parser:
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return main
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded and computed."""
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
+    parser.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    """The flags of `serve`."""
+    serve.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
+    serve.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine can reach")
+    serve.add_argument("--port", type=int, default=8000, metavar="P", help="0: any that is free (default: 8000)")
+    serve.add_argument("--slots", type=int, default=16, metavar="N", help="requests in the batch (default: 16)")
+    serve.add_argument("--max-length", type=int, default=4096, metavar="N",
+                       help="tokens of a request, prompt and new ones together (default: 4096)")  # fmt: skip
+    serve.add_argument("--token-budget", type=int, default=512, metavar="N",
+                       help="tokens that a step reads, of all requests (default: 512)")  # fmt: skip
+    serve.add_argument("--speculate", type=int, default=0, metavar="N",
+                       help="propose up to N tokens by what followed the same words before (default: 0)")  # fmt: skip
+    serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")
+    serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
+    serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",
+                       help="memory of each rank for the states of prompts; 0: no prefix cache (default: 1)")  # fmt: skip
+    serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")
+    serve.add_argument("--share-prefixes", action="store_true", help="share prefixes between API keys, too")
+    serve.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
+    serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
+    serve.add_argument("--drain-timeout", type=int, default=60, metavar="S",
+                       help="after SIGTERM, for the requests that run (default: 60)")  # fmt: skip
+    _add_model_options(serve)
+    _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
@@ -52,10 +93,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
-    generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    generate.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
-    generate.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
-    generate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    _add_model_options(generate)
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
     _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
@@ -93,8 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line (None: that of the process); returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
-    if arguments.command == "generate":
-        return _generate(arguments, argv)
+    if arguments.command in ("generate", "serve"):
+        return {"generate": _generate, "serve": _serve}[arguments.command](arguments, argv)
     return {"convert": _convert, "doctor": _doctor, "advise": _advise}[arguments.command](arguments)
 
 
@@ -116,6 +154,37 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
         generate(arguments)
 
     return run("megatron_ssm generate", command)
+
+
+def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
+    least = dict(
+        tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
+        drain_timeout=1, request_timeout=1,
+    )  # fmt: skip
+    for name, bound in least.items():
+        if (value := getattr(arguments, name)) is not None and not bound <= value < 2**31:
+            parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below 2^31")
+    tensor = arguments.tp or 1
+    if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
+        code = run("megatron_ssm serve", lambda: read_for_ranks(arguments.model, tensor))
+        return code or run_local_ranks(argv, tensor, passes_signals=True)
+    leave_on_interrupt()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
+    if this_rank() == 0:  # run_local_ranks has blocked Ctrl-C for its ranks, and passes it on to this one
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    silence_third_parties()
+
+    def command() -> None:
+        try:
+            from megatron_ssm.serving.command import serve
+        except ModuleNotFoundError as error:
+            if error.name not in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
+                raise
+            raise ValueError(f"there is no package {error.name}: pip install 'megatron-ssm[serve]'") from None
+        serve(arguments)
+
+    return run("megatron_ssm serve", command)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -95,6 +95,7 @@ def selective_scan_over_context(
         return states.flatten(0, 1).transpose(1, 2)
 
     def adjoint(dy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """The gradients of the states that enter blocks. tensors: dt, A_log, C, z and dt_bias of each head in turn."""
         parts = zip(dy.split(widths, dim=-1), zip(*[iter(tensors)] * 5, strict=True), strict=True)
         return torch.cat([selective_adjoint(part, *inputs) for part, inputs in parts], dim=-1)
 

@@ -92,6 +92,11 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._slots)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests have a slot, and how many wait for one."""
+        return len(self._slots), len(self._waiting)
+
     # Requests
 
     def add(

@@ -53,7 +53,9 @@ class Slot:
         if request.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
             local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}
-            slot.bias[slot._local(local)] = torch.tensor(list(local.values()), device=model.device)
+            slot.bias[slot._local(local)] = torch.tensor(
+                list(local.values()), dtype=slot.bias.dtype, device=model.device
+            )
         if request.sampling.repetition_penalty != 1:
             slot.seen = torch.zeros(model.embeddings.width, dtype=torch.bool, device=model.device)
             slot.seen[slot._local(request.prompt)] = True

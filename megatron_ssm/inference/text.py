@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ssm.configs.config import Config, token_ids
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -40,6 +42,24 @@ def load_tokenizer(directory: str | Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def check_fits(tokenizer: "Tokenizer", config: Config) -> None:
+    """ValueError if the tokenizer has ids that the model lacks."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= config.vocab_size:
+        raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
+
+
+def stop_tokens(directory: str | Path, config: Config) -> tuple[int, ...]:
+    """The checkpoint's eos_token_id: from generation_config.json, else from config.json. ValueError names a wrong file."""
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return config.eos_token_ids
+    try:
+        return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is not a generation configuration") from None
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:
@@ -185,6 +205,18 @@ def _begun_stop_length(text: str, stop_strings: Sequence[str]) -> int:
     longest = max((len(stop) - 1 for stop in stop_strings), default=0)
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stop_strings)), 0)
+
+
+def token_bytes(tokenizer: "Tokenizer") -> Callable[[int], bytes]:
+    """The function that maps an id to the bytes of its token; one that the tokenizer lacks is U+FFFD."""
+    bytes_of = _byte_reader(tokenizer)
+
+    def of(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id) or REPLACEMENT
+        data = bytes_of(token)
+        return token.replace("\u2581", " ").encode() if data is None else data  # U+2581 is SentencePiece's space
+
+    return of
 
 
 def _byte_reader(tokenizer: "Tokenizer") -> Callable[[str], bytes | None]:

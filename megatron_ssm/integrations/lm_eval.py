@@ -18,9 +18,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 
-from megatron_ssm.configs.config import token_ids
+from megatron_ssm.inference.text import stop_tokens
 
 from .evaluation_ranks import EvaluatedModel
 
@@ -71,10 +71,7 @@ class MegatronSsmLM(TemplateLM):
 
     def _read_end_tokens(self, directory: Path) -> list[int]:
         """The ids that end a text: the tokenizer's, and those with which transformers generates."""
-        ends = self._evaluated.model.config.eos_token_ids
-        if (directory / "generation_config.json").is_file():
-            ends = token_ids(GenerationConfig.from_pretrained(directory).eos_token_id)
-        return sorted({self.eot_token_id, *ends} - {None})
+        return sorted({self.eot_token_id, *stop_tokens(directory, self._evaluated.model.config)} - {None})
 
     # Tokens
 

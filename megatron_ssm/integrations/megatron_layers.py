@@ -76,8 +76,22 @@ class Norm(RMSNorm):
 class _Mixer(SplitModule):
     """What Mamba-1 and Mamba-2 mixers have in common in Megatron's models; see `Mamba2`."""
 
+    family: str
     kernel: int
     context: ContextRanks | None
+
+    def __init__(
+        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str | None = None,
+        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
+    ) -> None:  # fmt: skip
+        ours = config_of_layers(config, family or self.family, given or {})
+        ranks = _tensor_ranks(config, pg_collection)
+        ours.check_ranks(ranks.size)
+        head_ranks = () if ours.groups else (ranks.with_same_piece(ours.heads),)  # an argument of Mamba-1's mixer only
+        mixer: Any = super()
+        mixer.__init__(ours, ranks, *head_ranks, _context_ranks(pg_collection), **_placement(config))
+        self.layer_number = layer_number
+        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
 
     def forward(
         self, hidden_states: torch.Tensor, inference_context: Any = None, *, inference_params: Any = None,
@@ -113,44 +127,32 @@ class Mamba2(_Mixer, Mamba2Mixer):  # type: ignore[misc]  # forward has Megatron
     Forward and backward send what `layers.mamba2.Mamba2Mixer` says.
     """
 
-    names = MAMBA2_NAMES
-
-    def __init__(
-        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str = "mamba2",
-        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
-    ) -> None:  # fmt: skip
-        ours, ranks = config_of_layers(config, family, given or {}), _tensor_ranks(config, pg_collection)
-        ours.check_ranks(ranks.size)
-        Mamba2Mixer.__init__(self, ours, ranks, _context_ranks(pg_collection), **_placement(config))
-        self.layer_number = layer_number
-        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
+    names, family = MAMBA2_NAMES, "mamba2"
 
 
 class Mamba1(_Mixer, MambaMixer):  # type: ignore[misc]  # forward has Megatron's arguments
     """The Mamba-1 mixer of `layers.mamba1` as a mixer of Megatron's MambaLayer; arguments and errors as for `Mamba2`."""
 
-    names = MAMBA1_NAMES
+    names, family = MAMBA1_NAMES, "mamba"
 
-    def __init__(
-        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str = "mamba",
-        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
-    ) -> None:  # fmt: skip
-        ours, ranks = config_of_layers(config, family, given or {}), _tensor_ranks(config, pg_collection)
-        ours.check_ranks(ranks.size)
-        head_ranks = ranks.with_same_piece(ours.heads)
-        MambaMixer.__init__(self, ours, ranks, head_ranks, _context_ranks(pg_collection), **_placement(config))
-        self.layer_number = layer_number
-        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
+
+def _check_residual_stream(config: Any, options: Mapping[str, Any]) -> None:
+    """ValueError for an option of Megatron's that gives the residual stream another dtype or other connections."""
+    for name in ("residual_in_fp32", "enable_hyper_connections"):
+        if options.get(name) or getattr(config, name, False):
+            raise ValueError(f"{name}: hybrid layers have one residual stream, in the dtype of the parameters")
 
 
 class HybridLayer(MambaLayer):
     """A hybrid layer of Zamba: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
 
     use: the parameters of this layer's own for its use of the shared block. shared_inputs: (the shared block, the embeddings
-    (batch, seq, hidden), what the block must know of the tokens), while the stack runs.
+    (batch, seq, hidden), what the block must know of the tokens), while the stack runs. ValueError for residual_in_fp32 and
+    enable_hyper_connections.
     """
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **_: Any):
+    def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **options: Any):
+        _check_residual_stream(config, options)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
         self.use: Invocation | None = None
         self.shared_inputs: tuple[SharedBlock, torch.Tensor, BatchInfo] | None = None
@@ -216,13 +218,15 @@ class Stack(MegatronStack):
     """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
 
     family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need
-    the embeddings in every hybrid layer, so a pipeline is an error.
+    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 and enable_hyper_connections are, too.
     """
 
     def __init__(
         self, config: Any, submodules: Any, family: str, given: Mapping[str, Any], post_layer_norm: bool = True,
         pg_collection: Any = None, **options: Any,
     ) -> None:  # fmt: skip
+        if family.startswith("zamba"):
+            _check_residual_stream(config, options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
         self.family, self.given = family, given
         self.post_layer_norm, self.shared = post_layer_norm, Blocks()

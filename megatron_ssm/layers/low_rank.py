@@ -89,6 +89,7 @@ def adapter_of_parts(adapters: Adapters | None, parts: Mapping[str, int]) -> Pro
         return None
 
     def product(x: torch.Tensor) -> torch.Tensor:
+        """(..., columns) -> (..., rows of all parts on this rank)."""
         made = [
             adapters[name](x) if name in adapters else x.new_zeros(*x.shape[:-1], rows) for name, rows in parts.items()
         ]

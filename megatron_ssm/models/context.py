@@ -178,6 +178,7 @@ def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device
     answers: list[object] = []
 
     def ask() -> object:
+        """This rank's answer, kept for the comparison over the context ranks."""
         answers.append(asked())
         return answers[0]
 

@@ -11,12 +11,14 @@ import time
 GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
 
 
-def run_local_ranks(argv: list[str], ranks: int) -> int:
+def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -> int:
     """Run `python -m megatron_ssm ARGV` as `ranks` processes, which meet over a file; returns the exit code of the command.
 
     0 if all ranks end well. If one fails, the others are ended, and the code is that of the first to fail, or 1, with a line
     on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM. No rank
     outlives this call.
+
+    passes_signals: Ctrl-C and SIGTERM are passed on to rank 0, which ends the command; its exit code then counts.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
         command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
@@ -26,12 +28,15 @@ def run_local_ranks(argv: list[str], ranks: int) -> int:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
             for rank in range(ranks):
                 processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
+            if passes_signals:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda number, _: processes[0].send_signal(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             return _wait(processes)
         except KeyboardInterrupt:
             return 130
         finally:
-            _end(processes)
+            _end(processes, 0.0 if passes_signals else GRACE_S)
 
 
 def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
@@ -50,7 +55,8 @@ def _wait(processes: list[subprocess.Popen]) -> int:
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
         if failed is None and (failed := _first_failed(processes)) is not None:
             # Exit code 2 of rank 0: it has printed an error that the others have, too, and they only wait for that.
-            is_reported = failed is processes[0] and failed.returncode == 2
+            # 130: it was interrupted, and the others wait for it.
+            is_reported = failed is processes[0] and failed.returncode in (2, 130)
             deadline = time.monotonic() + (0 if is_reported else GRACE_S)
         time.sleep(0.02)
     failed = failed or _first_failed(processes)
@@ -68,8 +74,8 @@ def _first_failed(processes: list[subprocess.Popen]) -> subprocess.Popen | None:
     return min((p for p in processes if p.poll()), key=lambda p: p.returncode > 0, default=None)
 
 
-def _end(processes: list[subprocess.Popen]) -> None:
-    """End the ranks that are still running: with SIGTERM, and with SIGKILL those that are still there after GRACE_S.
+def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
+    """End the ranks that are still running: with SIGTERM, and with SIGKILL those that are still there after `grace_s`.
 
     A Ctrl-C or SIGTERM meanwhile is ignored, because it would leave ranks behind.
     """
@@ -78,7 +84,7 @@ def _end(processes: list[subprocess.Popen]) -> None:
         running = [p for p in processes if p.poll() is None]
         for process in running:
             process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + grace_s
         for process in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,19 +1,23 @@
-"""Megatron-Core's DistributedDataParallel around a module of ours, which it takes for one of Megatron's."""
+"""Megatron-Core's DistributedDataParallel and DistributedOptimizer around modules and optimizers of ours."""
 
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from .groups import TIMEOUT
 
 
-def megatron_ddp(module: nn.Module) -> Any:
+def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
     """The module in Megatron's DDP, which sums gradients over the data-parallel and context ranks of its parallel_state.
 
     Each parameter gets a `main_grad` of its dtype, in buckets on the current CUDA device; a bucket is sent as soon as the
     last micro-batch has filled it, with one all-reduce. Needs torch.distributed; a parallel_state that is not set up is one
     for replicas only.
+
+    divides_optimizer: for `megatron_optimizer`. A bucket is sent with one reduce-scatter, after which each rank has the sums
+    of its share of the bucket, and the parameters move to buckets too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -25,4 +29,24 @@ def megatron_ddp(module: nn.Module) -> Any:
         parallel_state.initialize_model_parallel(distributed_timeout_minutes=TIMEOUT.total_seconds() / 60)
     # Of a transformer's configuration, DDP reads that gradients are summed, not averaged; the sizes are placeholders.
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), module)
+    how = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=divides_optimizer)
+    return DistributedDataParallel(config, how, module)
+
+
+def megatron_optimizer(ddp: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Megatron's DistributedOptimizer around torch's AdamW, whose groups hold parameters of a module in `megatron_ddp`.
+
+    Afterwards the groups hold this rank's shares of the parameters, as flat tensors in the parameters' memory. Megatron has
+    it for parameters on CUDA, of fp32 or 16 bits; TypeError for others.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    with torch.no_grad():  # so that the shares are not part of a graph
+        return DistributedOptimizer(
+            optimizer, OptimizerConfig(use_distributed_optimizer=True), grad_scaler=None, init_state_fn=None,
+            model_chunks=[ddp], per_model_buffers={0: ddp.buffers}, data_parallel_group=ddp.intra_dp_cp_group,
+            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
+        )  # fmt: skip

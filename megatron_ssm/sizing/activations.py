@@ -1,4 +1,4 @@
-"""The activations of a training step: what forward stores for backward, and the most that exists at once. Loads no torch.
+"""The memory of a training step, above all its activations: what forward stores for backward. Loads no torch.
 
 A step in which this rank has `tokens` tokens of each sequence needs, besides parameters, gradients and optimizer state,
 
@@ -29,7 +29,7 @@ SSD_CHUNK, SELECTIVE_NUMBERS = 16, 256
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The activations of a rank, if `ranks` tensor-parallel ranks split a model. Its properties are numbers for each token.
+    """What a rank holds, if `ranks` tensor-parallel ranks split a model. Its properties are numbers for each token.
 
     sequence_parallel, recompute: as for `load`. itemsize: bytes of an element. P context ranks need no argument: each has
     1/P of the tokens. ValueError if the model cannot be split over so many ranks.
@@ -43,6 +43,15 @@ class TrainingMemory:
 
     def __post_init__(self) -> None:
         self.config.check_ranks(self.ranks)
+
+    def step(self, batch: int, tokens: int, has_residuals: bool = False) -> int:
+        """Bytes of a step: parameters, gradients, AdamW's two moments, and the activations of a micro-batch.
+
+        batch: sequences of the micro-batch. tokens: of each on this rank. has_residuals: of sparse gradients, which are as
+        large as the parameters.
+        """
+        copies = 5 if has_residuals else 4
+        return copies * Memory(self.config, self.ranks, self.itemsize).weights + self.peak(batch, tokens)
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""

@@ -9,7 +9,9 @@ Forward needs for each token
 A shared block counts once for each layer that uses it, with the adapters of that layer; the embedding is looked up, and
 counts only as a tied head. The 7 is Megatron-LM's (`num_floating_point_operations` in megatron/training/training.py), which
 leaves out the convolution and the norms too. Attention counts all pairs of tokens, as PaLM's utilization does (Chowdhery et
-al., 2022, appendix B). Backward needs twice as much as forward. Activations that are computed again do not count.
+al., 2022, appendix B). Backward needs twice as much as forward: the gradients of the activations and of the weights. With
+LoRA the weights of the model are frozen, and their products need no gradients of weights; the adapters' products do.
+Activations that are computed again do not count.
 """
 
 import math
@@ -31,6 +33,7 @@ def matrix_elements(config: Config) -> int:
     remainder = len(config.hybrid_layers) % max(1, config.shared_copies)
 
     def uses(field: Field) -> int:
+        """How often a token is multiplied with this field: 0 if it is no matrix."""
         if len(field.shape) != 2 or field.fp32 or ".idle." in field.name:
             return 0
         if field.name == "embeddings.weight":
@@ -51,9 +54,14 @@ def forward_flops(config: Config, seq: int) -> float:
     return 2 * matrix_elements(config) + scan + attention
 
 
-def training_flops(config: Config, seq: int) -> float:
-    """Operations for one token in a training step, forward and backward."""
-    return 3 * forward_flops(config, seq)
+def training_flops(config: Config, seq: int, adapter_elements: int = 0) -> float:
+    """Operations for one token in a training step, forward and backward.
+
+    adapter_elements: the elements of the LoRA adapters that one token is multiplied with, if these alone are trained (0: the
+    whole model is trained). The gradient of the first layer's input counts, although nothing before it is trained.
+    """
+    whole = 3 * forward_flops(config, seq)
+    return whole - 2 * matrix_elements(config) + 6 * adapter_elements if adapter_elements else whole
 
 
 def known_peak(device_name: str) -> float | None:

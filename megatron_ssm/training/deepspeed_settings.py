@@ -92,6 +92,7 @@ def _shared_values(given: dict[str, Any], options: Options, data_ranks: int) -> 
     )
 
     def of_option(key: str, value: Any, name: str) -> tuple[str, Any, Any, str]:
+        """The entry of a value that the option `name` says."""
         expected = getattr(options, name)
         return key, value, expected, f"{flag(name)} {expected}"
 

@@ -11,8 +11,10 @@ partitions with the method that links its state to them.
 """
 
 import contextlib
+import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import nn
 
-from megatron_ssm.checkpoints.training import MOMENTS, GatheredState, load_training
+from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.checkpoints.deepspeed_files import NAMES
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
@@ -30,7 +35,17 @@ from megatron_ssm.parallel.groups import Groups, join_alone
 
 from .data import Tokens
 from .options import Options
-from .trainer import SequenceLoss, Trainer, clip_gradients, decay_groups, evaluate, grad_norm
+from .trainer import (
+    SequenceLoss,
+    Trainer,
+    clip_gradients,
+    decay_groups,
+    entries,
+    evaluate,
+    grad_norm,
+    torch_adamw,
+    unfilled_state,
+)
 
 OLDEST = "0.19.8"  # version of DeepSpeed that skips steps that are not finite in every stage
 
@@ -56,10 +71,7 @@ class DeepSpeedTrainer(Trainer):
         super().__init__(model, groups, options, report)
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
-        betas = (self.options.adam_beta1, self.options.adam_beta2)
-        optimizer = torch.optim.AdamW(
-            decay_groups(self.model, self.options), self.options.lr, betas, self.options.adam_eps, fused=True
-        )
+        optimizer = torch_adamw(self.model, self.options)
         self._engine, *_ = self._deepspeed.initialize(
             model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
         )
@@ -170,7 +182,7 @@ class DeepSpeedTrainer(Trainer):
         shape, utils = self._shape(parameter), self._deepspeed.utils
         if not self._is_updated(parameter):
             with self._whole(parameter):
-                return dict.fromkeys(_entries(parameter), parameter.detach().float().clone().view(shape))
+                return dict.fromkeys(entries(parameter), parameter.detach().float().clone().view(shape))
         tensors = {name: utils.safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
         tensors["model"] = utils.safe_get_full_fp32_param(parameter)
         return {name: tensor.view(shape) for name, tensor in tensors.items()}
@@ -179,17 +191,42 @@ class DeepSpeedTrainer(Trainer):
         """See `Trainer.load`. With ZeRO, each rank reads its whole part of the model on the CPU, and keeps its partition."""
         if not self._stage:
             return super().load(path, step)
-        whole = GatheredState(
-            {
-                parameter: {name: torch.empty(self._shape(parameter)) for name in _entries(parameter)}
-                for parameter in self.model.parameters()
-            }
-        )
-        load_training(path, step, self.model, whole)
+        whole = unfilled_state(self.model, self.groups)
+        load_checkpoint(path, step, self.model, whole)
         for parameter, tensors in whole.state.items():
             self._set(parameter, {name: tensor.to(self.model.device) for name, tensor in tensors.items()})
         for partition in self._partitions():
             self.optimizer.state[partition]["step"].fill_(whole.steps)
+
+    def write_own_format(self, out: Path, step: int) -> None:
+        """With --save-deepspeed, write DeepSpeed's own checkpoint OUT/deepspeed/global_stepN; its name is in `latest`.
+
+        What was in OUT/deepspeed is replaced once all files are complete. Each rank writes its own partitions. Failure on
+        every rank if rank 0 cannot make or rename the folder; if another write fails, the run ends as if that rank was lost.
+        """
+        if not self.options.save_deepspeed:
+            return
+        directory, hidden = out / "deepspeed", out / ".deepspeed"
+
+        def begin() -> None:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir(parents=True)
+            config = json.dumps(self.model.config.to_dict("float32"), indent=2)
+            (hidden / "config.json").write_text(config, encoding="utf-8")
+
+        def complete() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+            hidden.rename(directory)
+
+        run_on_rank_0(begin, f"cannot write {directory}")
+        self._engine.global_steps = step  # DeepSpeed counts those of this process
+        self._engine.save_checkpoint(str(hidden), f"global_step{step}", {NAMES: self._optimizer_order()})
+        run_on_rank_0(complete, f"cannot write {directory}")
+
+    def _optimizer_order(self) -> list[str]:
+        """The names of the parameters in the order in which ZeRO 0 writes their moments."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        return [names[p] for group in decay_groups(self.model, self.options) for p in group["params"]]
 
     @torch.no_grad()
     def _set(self, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -223,11 +260,6 @@ class DeepSpeedTrainer(Trainer):
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """The shape of this rank's part; with ZeRO 3, the parameter itself may have no elements."""
         return field_of(parameter).local_shape(self.groups.tensor_rank, self.groups.tensor_ranks)
-
-
-def _entries(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of what a checkpoint has of a parameter."""
-    return ("model", *MOMENTS) if parameter.requires_grad else ("model",)
 
 
 def _import_deepspeed(device: torch.device) -> Any:

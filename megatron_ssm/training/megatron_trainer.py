@@ -1,15 +1,23 @@
-"""The training loop over Megatron-Core's DistributedDataParallel, which sums gradients in buckets of its own."""
+"""The training loop over Megatron-Core's DistributedDataParallel, which sums gradients in buckets of its own.
+
+With its distributed optimizer, AdamW's moments are divided over the replicas. Of that optimizer's interface, these are not
+documented: which part of a parameter this rank updates, and the state that belongs to it.
+"""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.parallel.groups import join_alone
-from megatron_ssm.parallel.megatron_ddp import megatron_ddp
+from megatron_ssm.parallel.megatron_ddp import megatron_ddp, megatron_optimizer
 
-from .trainer import Gradients, SequenceLoss, Trainer, adamw
+from .trainer import Gradients, SequenceLoss, Trainer, adamw, clip_gradients, grad_norm, torch_adamw, unfilled_state
 
 
 class MegatronTrainer(Trainer):
@@ -44,3 +52,90 @@ class MegatronTrainer(Trainer):
 
     def _discard_gradients(self) -> None:
         self._ddp.zero_grad_buffer()
+
+
+class DividedMegatronTrainer(MegatronTrainer):
+    """A `MegatronTrainer` with Megatron's distributed optimizer: each rank of `groups.data_context` has the summed gradients
+    of its share of the parameters, updates these, and has their moments. The optimizer within is torch's AdamW.
+
+    A step sends each gradient with a reduce-scatter and each updated parameter with an all-gather. The trainer computes the
+    norm and clips, as in every engine.
+    """
+
+    def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
+        join_alone(self.model.device.type)
+        optimizer = torch_adamw(self.model, self.options)
+        self._ddp = megatron_ddp(loss, divides_optimizer=True)
+        self._divided = megatron_optimizer(self._ddp, optimizer)
+        for share in (share for group in optimizer.param_groups for share in group["params"]):
+            moments = {name: torch.zeros_like(share) for name in MOMENTS}
+            optimizer.state[share] = {"step": torch.zeros((), device=share.device), **moments}
+        return self._ddp, optimizer
+
+    # A step
+
+    def _part(self, parameter: nn.Parameter) -> slice:
+        """The elements of a parameter, as a vector, that this rank updates."""
+        if parameter not in self._divided.model_param_gbuf_map:
+            return slice(0, 0)
+        part = self._divided._get_model_param_range_map(parameter)["param"]
+        return slice(part.start, part.end)
+
+    def _parts(self) -> Gradients:
+        """(parameter, the elements of its gradient that this rank has summed), after the last micro-batch."""
+        return ((parameter, gradient.view(-1)[self._part(parameter)]) for parameter, gradient in self._gradients())
+
+    def _norm(self) -> torch.Tensor:
+        return grad_norm(self.model, self._parts(), self.groups.data_context)
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        clip_gradients(self.model, norm, self.options.clip_grad, self._parts())
+
+    def _update(self) -> None:
+        self._divided.prepare_grads()  # the shares get their gradients
+        self._divided.step_with_ready_grads()  # and are updated; then the ranks gather the parameters
+        self._discard_gradients()
+
+    # Checkpoints
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The moments of this rank's elements of a parameter, and its count of steps; empty if it has none."""
+        part = self._part(parameter)
+        return self._divided._get_main_param_and_optimizer_states(parameter) if part.stop > part.start else {}
+
+    def checkpoint_state(self) -> GatheredState:
+        """See `Trainer.checkpoint_state`.
+
+        The ranks that hold the same part of the model all-reduce the moments of each parameter, in which each has filled its
+        own elements. Each keeps its share of the parameters on the CPU.
+        """
+        state, groups = {}, self.groups
+        for index, parameter in enumerate(self.model.parameters()):
+            tensors = {"model": parameter.detach(), **(self._gathered(parameter) if parameter.requires_grad else {})}
+            if index % groups.data_context_ranks == groups.data_context_rank:
+                state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        steps = (int(held["step"]) for held in self.optimizer.state.values())
+        return GatheredState(state, next(steps, 0))
+
+    def _gathered(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Both moments of a parameter, whole on every rank that holds this part of the model."""
+        whole = {name: torch.zeros_like(parameter) for name in MOMENTS}
+        mine = self._moments(parameter)
+        for name, moment in whole.items():
+            if mine:
+                moment.view(-1)[self._part(parameter)] = mine[name]
+            if self.groups.data_context is not None:
+                dist.all_reduce(moment, group=self.groups.data_context)
+        return whole
+
+    @torch.no_grad()
+    def load(self, path: Path, step: int) -> None:
+        """See `Trainer.load`. Each rank reads its whole part of the model on the CPU, and keeps its elements' moments."""
+        whole = unfilled_state(self.model, self.groups)
+        load_checkpoint(path, step, self.model, whole)
+        for parameter, tensors in whole.state.items():
+            parameter.copy_(tensors["model"])  # and with it the share, which is in the same memory
+            if mine := self._moments(parameter):
+                for name in MOMENTS:
+                    mine[name].copy_(tensors[name].view(-1)[self._part(parameter)])
+                mine["step"].fill_(whole.steps)

@@ -1,10 +1,10 @@
-"""The memory that a training step needs on a rank, and whether it fits into --memory-budget. Loads no torch."""
+"""The memory that a training step needs on a rank, and whether it fits into --memory-budget."""
 
 from bisect import bisect_left
 
+from attention2d.layout.token_order import local_length
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.activations import TrainingMemory
-from megatron_ssm.sizing.memory import Memory
 
 from .options import Options
 
@@ -19,12 +19,9 @@ def needed_memory(options: Options, config: Config, context_ranks: int) -> int:
     C kernels in the parameters' dtype.
     """
     ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
-    tokens = (
-        options.seq_length if context_ranks == 1 else 2 * -(-options.seq_length // (2 * context_ranks))
-    )  # two blocks
-    activations = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
-    copies = 4 if options.gradient_mode in ("dense", "fp16") else 5
-    return copies * Memory(config, ranks, itemsize).weights + activations.peak(options.micro_batch_size, tokens)
+    memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
+    tokens = local_length("zigzag", options.seq_length, context_ranks)
+    return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
 
 
 def check_memory_budget(options: Options, config: Config) -> None:

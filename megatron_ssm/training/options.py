@@ -42,9 +42,11 @@ class Options:
     profile_step_start: int = _option(10, "first step of the trace")
     profile_step_end: int = _option(12, "last step of the trace")
     resume: str = _option(
-        "", "continue from the newest checkpoint in --out; auto: or begin, if there is none", choices=("", "newest", "auto"),
+        "",
+        "continue from the newest checkpoint in --out; auto: or begin, if there is none; a folder: from DeepSpeed's "
+        "checkpoint in it",
         flag_alone="newest",
-    )  # fmt: skip
+    )
     valid_data_path: tuple[str, ...] = _option((), "held-out text files or folders (default: a share of the documents)")
     held_out: float = _option(0.05, "share of the documents' bytes to hold out without --valid-data-path")
     document_separator: str = _option("", "a line that separates documents within a file")
@@ -76,6 +78,7 @@ class Options:
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
     engine: str = _option("torch", "what averages gradients; megatron needs CUDA", choices=ENGINES)
+    use_distributed_optimizer: bool = _option(False, "divide the optimizer's state over the replicas (megatron)")
     deepspeed_config: str = _option("", 'DeepSpeed\'s JSON file; values that are "auto" come from these options')
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
@@ -108,6 +111,7 @@ class Options:
     lora_targets: tuple[str, ...] = _option(("in_proj",), "Hugging Face's names of the linear layers with adapters")
 
     keep: int = _option(2, "number of checkpoints to keep, the newest")
+    save_deepspeed: bool = _option(False, "at the end, also write DeepSpeed's own checkpoint, to --out/deepspeed")
     async_save: bool = _option(False, "write checkpoints while training goes on, from a copy of the state in memory")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
     exit_interval: int = _option(0, "save a checkpoint and exit after a step that is a multiple of this (0: never)")
@@ -154,10 +158,18 @@ class Options:
         if (self.engine == "deepspeed") != bool(self.deepspeed_config):
             rule = "needs" if self.engine == "deepspeed" else "has no use for"
             raise ValueError(f"--engine {self.engine} {rule} --deepspeed-config")
+        for name, engine in dict(use_distributed_optimizer="megatron", save_deepspeed="deepspeed").items():
+            if getattr(self, name) and self.engine != engine:
+                raise ValueError(f"{flag(name)} needs --engine {engine}, not {self.engine}")
+        if self.use_distributed_optimizer and self.params_dtype != "float32":
+            raise ValueError(
+                f"--use-distributed-optimizer has no {self.params_dtype} parameters: --params-dtype float32"
+            )
         if self.engine == "deepspeed" and self.params_dtype != "float32":
             raise ValueError(f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32")
-        if self.engine == "deepspeed" and self.memory_budget:
-            raise ValueError("--memory-budget has no formula for --engine deepspeed")
+        if self.memory_budget and (self.engine == "deepspeed" or self.use_distributed_optimizer):
+            divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else "--engine deepspeed"
+            raise ValueError(f"--memory-budget has no formula for {divided}")
 
     @property
     def decay_steps(self) -> int:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
-from megatron_ssm.checkpoints.folders import find_checkpoints, read_training, set_aside
+from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed
+from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.peft import save_lora
 from megatron_ssm.configs.config import Config
@@ -50,7 +51,7 @@ from .interruption import Interruption
 from .memory_budget import check_memory_budget
 from .options import Options
 from .profiling import Profiler, utilization
-from .progress import Progress, is_due
+from .progress import Progress, check_log, is_due
 from .saving import Saver, checkpoint_to_resume, resume
 from .tracking import check_trackers
 from .trainer import Trainer
@@ -119,13 +120,11 @@ class Inputs:
             data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
             deepspeed = read_settings(options, data_ranks, config.hidden_size)
         requirements = _resume_requirements(options, config, corpus)
-        begins = not options.resume or (options.resume == "auto" and not find_checkpoints(out / "checkpoints"))
-        falls_back = options.resume == "auto"
-        checkpoint = None if begins else checkpoint_to_resume(out / "checkpoints", requirements, falls_back)
+        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements)
         if checkpoint and checkpoint[1] > options.train_iters:
             path, step = checkpoint
             raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
-        _check_log(options.log)
+        check_log(options.log)
         check_trackers(options)
         return cls(out, corpus, config, batches, requirements, checkpoint, deepspeed)
 
@@ -177,7 +176,9 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device,
         progress.print_line(_summary(model, groups, inputs))
         inputs = _resume(trainer, inputs, progress)
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
-        if _train(trainer, inputs, progress, interruption) == options.train_iters:
+        step = _train(trainer, inputs, progress, interruption)
+        trainer.write_own_format(inputs.out, step)
+        if step == options.train_iters:
             with trainer.whole_parameters():
                 _write_model(model, inputs, progress)
 
@@ -199,21 +200,22 @@ def make_trainer(
 
         return DeepSpeedTrainer(model, groups, options, deepspeed, report)
     if options.engine == "megatron":
-        from .megatron_trainer import MegatronTrainer
+        from .megatron_trainer import DividedMegatronTrainer, MegatronTrainer
 
-        return MegatronTrainer(model, groups, options, report)
+        kind = DividedMegatronTrainer if options.use_distributed_optimizer else MegatronTrainer
+        return kind(model, groups, options, report)
     return Trainer(model, groups, options, report)
 
 
 def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
-    """Load the checkpoint, or rename the folder of an earlier run's checkpoints if this is a new run.
+    """Load the checkpoint, and rename the folder of an earlier run's checkpoints unless this run goes on with them.
 
     Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
     """
-    if inputs.checkpoint is None:
-        set_aside(inputs.out / "checkpoints")
+    directory = inputs.out / "checkpoints"
+    checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
+    if checkpoint is None or is_deepspeed(checkpoint[0]):
         return inputs
-    checkpoint = resume(trainer, inputs.checkpoint, inputs.requirements, progress.print_line)
     decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
     progress.print_decay(decay_steps)
     return replace(inputs, checkpoint=checkpoint)
@@ -299,16 +301,6 @@ def _make_output_directory(path: str) -> Path:
         except OSError as error:
             raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
     return out
-
-
-def _check_log(path: str) -> None:
-    """ValueError if the log cannot be written."""
-    if path:
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).open("a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
 
 
 def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict[str, Any]:

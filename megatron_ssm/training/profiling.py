@@ -1,6 +1,7 @@
 """How fast a run is: its share of the devices' peak, and a trace that Perfetto and chrome://tracing show."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.models.lora import adapter_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.sizing.flops import known_peak, training_flops
 
@@ -19,7 +21,8 @@ def utilization(options: Options, model: Model, ranks: int) -> float:
     peak: float | None = options.peak_tflops
     if not peak and options.bf16 and model.device.type == "cuda":
         peak = known_peak(torch.cuda.get_device_name(model.device))
-    return training_flops(model.config, options.seq_length) / (peak * 1e12 * ranks) if peak else 0.0
+    adapters = sum(math.prod(field.shape) for field, _ in adapter_parameters(model))
+    return training_flops(model.config, options.seq_length, adapters) / (peak * 1e12 * ranks) if peak else 0.0
 
 
 class Profiler:

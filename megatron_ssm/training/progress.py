@@ -47,8 +47,8 @@ class Progress:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
         if options.tensorboard or options.wandb:
             failure = "cannot begin to write for --tensorboard or --wandb"
-            make = Trackers if self._is_first_rank else lambda options: None
-            self._trackers = run_on_every_rank(lambda: make(options), failure)
+            make = Trackers if self._is_first_rank else lambda options, start: None
+            self._trackers = run_on_every_rank(lambda: make(options, start), failure)
 
     @property
     def _log_error(self) -> str:
@@ -149,6 +149,16 @@ class Throughput:
         left = self._steps_left * elapsed / max(1, self._steps)
         self._start, self._steps = time.perf_counter(), 0
         return rate, left
+
+
+def check_log(path: str) -> None:
+    """ValueError if the log cannot be written."""
+    if path:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).open("a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
 
 
 def is_due(step: int, interval: int) -> bool:

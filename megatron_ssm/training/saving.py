@@ -5,10 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
-from megatron_ssm.checkpoints.folders import DamagedCheckpoint, newest_checkpoint, set_damaged_aside, step_of
-from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writer, read_pending
+from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
+from megatron_ssm.checkpoints.folders import (
+    DamagedCheckpoint,
+    find_checkpoints,
+    newest_checkpoint,
+    set_aside,
+    set_damaged_aside,
+    step_of,
+)
+from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
 
@@ -55,7 +63,7 @@ class Saver:
         trainer, options = self._trainer, self._trainer.options
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            pending_writer(trainer, copies=stage is not None), options.keep, stage,
+            PendingFile.of(trainer, copies=stage is not None), options.keep, stage,
         )  # fmt: skip
 
     def finish(self) -> None:
@@ -64,7 +72,20 @@ class Saver:
             self._background.wait()
 
 
-def checkpoint_to_resume(
+def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
+    """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
+
+    ValueError if there is none, or none that fits the requirements.
+    """
+    if how in ("", "newest", "auto"):
+        begins = not how or (how == "auto" and not find_checkpoints(directory))
+        return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
+    if not is_deepspeed(how):
+        raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
+    return Path(how), step_of_deepspeed(how)
+
+
+def newest_to_load(
     directory: Path, requirements: dict[str, Any], falls_back: bool, before: int | None = None
 ) -> tuple[Path, int]:
     """The newest checkpoint from before a step (None: of all) and its step, as `newest_checkpoint`.
@@ -80,21 +101,38 @@ def checkpoint_to_resume(
 
 
 def resume(
-    trainer: Trainer, checkpoint: tuple[Path, int], requirements: dict[str, Any], report: Callable[[str], object]
-) -> tuple[Path, int]:
-    """Load a checkpoint, and with --resume auto the newest earlier one if it is damaged; returns the one that was loaded.
+    trainer: Trainer,
+    directory: Path,
+    checkpoint: tuple[Path, int] | None,
+    requirements: dict[str, Any],
+    report: Callable[[str], object],
+) -> tuple[Path, int] | None:
+    """Load a checkpoint of a directory, and with --resume auto the newest earlier one if it is damaged; returns it.
 
-    The damaged one is renamed, so that no later run takes it. report: gets lines on rank 0 that say so. ValueError on every
-    rank if none is left.
+    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and if DeepSpeed wrote
+    it, the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not
+    loaded. ValueError on every rank if none is left. Failure on every rank if one of them cannot read the disk.
     """
+
+    def report_incomplete() -> None:
+        for path in find_checkpoints(directory, complete=False):
+            report(f"{path} has no training.json, so it is not a complete checkpoint; it is ignored")
+
+    if trainer.options.resume:
+        run_on_rank_0(report_incomplete, f"cannot read {directory}")
+    if checkpoint is None:
+        set_aside(directory)
+        return None
     falls_back = trainer.options.resume == "auto"
     while (error := _load(trainer, *checkpoint)) is not None:
         if not falls_back:
             raise error
         path, step = checkpoint
-        find_earlier = functools.partial(checkpoint_to_resume, path.parent, requirements, falls_back, step)
+        find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
+    if is_deepspeed(checkpoint[0]):
+        set_aside(directory)
     return checkpoint
 
 

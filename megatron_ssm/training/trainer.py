@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ssm.checkpoints.training import GatheredState, load_training
+from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
@@ -46,6 +47,12 @@ def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW (see `ops.fused_adam`). Weight decay applies to matrices, not to A_log, D, norms and biases."""
     betas = (options.adam_beta1, options.adam_beta2)
     return fused_adam.adamw(decay_groups(model, options), lr=options.lr, betas=betas, eps=options.adam_eps)
+
+
+def torch_adamw(model: Model, options: Options) -> torch.optim.AdamW:
+    """The same as torch's AdamW, which the engines need that divide its state."""
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(decay_groups(model, options), options.lr, betas, options.adam_eps, fused=True)
 
 
 def decay_groups(model: Model, options: Options) -> list[dict[str, Any]]:
@@ -121,6 +128,17 @@ class SequenceLoss(nn.Module):
         """See `sequence_loss`."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
             return sequence_loss(self.model, inputs, labels)
+
+
+def unfilled_state(model: Model, groups: Groups) -> GatheredState:
+    """What `load_checkpoint` fills for an engine that divides the optimizer's state: this rank's whole part of the model."""
+    shapes = {p: field_of(p).local_shape(groups.tensor_rank, groups.tensor_ranks) for p in model.parameters()}
+    return GatheredState({p: {name: torch.empty(shape) for name in entries(p)} for p, shape in shapes.items()})
+
+
+def entries(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of what a checkpoint has of a parameter."""
+    return ("model", *MOMENTS) if parameter.requires_grad else ("model",)
 
 
 @dataclass
@@ -216,16 +234,19 @@ class Trainer:
         return evaluate(self.model, tokens, self.groups, self.options)
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
-        """What `save_training` takes as the optimizer; all ranks call it together."""
+        """What `Snapshot.of` takes as the optimizer; all ranks call it together."""
         return self.optimizer
 
     def load(self, path: Path, step: int) -> None:
-        """Continue from a training checkpoint of any engine; see `load_training`."""
-        load_training(path, step, self.model, self.optimizer)
+        """Continue from a training checkpoint of any engine, or from one of DeepSpeed's own; see `load_checkpoint`."""
+        load_checkpoint(path, step, self.model, self.optimizer)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager:
         """Within this context, each rank's model holds its part of all parameters, as `save` needs them."""
         return contextlib.nullcontext()
+
+    def write_own_format(self, out: Path, step: int) -> None:
+        """Write what the engine's own library reads to the run's directory, if an option asks for it; all ranks together."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) under the names that `fusion` uses."""

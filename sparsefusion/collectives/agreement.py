@@ -65,6 +65,7 @@ def agree_in_groups(
     error: Exception | None = None
 
     def outcome(group: dist.ProcessGroup) -> object:
+        """What this rank compares in `group`; raises the error of an earlier group, or of the action."""
         if error is not None:
             raise error
         if not results:

@@ -86,6 +86,7 @@ def repetitions(
     ready = torch.zeros(1, device=device)
 
     def repetition(number: int) -> torch.Tensor:
+        """The seconds of the slowest rank for each function, called once in an order of this repetition: (functions,)."""
         seconds = torch.zeros(len(functions), device=device)
         order = list(range(len(functions)))
         random.Random(number).shuffle(order)  # the same on every rank

@@ -63,6 +63,7 @@ def measure_costs(
 
     @cache
     def select(count):
+        """Seconds to select from `count` elements: interpolated, and in proportion beyond the largest size measured."""
         if count > sizes[-1]:
             return selecting[-1] * count / sizes[-1]
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))

@@ -135,12 +135,14 @@ def _fuse_atoms(compression: CompressionSettings, timeline: Timeline, costs: Cos
     filled = _prefix_sums([sum(compression.filled(unit.k) for unit in atom) for atom in units])
 
     def compute(i, j):
+        """Seconds from the gradients of atoms before i to the selected elements of atoms i to j - 1."""
         backward = ready[j - 1] - (ready[i - 1] if i else 0.0)
         return max(0.0, backward) + selecting[j] - selecting[i] + costs.per_message
 
     exchange = cache(lambda k, filled: _exchange(k, compression, timeline.itemsize, costs, filled))  # layers repeat
 
     def send(i, j):
+        """Seconds to send the selected elements of atoms i to j - 1 together."""
         return exchange(sent[j] - sent[i], filled[j] - filled[i])
 
     if timeline.waits_for_atoms:  # then atoms cannot be sent together
@@ -269,6 +271,7 @@ def _compensate_density(
     density = compensated_density(compression.density, sum(numbers), sparse, worth, compression.budget)
 
     def changed(unit):
+        """A sparse unit with the k of the lower density."""
         return replace(unit, k=max(1, math.floor(density * unit.numel))) if unit.k else unit
 
     return [Buffer(tuple(changed(unit) for unit in buffer.units)) for buffer in buffers]

@@ -1,9 +1,10 @@
 """The program in docs/guides/schedules.md. Oracle: what it says itself, that every rank's outputs are exact."""
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+
+from ranks import run_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guides" / "schedules.md"
@@ -13,12 +14,10 @@ def test_the_program_of_the_guide_runs(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    # Ranks write at the same time, so that their lines may be joined.
-    assert sorted(re.findall(r"(\d) (True|False)", done.stdout)) == [(str(rank), "True") for rank in range(4)]
-    assert "nearest on Mesh(" in done.stdout and "chosen: " in done.stdout
+    assert run_agent(lambda: runpy.run_path(script), 4, tmp_path), (tmp_path / "err-0").read_text()
+    first, *others = ((tmp_path / f"out-{rank}").read_text() for rank in range(4))
+    assert first.startswith("0 True\n") and others == [f"{rank} True\n" for rank in (1, 2, 3)]
+    assert "nearest on Mesh(" in first and "chosen: " in first
 
 
 def test_the_program_of_the_guide_is_short():

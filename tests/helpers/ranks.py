@@ -1,4 +1,5 @@
-"""How the tests run more than one rank: gloo ranks by `run_ranks`, NCCL ranks by `run_cuda_ranks`.
+"""How the tests run more than one rank: gloo ranks by `run_ranks`, NCCL ranks by `run_cuda_ranks`, those of torchrun's agent
+by `run_agent`.
 
 A gloo rank is a fork of the test process, so it starts in milliseconds, needs no pickling of its function and arguments,
 and shares what was imported before. It reports through a pipe and then waits to be killed: if it exited, the other ranks
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 HEADER = struct.Struct("<Q")  # the length of the report that follows
 # Seconds to wait for reports of other ranks after a failure: when a rank dies, another rank's report of the broken
@@ -242,6 +244,45 @@ def _send(writer, report):
     with open(writer, "wb") as pipe:
         pipe.write(HEADER.pack(len(report)))
         pipe.write(report)
+
+
+# Ranks of torchrun's agent
+
+
+def run_agent(function, world_size, folder, restarts=0, timeout=60):
+    """Whether function() has ended well on ranks that torchrun's agent started, with their output in out-RANK and err-RANK.
+
+    The ranks are forks of this process, with the environment of torchrun's. If one fails, all are started again, at most
+    `restarts` times. folder: of the files; every start appends to them. TimeoutError after `timeout` seconds.
+    """
+
+    def rank():
+        for stream, kind in ((1, "out"), (2, "err")):
+            path = Path(folder, f"{kind}-{os.environ['RANK']}")
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        try:
+            function()
+        except Exception:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    settings = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
+    agent = multiprocessing.get_context("fork").Process(
+        target=elastic_launch(LaunchConfig(1, 1, world_size, **settings), rank)
+    )
+    agent.start()
+    try:
+        agent.join(timeout)
+        if agent.is_alive():
+            raise TimeoutError(f"torchrun's agent runs after {timeout} s")
+        return agent.exitcode == 0
+    finally:
+        agent.kill()
+        agent.join()
 
 
 # NCCL ranks

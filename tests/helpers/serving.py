@@ -46,6 +46,30 @@ def ids(*shape, seed=3, vocab=VOCAB):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
+# Prompts of several lengths
+
+SMALL_VOCAB = 61
+LENGTHS = torch.tensor([9, 4, 1, 6])
+MASK = (torch.arange(9) >= 9 - LENGTHS[:, None]).long()  # zeros on the left; the ids there are any
+
+
+@pytest.fixture(scope="module", params=["mamba", "mamba2"])
+def small_checkpoint(request, tmp_path_factory):
+    """(directory, the transformers model saved there), with SMALL_VOCAB ids and no tokenizer."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, save_hf(directory, request.param, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def mamba2(tmp_path_factory):
+    """As `small_checkpoint`, where the family makes no difference."""
+    directory = tmp_path_factory.mktemp("mamba2")
+    return directory, save_hf(directory, "mamba2", vocab_size=SMALL_VOCAB, num_hidden_layers=2)
+
+
+# Models on ranks
+
+
 def on_ranks(ranks, world, directory, function, dtype=torch.float64, timeout=60, **options):
     """The result of function(model), equal on all ranks, with the model split over `world` ranks. options: of `load`."""
     first, *others = ranks(

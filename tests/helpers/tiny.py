@@ -23,6 +23,7 @@ ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank
 ZAMBA2_UNTIED = dict(
     ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
 )
+STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
     num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,
@@ -59,7 +60,7 @@ def trainer(run: Options, groups: Groups = None, vocab=VOCAB, device="cpu") -> T
     return make_trainer(make_model(run, config, groups, torch.device(device)), groups, run, settings)
 
 
-def curve(trainer: Trainer, steps=20, start=0, vocab=VOCAB) -> torch.Tensor:
+def curve(trainer: Trainer, steps=STEPS, start=0, vocab=VOCAB) -> torch.Tensor:
     """(2, steps - start) float64: loss and gradient norm of each step."""
     data = batches(trainer.options, vocab)
     results = [trainer.step(data, step) for step in range(start, steps)]

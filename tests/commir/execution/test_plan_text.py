@@ -12,6 +12,8 @@ from commir.ir.program import Axis, Operand, Program, Result
 from commir.lowering.text import canonical
 from commir.scheduling.placements import Placement, place
 
+# By default, each path gets every third value, beginning with another one than its neighbours.
+thorough = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.full)])
 VALUES = [None, [], {}, 0, -1, 5, 10**30, 1.5, True, "x", "a\nb", [1], [["x"]]]
 
 
@@ -63,12 +65,13 @@ def refusal(text):
     return str(caught.value)
 
 
+@thorough
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
-def test_every_changed_value_is_refused(plan):
+def test_every_changed_value_is_refused(plan, step):
     text = plan.to_json()
     content = json.loads(text)
-    for path in paths(content):
-        for value in VALUES:
+    for number, path in enumerate(paths(content)):
+        for value in VALUES[number % step :: step]:
             if value != at(content, path) or type(value) is not type(at(content, path)):
                 refusal(json.dumps(changed(text, path, value)))
 
@@ -103,12 +106,13 @@ def test_other_texts_are_refused(text):
     assert refusal(text).startswith("this is no plan, or a damaged one: ")
 
 
+@thorough
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
-def test_a_text_with_the_hash_of_its_changes_is_refused_or_refuted(plan):
+def test_a_text_with_the_hash_of_its_changes_is_refused_or_refuted(plan, step):
     """A plan that someone else wrote may be wrong in any way: reading and verifying it say so in one line."""
     text = plan.to_json()
-    for path in paths(json.loads(text)["steps"], ("steps",)):
-        for value in VALUES:
+    for number, path in enumerate(paths(json.loads(text)["steps"], ("steps",))):
+        for value in VALUES[number % step :: step]:
             try:
                 verify(Plan.from_json(with_hash(changed(text, path, value))))
             except ValueError as error:

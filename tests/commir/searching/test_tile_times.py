@@ -3,12 +3,13 @@
 import pytest
 import torch.distributed as dist
 
-from commir import Mesh, Schedule, measure_tile, programs
+from commir import Mesh, Schedule, measure_overlap, measure_tile, programs
 from commir.ir.program import Axis, Operand, Program, Result
-from commir.scheduling.placements import place
+from commir.lowering.timeline import collective_seconds
+from commir.scheduling.placements import Placement, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from commir.searching.tile_times import tile_program
+from commir.searching.tile_times import LEAST_OVERLAP, tile_program
 
 PROGRAMS = [
     programs.attention(1, 4, 2, 256, 16, dtype="bfloat16"),
@@ -61,6 +62,56 @@ def test_an_axis_with_groups_of_several_sizes():
 def test_ranks_get_the_same_times(ranks, world):
     times = ranks(lambda rank: measure_tile(PROGRAMS[0], world, dist.group.WORLD), world)
     assert len(set(times)) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_get_the_same_overlap(ranks, world):
+    """One rank has nothing to overlap."""
+    found = ranks(lambda rank: measure_overlap(PROGRAMS[0], dist.group.WORLD), world)
+    assert len(set(found)) == 1 and LEAST_OVERLAP <= found[0] <= 1
+    assert world > 1 or found == [1.0]
+
+
+def test_wrong_times_of_a_tile():
+    plan = place(Schedule(PROGRAMS[0], Mesh(gpu=2)), gpu="q").lower()
+    for times, message in (
+        ((-1.0, 0.0), "point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
+        ((0.0, 0.0, 2.0), "overlap=2.0 must be finite, and at most 1"),
+        ((0.0, 0.0, None), "overlap=None is no number"),
+        ((0.0, float("inf")), "must be 0 or more, and finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.with_tile(*times)
+
+
+@pytest.mark.parametrize("tile", [1.0, 5.0])
+@pytest.mark.parametrize("overlap", [1.0, 0.0, -1.0])
+def test_a_tile_and_a_message_delay_each_other(tile, overlap):
+    """A ring of two ranks: one message while the first tile is computed."""
+    program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(gpu=2)
+    plan = place(Schedule(program, mesh), gpu=Placement("q", True)).lower()
+    message = 3.0
+    plan = plan.on_mesh(mesh.with_speeds({"gpu": (0.0, plan.bytes_per_rank / message)})).with_tile(0.0, tile, overlap)
+    assert plan.seconds == pytest.approx(max(tile, message) + (1 - overlap) * min(tile, message) + tile)
+
+
+@pytest.mark.parametrize(
+    "latency, count, at_once, expected",
+    [(0.0, 5, 2, 5.0), (1.0, 5, 2, 6.0), (3.0, 1, 2, 4.0), (3.0, 2, 2, 5.0), (3.0, 3, 2, 8.0), (3.0, 4, 2, 9.0)]
+    + [(3.0, 3, 1, 12.0), (3.0, 3, 3, 6.0), (3.0, 5, 3, 9.0)],
+)
+def test_some_messages_of_a_collective_are_under_way_at_a_time(latency, count, at_once, expected):
+    """Each takes the link for one second; with two at once, the third begins when the first has arrived."""
+    assert collective_seconds(latency, 1.0, count, at_once) == expected
+
+
+@pytest.mark.parametrize("batch, expected", [(1, 6.0), (2, 8.0)])
+def test_messages_that_arrive_in_place_are_under_way_at_once(batch, expected):
+    """An all-gather of k and v on 4 ranks: with a batch of 1 their blocks are contiguous in the result."""
+    program, mesh = programs.attention(batch, 4, 4, 64, 8), Mesh(gpu=4)
+    plan = place(Schedule(program, mesh), gpu="q").lower()
+    block = plan.bytes_per_rank / 3
+    assert plan.on_mesh(mesh.with_speeds({"gpu": (3.0, block / 1.0)})).seconds == pytest.approx(expected)
 
 
 def test_a_plan_with_the_time_of_a_tile():

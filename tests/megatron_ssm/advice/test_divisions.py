@@ -20,6 +20,7 @@ from megatron_ssm.advice.traffic import (
     passed_states,
     seconds_of,
 )
+from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
@@ -269,8 +270,13 @@ def test_text_measured_on_this_machine(files):
         (["--device", "abacus"], "invalid choice: 'abacus'"),
     ],
 )
-def test_wrong_arguments(files, flags, message):
+def test_wrong_arguments(files, flags, message, capsys):
     if flags == ["--fabric", "config.json"]:
         flags = ["--fabric", str(files / "config.json")]
-    done = advise(files, *flags)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    command = ["advise", "--model", str(files / "config.json"), "--fabric", str(files / "fabric.json"), *flags]
+    try:
+        code = main(command)
+    except SystemExit as leave:
+        code = leave.code
+    error = capsys.readouterr().err
+    assert code == 2 and message in error and "Traceback" not in error

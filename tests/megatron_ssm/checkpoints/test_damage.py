@@ -1,24 +1,31 @@
-"""Training checkpoints on disks that are full, and files that have changed there. Oracles: the sizes of a tmpfs, zlib."""
+"""Training checkpoints on disks that are full or fail, and files that have changed. Oracles: sizes of files, zlib."""
 
-import contextlib
+import errno
 import json
+import math
 import os
 import pickle
 import re
 import shutil
-import subprocess
 import zlib
+from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import tiny
+from benchmarks.support.launched import disks_work, small_disk
+from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints
-from megatron_ssm.checkpoints.training import load_training, save_training
+from megatron_ssm.checkpoints.pending_gradients import PendingFile
+from megatron_ssm.checkpoints.training import Snapshot, load_training
 from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
 RUN_SETTINGS = {"vocab_size": tiny.VOCAB}
+FULL = r"the disk is full \(No space left on device\): the checkpoint needs (\d\.\d) MB, and (\d\.\d) MB were free"
 
 
 def options(**changes):
@@ -33,8 +40,9 @@ def trained(tp, step=1, **changes):
     return trainer
 
 
-def save(trainer, directory, step=1):
-    save_training(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+def save(trainer, directory, step=1, keep=2):
+    pending = PendingFile.of(trainer)
+    Snapshot.of(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS, pending=pending, keep=keep).write()
 
 
 # Files that have changed
@@ -101,53 +109,139 @@ def test_a_checkpoint_without_checksums_is_read(ranks, tmp_path, tp):
         assert (curve - straight).abs().max() <= 1e-10
 
 
+# Disks that cannot be read
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("file", ("training.json", ".metadata"))
+def test_an_error_of_the_disk_is_no_damage(ranks, tmp_path, monkeypatch, world, file):
+    """Its first bytes are those of memory that is not mapped: EIO."""
+    monkeypatch.setattr(disk_space, "WAITS", (0.01, 0.01))
+    trainer = trained(1)
+    save(trainer, tmp_path)
+    (path,) = find_checkpoints(tmp_path)
+    (path / file).unlink()
+    (path / file).symlink_to("/proc/self/mem")
+    for answer in ranks(lambda rank: attempt(load_training, path, 1, trainer.model, trainer.optimizer), world):
+        name = path / file if file == "training.json" else path
+        assert answer == ("Failure", f"cannot read {name}: Input/output error (tried 3 times)")
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("failures", (2, 3))
+def test_a_shard_that_one_rank_cannot_read_for_a_while(ranks, tmp_path, monkeypatch, world, failures):
+    """The file handle is stale two times, and the third attempt reads it; or all attempts fail, and so do all ranks."""
+    monkeypatch.setattr(disk_space, "WAITS", (0.01, 0.01))
+    good = trained(1, global_batch_size=2 * world)
+    save(good, tmp_path)
+    (path,) = find_checkpoints(tmp_path)
+
+    def load(rank):
+        trainer, left, whole = (
+            tiny.trainer_on(1, options(global_batch_size=2 * world)),
+            [failures],
+            FileSystem.create_stream,
+        )
+
+        def create_stream(self, path, mode):
+            if left[0]:
+                left[0] -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return whole(self, path, mode)
+
+        if rank == world - 1:
+            FileSystem.create_stream = create_stream
+        answer = attempt(load_training, path, 1, trainer.model, trainer.optimizer)
+        return answer, all(map(torch.equal, tiny.pieces(trainer).values(), tiny.pieces(good).values()))
+
+    line = f"cannot read {path}: Stale file handle (tried 3 times)"
+    for answer, is_equal in ranks(load, world):
+        assert (answer, is_equal) == (None, True) if failures == 2 else answer == ("Failure", line)
+
+
 # Disks that are full
 
 
-@contextlib.contextmanager
-def small_disk(path, kilobytes):
-    """A disk of this size, mounted at a path."""
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 3)])
 def test_a_full_disk(ranks, tmp_path, tp, dp):
     """Every rank says so in the same line; the checkpoints before it stay, and nothing else."""
     with small_disk(tmp_path / "disk", 1000) as disk:
 
         def run(rank):
-            trainer = trained(tp, hidden_size=64, global_batch_size=2 * dp)
-            lines = []
-            for step in range(1, 9):
-                try:
-                    save_training(disk, step, trainer.model, trainer.optimizer, RUN_SETTINGS, keep=9)
-                except Failure as error:
-                    lines.append(str(error))
-                    break
-            elements = sum(p.numel() for p in trainer.model.parameters()) if tp == 1 else None
-            return lines, step, elements
+            trainer, step = trained(tp, hidden_size=64, global_batch_size=2 * dp), 0
+            with pytest.raises(Failure) as error:
+                for step in range(1, 9):
+                    save(trainer, disk, step, keep=9)
+            return str(error.value), step, sum(math.prod(p.field.shape) for p in trainer.model.parameters())
 
-        results = ranks(run, tp * dp)
-        assert all(lines == results[0][0] for lines, _, _ in results)
-        (line,), step, elements = results[0]
-        numbers = re.fullmatch(
-            rf"cannot write {disk}/step-{step:06d}: the disk is full \(No space left on device\): the checkpoint needs "
-            r"(\d\.\d) MB, and (\d\.\d) MB were free",
-            line,
-        )
+        first, *others = ranks(run, tp * dp)
+        assert all(other == first for other in others)
+        line, step, elements = first
+        numbers = re.fullmatch(rf"cannot write {disk}/step-{step:06d}: {FULL}", line)
         assert numbers, line
         needed, free = float(numbers[1]), float(numbers[2])
         assert free == pytest.approx(shutil.disk_usage(disk).free / 1e6, abs=0.1) and free < 1.0
-        if elements:
-            assert needed == pytest.approx(3 * 8 * elements / 1e6, abs=0.1)
+        assert needed == pytest.approx(3 * 8 * elements / 1e6, abs=0.1)
         assert sorted(os.listdir(disk)) == [f"step-{done:06d}" for done in range(1, step)]
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+def test_gradients_that_are_not_sent_need_room_too(ranks, tmp_path, tp, dp):
+    """One file for each rank. The disk has room for the rest of the checkpoint, and for the file of one rank."""
+    sparse = dict(hidden_size=128, global_batch_size=2 * dp, gradient_mode="layerwise", gradient_density=0.05)
+    with small_disk(tmp_path / "disk", 3800) as disk:
+
+        def run(rank):
+            trainer = trained(tp, step=7, **sparse)
+            save(trainer, tmp_path)
+            with pytest.raises(Failure) as error:
+                save(trainer, disk)
+            return str(error.value)
+
+        lines = ranks(run, tp * dp)
+        assert len(set(lines)) == 1 and os.listdir(disk) == []
+    numbers, (path,) = re.fullmatch(rf"cannot write {disk}/step-000001: {FULL}", lines[0]), find_checkpoints(tmp_path)
+    assert numbers, lines[0]
+    sizes = {file: file.stat().st_size for file in path.iterdir()}
+    pending = sum(size for file, size in sizes.items() if file.suffix == ".pt")
+    assert float(numbers[1]) == pytest.approx(sum(sizes.values()) / 1e6, rel=0.06) and pending > 1.5e6
+    assert float(numbers[1]) > float(numbers[2]) > (sum(sizes.values()) - pending * (1 - 1 / (tp * dp))) / 1e6
+
+
+# What a crash of the machine leaves
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_folder_gets_its_name_when_the_disk_has_all_its_files(ranks, tmp_path, world):
+    """Every file has been synchronized with its last byte, then the folder's list of names, then that of the checkpoints."""
+
+    def run(rank):
+        events, sync, rename = [], os.fsync, Path.rename
+
+        def fsync(descriptor):
+            status = os.fstat(descriptor)
+            events.append((status.st_ino, None if os.path.isdir(descriptor) else status.st_size))
+            sync(descriptor)
+
+        def renamed(path, target):
+            events.append(target)
+            return rename(path, target)
+
+        trainer = trained(1, step=7, global_batch_size=2 * world, gradient_mode="layerwise", gradient_density=0.05)
+        os.fsync, Path.rename = fsync, renamed
+        save(trainer, tmp_path)
+        return events
+
+    all_events = ranks(run, world)
+    (path,) = find_checkpoints(tmp_path)
+    files = {(file.stat().st_ino, file.stat().st_size) for file in path.iterdir()}
+    assert len(files) == (3 if world == 1 else 6)
+    before = all_events[0][: all_events[0].index(path)]
+    assert files <= {*before, *(event for events in all_events[1:] for event in events)}
+    assert before[-1] == (path.stat().st_ino, None)
+    assert all_events[0][len(before) :] == [path, (tmp_path.stat().st_ino, None)]
 
 
 # What killed runs have left

@@ -12,7 +12,7 @@ from directories import edit_config, in_two_files
 from hf import save_hf
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.folders import find_checkpoints
-from megatron_ssm.checkpoints.training import load_training, save_training
+from megatron_ssm.checkpoints.training import Snapshot, load_training
 from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
@@ -157,7 +157,7 @@ def test_a_training_checkpoint_that_one_rank_cannot_read(ranks, world, tmp_path)
     """The metadata is missing, or a file is truncated. Afterwards all ranks resume from a valid checkpoint."""
     trainer = tiny.trainer(tiny.options(num_layers=1))
     tiny.curve(trainer, 1)
-    save_training(tmp_path / "good", 1, trainer.model, trainer.optimizer, {})
+    Snapshot.of(tmp_path / "good", 1, trainer.model, trainer.optimizer, {}).write()
     (good,) = find_checkpoints(tmp_path / "good")
     copies = [shutil.copytree(good, tmp_path / name) for name in ("first", "second")]
     (copies[0] / ".metadata").unlink()
@@ -202,7 +202,7 @@ def test_ranks_that_resume_from_different_steps(ranks, world, tmp_path):
     trainer = tiny.trainer(tiny.options(num_layers=1))
     for step in (1, 2):
         tiny.curve(trainer, 1)
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, {})
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, {}).write()
     older, newer = find_checkpoints(tmp_path)
 
     def run(rank):

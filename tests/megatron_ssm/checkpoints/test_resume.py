@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 import tiny
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside
-from megatron_ssm.checkpoints.training import MOMENTS, load_training, save_training
+from megatron_ssm.checkpoints.training import MOMENTS, Snapshot, load_training
 from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
+HALF = tiny.STEPS // 2
 MODELS = {
     "mamba": dict(model_type="mamba"),
     "mamba2": {},
@@ -45,7 +46,7 @@ def training_state(trainer):
 def save_after(trainer, step, directory, vocab=tiny.VOCAB):
     """Train to a step and save a checkpoint; returns the curve up to it."""
     curve = tiny.curve(trainer, step, vocab=vocab)
-    save_training(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     return curve
 
 
@@ -72,27 +73,27 @@ def assert_same(ours, theirs):
 def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
     run = options(**MODELS[model])
     uninterrupted = tiny.trainer(run)
-    save_after(uninterrupted, 10, tmp_path)
-    rest = tiny.curve(uninterrupted, start=10)
+    save_after(uninterrupted, HALF, tmp_path)
+    rest = tiny.curve(uninterrupted, start=HALF)
     resumed = tiny.trainer(run)
-    assert resume(resumed, tmp_path) == 10
-    assert torch.equal(tiny.curve(resumed, start=10), rest)
+    assert resume(resumed, tmp_path) == HALF
+    assert torch.equal(tiny.curve(resumed, start=HALF), rest)
     assert_same(training_state(resumed), training_state(uninterrupted))
 
 
 def check_bitwise(ranks, tmp_path, tp, dp, model):
-    """Train 10 steps, save, train 10 more; repeat the last 10 from the checkpoint in new processes."""
+    """Train half of the steps, save, and train the others; repeat these from the checkpoint in new processes."""
     run = options(**MODELS[model])
 
     def uninterrupted(rank):
         trainer = tiny.trainer_on(tp, run)
-        save_after(trainer, 10, tmp_path)
-        return tiny.curve(trainer, start=10), training_state(trainer)
+        save_after(trainer, HALF, tmp_path)
+        return tiny.curve(trainer, start=HALF), training_state(trainer)
 
     def resumed(rank):
         trainer = tiny.trainer_on(tp, run)
-        assert resume(trainer, tmp_path) == 10
-        return tiny.curve(trainer, start=10), training_state(trainer)
+        assert resume(trainer, tmp_path) == HALF
+        return tiny.curve(trainer, start=HALF), training_state(trainer)
 
     for (curve, ours), (other, theirs) in zip(ranks(uninterrupted, tp * dp), ranks(resumed, tp * dp), strict=True):
         assert torch.equal(curve, other)
@@ -140,23 +141,23 @@ def test_the_random_state_comes_back(ranks, tmp_path, tp):
 
 @functools.cache
 def one_rank_curve(model, vocab):
-    """The oracle: the curve of 20 steps on one rank, with the whole batch in one micro batch."""
+    """The oracle: the curve on one rank, with the whole batch in one micro batch."""
     return tiny.curve(tiny.trainer(options(**MODELS[model], micro_batch_size=4), vocab=vocab), vocab=vocab)
 
 
 def check_another_layout(ranks, directory, before, tp, dp, model, vocab):
-    """Train 10 steps in the layout `before`, save, and 10 more as tp x dp: the curve must be that of one rank."""
+    """Train half of the steps in the layout `before`, save, and the rest as tp x dp: the curve must be that of one rank."""
     run = options(**MODELS[model])
 
     def start(rank):
-        return save_after(tiny.trainer_on(before[0], run, vocab), 10, directory, vocab)
+        return save_after(tiny.trainer_on(before[0], run, vocab), HALF, directory, vocab)
 
     def end(rank):
         trainer = tiny.trainer_on(tp, run, vocab)
         return tiny.curve(trainer, start=resume(trainer, directory), vocab=vocab)
 
     first, second = ranks(start, before[0] * before[1]), ranks(end, tp * dp)
-    for half, curve in zip((first, second), one_rank_curve(model, vocab).split(10, dim=1), strict=True):
+    for half, curve in zip((first, second), one_rank_curve(model, vocab).split(HALF, dim=1), strict=True):
         assert all(torch.equal(other, half[0]) for other in half)
         assert (half[0] - curve).abs().max() <= EXACT
 
@@ -235,7 +236,7 @@ def test_old_checkpoints_are_removed(tmp_path):
     tiny.curve(trainer, 1)
 
     def names(step):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return sorted(os.listdir(tmp_path), key=lambda name: int(name[5:]))
 
     assert names(999_999) == ["step-999999"]
@@ -286,7 +287,7 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
         if rank == (tp * dp - 1 if spoil is no_room_on_this_rank else 0):
             spoil(directory)
         with pytest.raises(Failure) as error:
-            save_training(directory, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+            Snapshot.of(directory, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return str(error.value)
 
     lines = ranks(save, tp * dp)
@@ -303,13 +304,13 @@ def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
         trainer = tiny.trainer_on(1, options(global_batch_size=2 * world))
         tiny.curve(trainer, 1)
         with pytest.raises(Failure) as error:
-            save_training(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+            Snapshot.of(tmp_path / str(rank), 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
         return str(error.value)
 
     lines = ranks(save, world)
     assert all("rank 0 does not find all ranks' files" in line and "_0.distcp" in line for line in lines)
     assert len({line.partition(": ")[2] for line in lines}) == 1
-    assert not any(find_checkpoints(tmp_path / str(rank)) for rank in range(world))
+    assert all(os.listdir(tmp_path / str(rank)) == [] for rank in range(world))
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -322,12 +323,12 @@ def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
         raise SystemExit
 
     for step in (1, 2):
-        save_training(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", lambda path, **options: path.exists() and remove_one_file(path))
-        save_training(tmp_path, 3, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 3, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
-    save_training(tmp_path, 4, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(tmp_path, 4, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
 
 
@@ -339,13 +340,13 @@ def test_an_interrupted_checkpoint_is_not_found(tmp_path):
     tiny.curve(trainer, 1)
     (tmp_path / "step-000001").touch()
     with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
-        save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     (tmp_path / "step-000001").unlink()
     assert os.listdir(tmp_path) == []
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):
         newest_checkpoint(tmp_path, RUN_SETTINGS)
-    save_training(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS)
+    Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert os.listdir(tmp_path) == ["step-000001"]
     resumed = tiny.trainer(options())
     resume(resumed, tmp_path)
@@ -357,6 +358,8 @@ def test_folders_that_are_no_checkpoints(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000002x" / "training.json").write_text('{"step": 2}')
     assert find_checkpoints(tmp_path) == find_checkpoints(tmp_path / "missing") == []
+    with pytest.raises(ValueError, match=r"holds no checkpoint \(step-000001: no training.json\)$"):
+        newest_checkpoint(tmp_path, RUN_SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +440,7 @@ def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, mo
     damaged = torch.zeros_like(torch.get_rng_state())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_rng_state", lambda: damaged)
-        save_training(tmp_path, 2, trainer.model, trainer.optimizer, RUN_SETTINGS)
+        Snapshot.of(tmp_path, 2, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     lines = ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000002"]), tp)
     assert all("Invalid mt19937 state" in line for (line,) in lines)
 

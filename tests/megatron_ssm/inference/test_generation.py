@@ -8,30 +8,14 @@ import pytest
 import torch
 
 import serving
-from hf import save_hf
 from megatron_ssm import generate, load, stream
 from megatron_ssm.inference.text import write_byte_tokenizer
-from serving import attempt, on_ranks, save_table
+from serving import LENGTHS, MASK, attempt, mamba2, on_ranks, save_table, small_checkpoint
+from serving import SMALL_VOCAB as VOCAB
 
-VOCAB = 61
-LENGTHS = torch.tensor([9, 4, 1, 6])
-MASK = (torch.arange(9) >= 9 - LENGTHS[:, None]).long()  # zeros on the left; the ids there are any
+__all__ = ["mamba2", "small_checkpoint"]
 ids = partial(serving.ids, vocab=VOCAB)
 worlds = pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
-
-
-@pytest.fixture(scope="module", params=["mamba", "mamba2"])
-def checkpoint(request, tmp_path_factory):
-    """(directory, the transformers model saved there)."""
-    directory = tmp_path_factory.mktemp(request.param)
-    return directory, save_hf(directory, request.param, vocab_size=VOCAB, num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def mamba2(tmp_path_factory):
-    """As `checkpoint`, where the family makes no difference."""
-    directory = tmp_path_factory.mktemp("mamba2")
-    return directory, save_hf(directory, "mamba2", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 def test_a_mask_in_sixteen_bits(mamba2):
@@ -65,8 +49,8 @@ def transformers_greedy(model, input_ids, steps):
 
 
 @worlds
-def test_greedy_tokens_are_those_of_transformers(ranks, world, checkpoint):
-    directory, reference = checkpoint
+def test_greedy_tokens_are_those_of_transformers(ranks, world, small_checkpoint):
+    directory, reference = small_checkpoint
     tokens = on_ranks(
         ranks, world, directory, lambda model: generate(model, ids(2, 6), max_new_tokens=24).tolist(), torch.float32
     )
@@ -79,9 +63,11 @@ def test_greedy_tokens_are_those_of_transformers(ranks, world, checkpoint):
 
 
 @worlds
-def test_a_left_padded_row_is_greedily_continued_as_if_alone(ranks, world, checkpoint):
-    batch = on_ranks(ranks, world, checkpoint[0], lambda m: generate(m, ids(4, 9), MASK, max_new_tokens=16).tolist())
-    alone = load(checkpoint[0])
+def test_a_left_padded_row_is_greedily_continued_as_if_alone(ranks, world, small_checkpoint):
+    batch = on_ranks(
+        ranks, world, small_checkpoint[0], lambda m: generate(m, ids(4, 9), MASK, max_new_tokens=16).tolist()
+    )
+    alone = load(small_checkpoint[0])
     for row, prompt, length in zip(batch, ids(4, 9), LENGTHS, strict=True):
         assert row == generate(alone, prompt[None, -length:], max_new_tokens=16)[0].tolist()
 

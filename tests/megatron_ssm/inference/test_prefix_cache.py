@@ -10,9 +10,12 @@ import torch.distributed as dist
 from megatron_ssm import Engine, load
 from megatron_ssm.inference.prefix_cache import PrefixCache
 from megatron_ssm.layers.cache import Snapshot
-from serving import VOCAB, checkpoint, families, ids, on_ranks, on_ranks_of_families
+from serving import FAMILIES, VOCAB, checkpoint, families, ids, on_ranks, on_ranks_of_families
 
 worlds = pytest.mark.parametrize("world", (1, 2))
+families_of_worlds = pytest.mark.parametrize(
+    "world, chosen", ((1, ("mamba", "zamba2")), (2, FAMILIES), pytest.param(1, FAMILIES, marks=pytest.mark.full))
+)
 
 
 # Entries
@@ -177,10 +180,10 @@ def difference(model, logits, expected):
     return float((logits - expected)[..., existing].abs().max())
 
 
-@worlds
-def test_what_was_read_before_is_not_read_again(ranks, world):
+@families_of_worlds
+def test_what_was_read_before_is_not_read_again(ranks, world, chosen):
     """And the logits are those of a cold run."""
-    for results in on_ranks_of_families(ranks, world, hits):
+    for results in on_ranks_of_families(ranks, world, hits, chosen):
         for family, found in results.items():
             for name, (reused, read, largest) in found.items():
                 _, prompt, spared = HITS[name]
@@ -197,8 +200,8 @@ def test_logits_after_a_prefix_in_single_precision(ranks, world, family):
         assert max(largest for _, _, largest in found.values()) < (3e-4 if family == "zamba2" else 2e-5)
 
 
-@worlds
-def test_a_prompt_in_pieces_is_read_as_by_one_call_of_the_model(ranks, world):
+@families_of_worlds
+def test_a_prompt_in_pieces_is_read_as_by_one_call_of_the_model(ranks, world, chosen):
     def run(model):
         whole = model.local_logits(torch.tensor([PROMPT]), logits_to_keep=1)[0]
         for settings in (dict(), dict(chunk=1), dict(chunk=5, prefix_bytes=10**7, block=BLOCK)):
@@ -206,7 +209,7 @@ def test_a_prompt_in_pieces_is_read_as_by_one_call_of_the_model(ranks, world):
             assert read == len(PROMPT)
             assert difference(model, logits, whole) < 1e-10
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
 @worlds

@@ -113,7 +113,7 @@ def test_biased_greedy_search_gives_the_tokens_of_transformers(ranks, world):
 
     def run(model):
         engine = Engine(model, slots=5)
-        requests = [engine.add(PROMPT, 12, logit_bias=bias) for bias in (biases, None, {9: 1e4}, {})]
+        requests = [engine.add(PROMPT, 12, logit_bias=bias) for bias in (biases, None, {9: 10000}, {})]
         requests.append(engine.add(PROMPT, 12, logit_bias={requests[0].prompt[0]: -1e4}, temperature=3.0, seed=2))
         return [request.tokens for request in finished(engine, *requests)]
 

@@ -11,31 +11,15 @@ import torch.distributed as dist
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import serving
-from hf import save_hf
 from megatron_ssm import generate, load
-from serving import on_ranks, save_table
+from serving import LENGTHS, MASK, mamba2, on_ranks, save_table, small_checkpoint
+from serving import SMALL_VOCAB as VOCAB
 
-VOCAB = 61
+__all__ = ["mamba2", "small_checkpoint"]
 SEED, STEPS = 11, 8
-LENGTHS = torch.tensor([9, 4, 1, 6])
-MASK = (torch.arange(9) >= 9 - LENGTHS[:, None]).long()  # zeros on the left; the ids there are any
 ids = partial(serving.ids, vocab=VOCAB)
 worlds = pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 every_world = pytest.mark.parametrize("world", (1, 2, 4))
-
-
-@pytest.fixture(scope="module", params=["mamba", "mamba2"])
-def checkpoint(request, tmp_path_factory):
-    """(directory, the transformers model saved there)."""
-    directory = tmp_path_factory.mktemp(request.param)
-    return directory, save_hf(directory, request.param, vocab_size=VOCAB, num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def mamba2(tmp_path_factory):
-    """As `checkpoint`, where the family makes no difference."""
-    directory = tmp_path_factory.mktemp("mamba2")
-    return directory, save_hf(directory, "mamba2", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 # Against the naive sampler
@@ -81,9 +65,9 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def drawn(checkpoint):
+def drawn(small_checkpoint):
     """{option: [(tokens, margins) of each row alone]}."""
-    model = load(checkpoint[0], dtype=torch.float64)
+    model = load(small_checkpoint[0], dtype=torch.float64)
     with torch.no_grad():
         return {
             name: [naive(model, ids(4, 9)[row, -n:], STEPS, SEED + row, **options) for row, n in enumerate(LENGTHS)]
@@ -96,17 +80,17 @@ def sampled(model, names=OPTIONS):
 
 
 @worlds
-def test_every_way_to_sample_is_that_of_the_naive_sampler(ranks, world, checkpoint, drawn):
+def test_every_way_to_sample_is_that_of_the_naive_sampler(ranks, world, small_checkpoint, drawn):
     """A left-padded batch on several ranks in float64: each row exactly as if it were alone."""
-    assert on_ranks(ranks, world, checkpoint[0], sampled) == {
+    assert on_ranks(ranks, world, small_checkpoint[0], sampled) == {
         name: [tokens for tokens, _ in rows] for name, rows in drawn.items()
     }
 
 
 @worlds
-def test_in_single_precision_tokens_differ_only_at_a_boundary(ranks, world, checkpoint, drawn):
+def test_in_single_precision_tokens_differ_only_at_a_boundary(ranks, world, small_checkpoint, drawn):
     names = ("temperature", "everything")
-    tokens = on_ranks(ranks, world, checkpoint[0], lambda model: sampled(model, names), torch.float32)
+    tokens = on_ranks(ranks, world, small_checkpoint[0], lambda model: sampled(model, names), torch.float32)
     for name in names:
         for row, (expected, margins) in zip(tokens[name], drawn[name], strict=True):
             certain = next((i for i, margin in enumerate(margins) if margin < 1e-6), STEPS)

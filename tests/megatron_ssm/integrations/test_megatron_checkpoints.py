@@ -2,7 +2,7 @@
 
 import math
 import sys
-from unittest.mock import MagicMock
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from directories import assert_same_bytes, tensors_in
 from hf import save_hf
 from megatron_cpu import CPU, join, save_without_cuda
 from megatron_ssm.integrations import specs
-from megatron_ssm.integrations.megatron_layers import FUSED_NORMS
+from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Stack
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model, save_hugging_face
 
 CASES = {
@@ -87,10 +87,6 @@ def test_distributed_checkpoints_are_divided_anew(ranks, name, tp, directory, tm
     assert ranks(load, tp) == [True] * tp
 
 
-MAMBA_SSM = ["mamba_ssm", *(f"mamba_ssm.ops{name}" for name in ("", ".triton", ".triton.layernorm_gated"))]
-MAMBA_SSM += [f"mamba_ssm.ops.triton.{name}" for name in ("ssd_combined", "selective_state_update")]
-
-
 class GatedNorm(nn.Module):
     """The parameter of mamba-ssm's gated norm, which is not installed here."""
 
@@ -99,13 +95,29 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
 
+# What Megatron's mixer imports of packages that only run on GPUs. Its constructor makes a gated norm and uses nothing else.
+STUBS = {
+    "triton": dict(jit=lambda kernel: kernel),
+    "triton.language": dict(constexpr=int),
+    "mamba_ssm.ops.triton.layernorm_gated": dict(RMSNorm=GatedNorm),
+    "mamba_ssm.ops.triton.selective_state_update": dict(selective_state_update=None),
+    "mamba_ssm.ops.triton.ssd_combined": dict(mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=None),
+}
+
+
+def stub(name, contents):
+    module = ModuleType(name)
+    vars(module).update(contents)
+    return module
+
+
 def megatrons_mixer(config, monkeypatch):
     """[Megatron's own MambaMixer, ours], and their sharded state dicts.
 
     What Megatron's needs of CUDA, triton and mamba-ssm is replaced; nothing is computed with it.
     """
-    for name in ("triton", "triton.language", *MAMBA_SSM):
-        monkeypatch.setitem(sys.modules, name, MagicMock(RMSNorm=GatedNorm))
+    for name, contents in STUBS.items():
+        monkeypatch.setitem(sys.modules, name, stub(name, contents))
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm import mamba_mixer
@@ -229,6 +241,9 @@ REFUSED = {
     "64 channels do not divide into heads of 24": lambda d: mamba_model(mamba_head_dim=24),
     "num_attention_heads=8 of the layer spec is 4 in Megatron": lambda d: zamba2_with_other_heads(),
     "attention_dropout=0.1 is not supported": lambda d: mamba_model(specs.zamba2_stack_spec, "M*", attention_dropout=0.1),
+    "residual_in_fp32: hybrid layers have one": lambda d: HybridLayer(transformer_config(), None, residual_in_fp32=True),
+    "enable_hyper_connections: hybrid": lambda d: HybridLayer(transformer_config(), None, enable_hyper_connections=True),
+    "residual_in_fp32: hybrid": lambda d: Stack(transformer_config(), None, "zamba2", {}, residual_in_fp32=True),
     "packed_seq_params": lambda d: mamba_model()(torch.zeros(1, 4).long(), None, None, packed_seq_params=object()),
     "only models that megatron_ssm's stack_spec built": lambda d: save_hugging_face(nn.Linear(1, 1), d),
     "a mamba2 model with layers \\*, - has no counterpart": lambda d: save_hugging_face(mamba_model(pattern="*-"), d),

@@ -14,6 +14,9 @@ SEQUENCES, MORE = ids(4, 9), ids(4, 12, seed=4)
 LENGTHS = (9, 4, 1, 6)
 MASK = (torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)).long()
 worlds = pytest.mark.parametrize("world", (1, 2))
+families_of_worlds = pytest.mark.parametrize(
+    "world, chosen", ((1, ("mamba", "zamba2")), (2, FAMILIES), pytest.param(1, FAMILIES, marks=pytest.mark.full))
+)
 
 
 @torch.no_grad()
@@ -55,8 +58,8 @@ def addresses(cache):
 # Rows
 
 
-@worlds
-def test_selected_rows_continue_alone(ranks, world):
+@families_of_worlds
+def test_selected_rows_continue_alone(ranks, world, chosen):
     """In any order, with several tokens or one; the other rows stay bitwise the same."""
 
     def run(model):
@@ -75,11 +78,11 @@ def test_selected_rows_continue_alone(ranks, world):
             assert lengths_after.tolist() == [n + 4 * (row in rows) for row, n in enumerate(lengths.tolist())]
             cache = filled_cache(model)
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
-@worlds
-def test_a_freed_row_begins_anew(ranks, world):
+@families_of_worlds
+def test_a_freed_row_begins_anew(ranks, world, chosen):
     """Also beside rows that continue, and in a row that held a longer sequence before."""
 
     def run(model):
@@ -91,11 +94,11 @@ def test_a_freed_row_begins_anew(ranks, world):
         both = extend(model, cache, [0, 1], MORE[[1, 1], :2])
         assert_near(both, alone(model, 1, MORE[1, :2])[0].expand_as(both))
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
-@worlds
-def test_reordered_rows(ranks, world):
+@families_of_worlds
+def test_reordered_rows(ranks, world, chosen):
     def run(model):
         for rows in ([3, 3, 0, 1, 5, 0], [5, 4, 3, 2, 1, 0], [1] * 6):
             cache = filled_cache(model)
@@ -108,11 +111,11 @@ def test_reordered_rows(ranks, world):
             for found, i in zip(logits, live, strict=True):
                 assert_near(found, alone(model, rows[i], MORE[0, :3])[0])
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
-@worlds
-def test_a_fork_continues_independently(ranks, world):
+@families_of_worlds
+def test_a_fork_continues_independently(ranks, world, chosen):
     def run(model):
         cache = filled_cache(model)
         cache.fork(0, 4)
@@ -123,7 +126,7 @@ def test_a_fork_continues_independently(ranks, world):
         for found, more, source in zip(logits, (0, 1, 2, 3, 3), sources, strict=True):
             assert_near(found, alone(model, source, MORE[more, :2])[0])
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -174,8 +177,8 @@ def test_padding_is_not_counted_in_sixteen_bits(family):
 # Snapshots
 
 
-@worlds
-def test_a_snapshot_is_restored_anywhere_any_number_of_times(ranks, world):
+@families_of_worlds
+def test_a_snapshot_is_restored_anywhere_any_number_of_times(ranks, world, chosen):
     """Into the same row, another row and another cache, after all of them have continued."""
 
     def run(model):
@@ -184,18 +187,19 @@ def test_a_snapshot_is_restored_anywhere_any_number_of_times(ranks, world):
         assert [snapshot.length for snapshot in snapshots] == list(LENGTHS)
         extend(model, cache, range(4), MORE)
         other = filled_cache(model, 5, max_length=30)
+        expected = [alone(model, row, MORE[0, :3])[0] for row in range(4)]
         for _ in range(2):
             for target, row in ((cache, 0), (cache, 5), (other, 2)):
                 for snapshot, source in zip(snapshots, range(4), strict=True):
                     target.restore(row, snapshot)
                     assert target.lengths[row] == LENGTHS[source]
-                    assert_near(extend(model, target, [row], MORE[:1, :3])[0], alone(model, source, MORE[0, :3])[0])
+                    assert_near(extend(model, target, [row], MORE[:1, :3])[0], expected[source])
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
-@worlds
-def test_later_snapshots_share_keys_and_values_with_earlier_ones(ranks, world):
+@families_of_worlds
+def test_later_snapshots_share_keys_and_values_with_earlier_ones(ranks, world, chosen):
     """Each holds all its states but only the new keys and values, and is restored like a complete snapshot."""
 
     def run(model):
@@ -217,11 +221,11 @@ def test_later_snapshots_share_keys_and_values_with_earlier_ones(ranks, world):
             cache.restore(1, snapshot)
             assert_near(extend(model, cache, [1], MORE[3:, count:])[0], alone(model, 3, MORE[3])[0][count:])
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
-@worlds
-def test_a_snapshot_of_an_empty_row_and_one_into_a_smaller_cache(ranks, world):
+@families_of_worlds
+def test_a_snapshot_of_an_empty_row_and_one_into_a_smaller_cache(ranks, world, chosen):
     def run(model):
         cache = filled_cache(model)
         empty = cache.snapshot(5)
@@ -238,14 +242,14 @@ def test_a_snapshot_of_an_empty_row_and_one_into_a_smaller_cache(ranks, world):
         else:
             assert error is None
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
 # Capacity
 
 
-@worlds
-def test_a_cache_of_a_given_length_never_moves(ranks, world):
+@families_of_worlds
+def test_a_cache_of_a_given_length_never_moves(ranks, world, chosen):
     """During prefill, chunks, decoding to the last position, and all operations on rows."""
 
     def run(model):
@@ -270,7 +274,7 @@ def test_a_cache_of_a_given_length_never_moves(ranks, world):
             assert addresses(cache) == before
             assert all(t is u for t, u in zip(tensors, (t for c in cache.layers for t in c.tensors()), strict=True))
 
-    on_ranks_of_families(ranks, world, run)
+    on_ranks_of_families(ranks, world, run, chosen)
 
 
 @worlds

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ssm.checkpoints.folders import find_checkpoints
-from megatron_ssm.checkpoints.training import load_training, save_training
+from megatron_ssm.checkpoints.training import Snapshot, load_training
 from megatron_ssm.ops import cuda_kernels, fused_adam
 from megatron_ssm.parallel.groups import Groups
 from scans import KINDS, PREVIOUS, error, in_pieces, inputs_of
@@ -175,6 +175,6 @@ def test_fused_adam_equals_torch_adamw(tmp_path, monkeypatch):
     for writer, reader in ((True, False), (False, True)):
         first, second = gpu_trainer(writer), gpu_trainer(reader)
         before = curve(first, 3)
-        save_training(tmp_path, 3, first.model, first.optimizer, {})
+        Snapshot.of(tmp_path, 3, first.model, first.optimizer, {}).write()
         load_training(find_checkpoints(tmp_path)[-1], 3, second.model, second.optimizer)
         torch.testing.assert_close(torch.cat([before, curve(second, 6, 3)], 1), theirs, rtol=1e-4, atol=0)

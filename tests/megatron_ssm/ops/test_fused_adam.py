@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from megatron_ssm.checkpoints.folders import find_checkpoints
-from megatron_ssm.checkpoints.training import load_training, save_training
+from megatron_ssm.checkpoints.training import Snapshot, load_training
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.ops.optional_imports import OptionalImport
 from megatron_ssm.training.trainer import Trainer
@@ -88,7 +88,7 @@ def test_resuming_with_another_optimizer(trainer, writer, reader, tmp_path):
     uninterrupted = tiny.curve(trainer(writer), STEPS)
     first = trainer(writer)
     before = tiny.curve(first, CUT)
-    save_training(tmp_path, CUT, first.model, first.optimizer, {})
+    Snapshot.of(tmp_path, CUT, first.model, first.optimizer, {}).write()
     second = trainer(reader, seed=8)
     load_training(find_checkpoints(tmp_path)[0], CUT, second.model, second.optimizer)
     for mine, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
@@ -105,7 +105,7 @@ def test_moments_of_bfloat16_parameters(trainer, tmp_path):
     for each in (first, second):
         each.model.bfloat16()
     tiny.curve(first, 2)
-    save_training(tmp_path, 2, first.model, first.optimizer, {})
+    Snapshot.of(tmp_path, 2, first.model, first.optimizer, {}).write()
     load_training(find_checkpoints(tmp_path)[0], 2, second.model, second.optimizer)
     for mine, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
         held = second.optimizer.state[mine]
@@ -152,7 +152,7 @@ def test_resuming_with_parameters_without_elements(trainer, tmp_path, monkeypatc
     first = trainer(True)
     assert sum(p.numel() == 0 for p in first.model.parameters()) == 1
     tiny.curve(first, CUT)
-    save_training(tmp_path, CUT, first.model, first.optimizer, {})
+    Snapshot.of(tmp_path, CUT, first.model, first.optimizer, {}).write()
     after = tiny.curve(first, STEPS, start=CUT)
     for fused in (True, False):
         second = trainer(fused, seed=8)

@@ -1,13 +1,14 @@
 """Process groups. Oracle: the sizes with which Megatron's parallel_state was initialized."""
 
-import subprocess
-import sys
+import os
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_ssm.parallel.groups import check_world, initialize
+from megatron_ssm.parallel.groups import check_world, initialize, join
+from ranks import run_agent
 from serving import attempt
 
 with warnings.catch_warnings():
@@ -73,40 +74,18 @@ def test_replicas_that_do_not_divide_the_world():
         check_world(2, 6, 2)
 
 
-RESTARTED = """
-import os
-
-import torch
-import torch.distributed as dist
-
-from megatron_ssm.parallel.groups import join
-
-world = join(1)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    if os.environ["RANK"] == "1":
-        os._exit(1)
-    dist.barrier()  # fails, as rank 1 has ended
-total = torch.ones(1)
-dist.all_reduce(total)
-os.write(1, f"rank {os.environ['RANK']} of {world}: {total.item():g}\\n".encode())  # print writes the newline by itself
-dist.destroy_process_group()
-"""
-
-
 def test_ranks_that_torchrun_has_restarted_meet_again(tmp_path):
     """One rank ends by itself; all are started again, with other addresses."""
-    script = tmp_path / "restarted.py"
-    script.write_text(RESTARTED)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "1",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
+
+    def run():
+        world = join(1)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                os._exit(1)
+            dist.barrier()  # fails, as rank 1 has ended
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(f"rank {os.environ['RANK']} of {world}: {total.item():g}")
+
+    assert run_agent(run, 2, tmp_path, restarts=1)
+    assert [(tmp_path / f"out-{rank}").read_text() for rank in (0, 1)] == ["rank 0 of 2: 2\n", "rank 1 of 2: 2\n"]

@@ -63,8 +63,8 @@ def test_context_ranks_divide_the_tokens(ranks, name, world, tmp_path):
     def run(rank):
         schedule = Ring(dist.group.WORLD)
         model = megatron_ssm.load(tmp_path, context=schedule)
-        measured = peak(model, torch.zeros(1, TOKENS, dtype=torch.int64))
-        return measured, TrainingMemory(model.config).peak(1, TOKENS)
+        measured = peak(model, torch.zeros(1, TOKENS // 2, dtype=torch.int64))
+        return measured, TrainingMemory(model.config).peak(1, TOKENS // 2)
 
     for measured, formula in ranks(run, world):
         assert formula == pytest.approx(measured, rel=0.1)

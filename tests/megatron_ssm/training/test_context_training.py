@@ -42,7 +42,7 @@ def held_out_loss(trainer):
 
 
 def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
-    """Assert that 20 clipped steps give the losses, gradient norms and parameters of one rank, on every rank.
+    """Assert that clipped steps give the losses, gradient norms and parameters of one rank, on every rank.
 
     changes: other options.
     """

@@ -1,5 +1,10 @@
-"""Faults of real processes, links and files in a run. Oracles: an undisturbed run, exit codes, the rank that is at fault."""
+"""Faults of real processes, links and files in a run. Oracles: an undisturbed run, exit codes, the rank that is at fault.
 
+With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a device: here it is told the CPU, and
+`pretrain` is told to use it there.
+"""
+
+import functools
 import json
 import math
 import os
@@ -15,8 +20,26 @@ import torch
 from safetensors.torch import load_file
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from benchmarks.support.launched import TINY, Fault, launched, lines, namespaces_work, texts, write_text
-from megatron_ssm.checkpoints.folders import find_checkpoints, half_written
+from benchmarks.support.launched import (
+    TINY,
+    Fault,
+    disks_work,
+    fill_disk,
+    inject,
+    launched,
+    lines,
+    namespaces_work,
+    small_disk,
+    texts,
+    write_text,
+)
+from megatron_ssm.checkpoints import disk_space
+from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
+from megatron_ssm.training import pretraining
+from megatron_ssm.training.megatron_trainer import MegatronTrainer
+from megatron_ssm.training.options import parse_options
+from ranks import run_agent
+from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,10 +52,41 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def flags_of(here, monkeypatch):
+    """flags_of(engine): the flags of torch's engine, of DeepSpeed's with a stage of ZeRO, and of Megatron's."""
+
+    def flags(engine):
+        if engine == "torch":
+            return []
+        if engine == "megatron":
+            assert not torch.cuda.is_available(), "then Megatron needs no such help"
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            monkeypatch.setattr(
+                pretraining, "make_trainer", lambda model, groups, run, _, report: MegatronTrainer(model, groups, run)
+            )
+            return []
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        pytest.importorskip("deepspeed").utils.logger.setLevel("ERROR")
+        zero = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0}
+        Path("zero.json").write_text(json.dumps({"zero_optimization": zero}))
+        return ["--engine", "deepspeed", "--deepspeed-config", "zero.json", "--params-dtype", "float32"]
+
+    return flags
+
+
+def full(*case):
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+TENSOR = ["--tensor-model-parallel-size", "2"]
+ZERO = ("zero-0", "zero-1", "zero-2")  # and zero-3, the only one by default
+
+
 def train(world, *more, fault=None):
-    """(exit codes, seconds since the fault) of a run that ends by itself."""
+    """The exit codes of a run that ends by itself."""
     with launched(world, [*TINY, *more], fault) as run:
-        return run.wait(*range(world))
+        return run.wait(*range(world), timeout=60)[0]
 
 
 def losses(path="log.jsonl"):
@@ -43,60 +97,70 @@ def checkpoints():
     return [path.name for path in find_checkpoints("out/checkpoints")]
 
 
-def assert_as_undisturbed(world, *more):
+@functools.cache
+def undisturbed(engine, world, *more):
+    """(losses, weights) of a run in which nothing happens; all tests have the same text."""
+    assert train(world, "--out", "straight", "--log", "straight.jsonl", *more) == [0] * world
+    return torch.tensor(losses("straight.jsonl")), load_file("straight/model.safetensors")
+
+
+def assert_as_undisturbed(engine, world, *more):
     """The log and the model are those of a run in which nothing happened.
 
     They are bitwise equal on two ranks. On more, DDP's first step after a start sums in another order than later steps.
     """
-    assert train(world, "--out", "straight", "--log", "straight.jsonl", *more)[0] == [0] * world
-    assert torch.tensor(losses()).sub(torch.tensor(losses("straight.jsonl"))).abs().max() <= (
-        0 if world == 2 else 1e-10
-    )
-    ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
+    expected, theirs = undisturbed(engine, world, *more)
+    limit = 0 if world <= 2 else 1e-10
+    assert torch.tensor(losses()).sub(expected).abs().max() <= limit
+    ours = load_file("out/model.safetensors")
     for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() <= (0 if world == 2 else 1e-10)
+        assert (ours[name] - tensor).abs().max() <= limit
 
 
 # Ranks that end, or hang
 
 
 def survivors(world, fault, *more):
-    """The one line of the ranks that are left when a fault has ended or stopped one of them, and the seconds it took."""
+    """The one line of the ranks that are left when a fault has ended or stopped one of them."""
     others = [rank for rank in range(world) if rank != fault.rank]
     with launched(world, [*TINY, *more], fault) as run:
-        codes, seconds = run.wait(*others)
-        assert codes == [1] * len(others)
+        assert run.wait(*others)[0] == [1] * len(others)
     assert texts("err", world)[fault.rank] == []
-    (line,) = [line for line in lines("err", world)]
-    return line, seconds
+    (line,) = lines("err", world)
+    return line
 
 
 NAMED = r"rank {rank} of {world} \(process \d+ on \S+\) has ended, hangs or cannot be reached: "
 
 
 @pytest.mark.parametrize(
-    "world, while_saving, more",
+    "engine, world, while_saving, more",
     [
-        (2, False, []),
-        pytest.param(3, False, [], marks=pytest.mark.full),
-        (2, False, ["--tensor-model-parallel-size", "2"]),
-        (2, True, []),
-        (3, True, ["--async-save"]),
+        full("torch", 2, False, []),
+        full("torch", 3, False, []),
+        ("torch", 2, False, TENSOR),
+        ("torch", 2, True, []),
+        ("torch", 3, True, ["--async-save"]),
+        ("zero-3", 2, True, []),
+        ("megatron", 2, True, []),
+        *(full(engine, 2, True, []) for engine in ZERO),
+        *(full(engine, 2, False, TENSOR) for engine in (*ZERO, "zero-3", "megatron")),
     ],
 )
-def test_a_killed_rank_is_named(here, world, while_saving, more):
+def test_a_killed_rank_is_named(flags_of, engine, world, while_saving, more):
     """Afterwards --resume auto continues from the last complete checkpoint, and removes what is half-written."""
-    line, _ = survivors(world, Fault(1, 4, signal.SIGKILL, while_saving), *more)
+    more = [*flags_of(engine), *more]
+    line = survivors(world, Fault(1, 4, signal.SIGKILL, while_saving), *more)
     assert re.match(NAMED.format(rank=1, world=world) + "(?!there was no sign of life)", line)
     assert checkpoints() == ["step-000002"]
-    assert train(world, "--resume", "auto", *more)[0] == [0] * world
+    assert train(world, "--resume", "auto", *more) == [0] * world
     assert half_written("out/checkpoints") == []
-    assert_as_undisturbed(world, *more)
+    assert_as_undisturbed(engine, world, *more)
 
 
 def test_rank_0_is_killed(here):
     """The store in which the ranks met ends with it."""
-    line, _ = survivors(2, Fault(0, 4, signal.SIGKILL))
+    line = survivors(2, Fault(0, 4, signal.SIGKILL))
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
 
 
@@ -115,12 +179,12 @@ def test_a_rank_that_fails_is_named(here):
 
 @pytest.mark.parametrize("world, tp, rank", [(2, 1, 1), (3, 1, 2), (2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
-    line, _ = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
+    line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 2.5 s", line)
 
 
 def test_rank_0_is_stopped(here):
-    line, _ = survivors(2, Fault(0, 3, signal.SIGSTOP))
+    line = survivors(2, Fault(0, 3, signal.SIGSTOP))
     assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 2.5 s: so .*", line)
 
 
@@ -128,23 +192,27 @@ def test_rank_0_is_stopped(here):
 
 
 @pytest.mark.parametrize(
-    "world, signalled, number, while_saving, more",
+    "engine, world, signalled, number, while_saving, more",
     [
-        (1, 0, signal.SIGTERM, True, []),
-        (2, 1, signal.SIGTERM, False, []),
-        pytest.param(2, 0, signal.SIGTERM, True, [], marks=pytest.mark.full),
-        (3, 1, signal.SIGUSR1, False, ["--async-save"]),
+        ("torch", 1, 0, signal.SIGTERM, True, []),
+        ("torch", 2, 1, signal.SIGTERM, False, []),
+        full("torch", 2, 0, signal.SIGTERM, True, []),
+        ("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
+        ("zero-3", 2, 1, signal.SIGTERM, False, []),
+        ("megatron", 2, 1, signal.SIGTERM, False, []),
+        *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
     ],
 )
-def test_a_signal_ends_a_run_with_a_last_checkpoint(here, world, signalled, number, while_saving, more):
+def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, signalled, number, while_saving, more):
     """One rank gets it, in step 4 or while that step's checkpoint is written; all ranks leave after it with status 0."""
+    more = [*flags_of(engine), *more]
     with launched(world, [*TINY, *more], Fault(signalled, 4, number, while_saving)) as run:
         codes, _ = run.wait(*range(world))
     assert codes == [0] * world and lines("err", world) == []
     assert f"leaving after step 4, on {number.name}; --resume continues" in texts("out", world)[0]
     assert checkpoints() == ["step-000002", "step-000004"] and not Path("out/config.json").exists()
-    assert train(world, "--resume", *more)[0] == [0] * world
-    assert_as_undisturbed(world, *more)
+    assert train(world, "--resume", *more) == [0] * world
+    assert_as_undisturbed(engine, world, *more)
 
 
 # Steps that are not finite
@@ -169,7 +237,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(here, world, tp):
     assert all(math.isfinite(line["loss"]) for line in logged if line["step"] != 3)
     shutil.copytree("out", "straight")
     shutil.rmtree("out/checkpoints/step-000006")
-    assert train(world, "--tensor-model-parallel-size", str(tp), "--resume")[0] == [0] * world
+    assert train(world, "--tensor-model-parallel-size", str(tp), "--resume") == [0] * world
     ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).abs().max() <= (0 if world == 2 else 1e-10)
@@ -178,25 +246,42 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(here, world, tp):
 # Disks
 
 
-@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
-@pytest.mark.parametrize("more", ([], ["--async-save"]))
-def test_a_full_disk_ends_a_run(here, world, more):
-    """All ranks end with the same cause, and what is complete stays."""
-    Path("out").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", "out"]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        codes, _ = train(world, "--hidden-size", "32", "--keep", "9", "--save-interval", "1", *more)
-        assert codes == [1] * world
+FILL = Fault(0, 4, fill_disk, while_saving=True)
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize(
+    "engine, world, fault, more",
+    [
+        ("torch", 2, None, []),
+        ("torch", 2, None, ["--async-save"]),
+        ("torch", 2, FILL, []),
+        ("zero-3", 2, None, []),
+        ("megatron", 2, None, []),
+        full("torch", 1, None, []),
+        full("torch", 1, FILL, ["--async-save"]),
+        *(full(engine, 3, None, ["--async-save"]) for engine in (*ZERO, "zero-3", "megatron")),
+    ],
+)
+def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
+    """All ranks end with the same line, and what is complete stays. Others may fill the disk while it is written to.
+
+    The line says what all ranks need: as much as the files of the checkpoint before, which are a little larger.
+    """
+    more = [*flags_of(engine), *more, "--hidden-size", "128", "--save-interval", "1", "--keep", "9"]
+    with small_disk("out", 40_000 if fault else 8000):
+        assert train(world, *more, fault=fault) == [1] * world
         (line,) = lines("err", world)
-        step = len(checkpoints()) + 1
-        assert 1 < step < 6
-        full = r"the disk is full \(No space left on device\): the checkpoint needs 0\.\d MB, and 0\.\d MB were free"
-        assert re.fullmatch(rf"pretrain\.py: cannot write out/checkpoints/step-{step:06d}: {full}", line)
-        assert half_written("out/checkpoints") == []
-    finally:
-        subprocess.run(["umount", "out"], check=True)
+        *_, last = find_checkpoints("out/checkpoints")
+        step = step_of(last) + 1
+        assert step == 4 if fault else 1 < step < 6
+        sizes = r"the checkpoint needs (\d+\.\d) MB, and (\d+\.\d) MB were free"
+        cause = rf"the disk is full \(No space left on device\): {sizes}"
+        numbers = re.fullmatch(rf"pretrain\.py: cannot write out/checkpoints/step-{step:06d}: {cause}", line)
+        assert numbers, line
+        needed, free = float(numbers[1]), float(numbers[2])
+        assert needed == pytest.approx(sum(file.stat().st_size for file in last.iterdir()) / 1e6, rel=0.1)
+        assert (needed > free) == (not fault) and half_written("out/checkpoints") == []
 
 
 def flip_bit(path, place):
@@ -214,16 +299,21 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(here, world):
+@pytest.mark.parametrize(
+    "engine, world",
+    [("torch", 2), ("zero-3", 2), ("megatron", 2), full("torch", 1), *(full(engine, 2) for engine in ZERO)],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
-    assert train(world, "--exit-interval", "5", "--save-interval", "1", "--keep", "9")[0] == [0] * world
+    flags = flags_of(engine)
+    more = [*flags, "--save-interval", "1", "--keep", "9"]
+    assert train(world, *more, "--exit-interval", "5") == [0] * world
     for damage, path in zip(DAMAGES.values(), find_checkpoints("out/checkpoints")[1:], strict=True):
         damage(path)
-    assert train(world, "--resume")[0] == [2] * world
+    assert train(world, *more, "--resume") == [2] * world
     (line,) = lines("err", world)
     assert "out/checkpoints/step-000005/training.json is not a checkpoint's" in line
-    assert train(world, "--resume", "auto", "--save-interval", "1", "--keep", "9")[0] == [0] * world
+    assert train(world, *more, "--resume", "auto") == [0] * world
     said = [line for line in lines("out", world) if "instead" in line]
     assert len(said) == 4 and all("is damaged" in line for line in said)
     for step, line in zip((5, 4, 3, 2), said, strict=True):
@@ -232,15 +322,43 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(here, world):
         assert Path(f"{name}.damaged").is_dir()
     assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[3])
     assert checkpoints() == [f"step-{step:06d}" for step in range(1, 7)]
-    assert_as_undisturbed(world)
+    assert_as_undisturbed(engine, world, *flags)
+
+
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_a_checkpoint_without_a_description_is_ignored_and_said(here, world):
+    assert train(world, "--exit-interval", "4") == [0] * world
+    Path("out/checkpoints/step-000004/training.json").unlink()
+    assert train(world, "--resume", "auto") == [0] * world
+    said = "out/checkpoints/step-000004 has no training.json, so it is not a complete checkpoint; it is ignored"
+    assert lines("out", world).count(said) == 1
+    assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+@pytest.mark.parametrize("file", ("training.json", ".metadata"))
+def test_a_disk_that_cannot_be_read_ends_a_run(here, monkeypatch, world, file):
+    """The newest checkpoint may be intact, so the run does not take the one before."""
+    monkeypatch.setattr(disk_space, "WAITS", (0.1,))
+    assert train(world, "--exit-interval", "4") == [0] * world
+    (folder,) = Path("out/checkpoints").glob("*4")
+    shutil.move(folder / file, "good")
+    (folder / file).symlink_to("/proc/self/mem")  # its first bytes are not mapped: EIO
+    assert train(world, "--resume", "auto") == [1] * world
+    (line,) = lines("err", world)
+    assert re.fullmatch(rf"pretrain\.py: cannot read {folder}\S*: Input/output error \(tried 2 times\)", line)
+    shutil.move("good", folder / file)
+    assert train(world, "--resume", "auto") == [0] * world
+    assert any(line.endswith(f"resuming {folder}") for line in texts("out", world)[0])
+    assert_as_undisturbed("torch", world)
 
 
 def test_no_checkpoint_is_intact(here):
     """Then --resume auto does not begin anew."""
-    assert train(1, "--exit-interval", "2")[0] == [0]
+    assert train(1, "--exit-interval", "2") == [0]
     (path,) = find_checkpoints("out/checkpoints")
     flip_bit(path / "__0_0.distcp", 0.5)
-    assert train(1, "--resume", "auto")[0] == [2]
+    assert train(1, "--resume", "auto") == [2]
     (line,) = lines("err", 1)
     assert "CRC-32" in line and line.endswith(
         ": nothing to resume: out/checkpoints holds no checkpoint from before step 2"
@@ -274,28 +392,18 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-RESTARTED = """
-import os, runpy, signal, sys
-from megatron_ssm.training.trainer import Trainer
-
-def step(self, batches, number, whole=Trainer.step):
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], number) == ("0", "1", 3):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, batches, number)
-
-Trainer.step = step
-sys.argv[0] = {script!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
 def test_torchrun_restarts_a_run_that_continues_by_itself(here):
     """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened."""
-    Path("restarted.py").write_text(RESTARTED.format(script=str(ROOT / "examples" / "pretrain.py")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    command += ["--nproc-per-node", "2", "--", "restarted.py", *TINY, "--resume", "auto"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "writing out" in done.stdout and "resuming out/checkpoints/step-000002" in done.stdout
-    assert re.search("^" + NAMED.format(rank=1, world=2), done.stderr, re.MULTILINE), done.stderr
-    assert_as_undisturbed(2)
+
+    def run():
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+            inject(Fault(1, 4, signal.SIGKILL))
+        options = parse_options([*TINY, "--resume", "auto"])
+        sys.exit(command_line.run("pretrain.py", lambda: pretraining.pretrain(options)))
+
+    assert run_agent(run, 2, here, restarts=1), texts("err", 2)
+    said = "\n".join(lines("out", 2))
+    assert "writing out" in said and "resuming out/checkpoints/step-000002" in said
+    (line,) = lines("err", 2)
+    assert re.match(NAMED.format(rank=1, world=2), line)
+    assert_as_undisturbed("torch", 2)

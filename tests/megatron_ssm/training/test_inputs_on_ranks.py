@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import tiny
-from megatron_ssm.checkpoints.pending_gradients import pending_writer, read_pending
+from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.models.model import Model
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
@@ -195,7 +195,7 @@ def test_gradients_saved_on_another_gpu(ranks, text, world_size, monkeypatch):
         assert trainer.fusion.state_dict()["residuals"]
         with monkeypatch.context() as patch:
             patch.setattr(torch.serialization, "location_tag", lambda storage: f"cuda:{rank}")
-            pending_writer(trainer)(Path("out"))
+            PendingFile.of(trainer).write(Path("out"))
 
     trainer_options = tiny.options(gradient_mode="layerwise", gradient_density=0.05, global_batch_size=2 * world_size)
     Path("out").mkdir()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from benchmarks.support.launched import TINY, launched, lines, write_text
+from benchmarks.support.launched import TINY, Fault, launched, lines, write_text
 from megatron_ssm.configs.config import Config
+from megatron_ssm.models.lora import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
@@ -50,6 +52,24 @@ def test_the_matrix_products_are_those_that_torch_counts(model):
     counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
     products = 2 * matrix_elements(trainer.model.config) * inputs.numel()
     assert counted == [products, 2 * products]
+
+
+@pytest.mark.parametrize("targets", [("in_proj",), ("in_proj", "out_proj")])
+def test_the_products_of_a_step_with_adapters(targets):
+    """Frozen matrices have no gradients of weights. Torch computes no gradient of the first layer's input."""
+    trainer = tiny.trainer(tiny.options(mamba_num_groups=2))
+    model, (inputs, labels) = trainer.model, tiny.batches(trainer.options).batch(0)
+    add_lora(model, 2, 4.0, targets)
+    with FlopCounterMode(display=False) as counter:
+        trainer.loss(inputs, labels).backward()
+    found = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    parameters = dict(model.named_parameters())
+    adapters = sum(p.numel() for name, p in parameters.items() if ".lora." in name)
+    first = sum(p.numel() for name, p in parameters.items() if name.startswith("layers.0.mixer.in_proj.weight"))
+    first += sum(p.numel() for name, p in parameters.items() if name.startswith("layers.0.mixer.lora.in_proj.down"))
+    config = model.config
+    rest = 3 * (forward_flops(config, 12) - 2 * matrix_elements(config))
+    assert found == (training_flops(config, 12, adapters) - rest - 2 * first) * inputs.numel()
 
 
 def test_attention_against_torch():
@@ -110,6 +130,29 @@ def test_everything_at_once(here, world, monkeypatch):
     assert trace.name == "steps-2-3.json"
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2 and "aten::mm" in names
+
+
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_a_run_that_continues(here, world, monkeypatch):
+    """TensorBoard shows no step that was lost. Weights & Biases gets the same run, and another one if a run begins anew."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for more, fault in (([], Fault(0, 4, signal.SIGKILL)), (["--resume"], None), (["--exit-interval", "4"], None)):
+        with launched(world, [*TINY, "--tensorboard", "board", "--wandb", "tests", *more], fault) as run:
+            codes, _ = run.wait(*range(world), timeout=60)
+        assert fault or codes == [0] * world, lines("err", world)
+        ids.append(Path("out/wandb/run-id").read_text())
+        log = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+        scalars = EventAccumulator("board").Reload().Scalars("loss")
+        assert [scalar.step for scalar in scalars] == [line["step"] for line in log]
+        assert [scalar.value for scalar in scalars] == pytest.approx([line["loss"] for line in log], rel=1e-6)
+    assert ids[0] == ids[1] != ids[2]
+    assert [len([*Path("out/wandb").glob(f"offline-run-*-{name}")]) for name in ids] == [2, 2, 1]
 
 
 def test_no_peak_no_utilization(here, capsys):

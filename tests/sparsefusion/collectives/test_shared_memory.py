@@ -69,8 +69,8 @@ def assert_sums(memory, x, formats=FORMATS):
 # Sums
 
 
-def all_sums(rank, library=None, sizes=SIZES):
-    """Test sums in all dtypes, sizes and formats; called on each rank."""
+def assert_sums_of_all_sizes(rank, library=None, sizes=SIZES):
+    """Assert on one of all ranks that sums in all dtypes, sizes and formats equal the oracle's."""
     memory = joined(library=library)
     for dtype, n in product(DTYPES, sizes):
         x = random_values(n, rank, dtype)
@@ -81,8 +81,8 @@ def all_sums(rank, library=None, sizes=SIZES):
         assert n == 0 or memory.all_reduce(x).data_ptr() != x.data_ptr()
 
 
-def all_maxima(rank, library=None):
-    """Test maxima in all dtypes, in one piece and in several, with a NaN on the last rank; called on each rank."""
+def assert_maxima(rank, library=None):
+    """Assert on one of all ranks that maxima equal torch's: in all dtypes, one piece and several, a NaN on the last rank."""
     memory = joined(library=library)
     for dtype, n in product(DTYPES, (1, 1000, 140_001)):
         given = [random_values(n, other, dtype) for other in range(memory.size)]
@@ -92,8 +92,8 @@ def all_maxima(rank, library=None):
         assert_same(memory.all_reduce(given[rank], op="max"), expected, n)
 
 
-def all_sums_with_exact(rank, library=None):
-    """Test sums in each format together with an exact sum, also with a long one in two pieces; called on each rank."""
+def assert_sums_with_exact(rank, library=None):
+    """Assert on one of all ranks that sums in each format, with an exact sum of one or two pieces, are the oracle's."""
     memory, dtypes = joined(library=library), cycle((torch.float32, torch.bfloat16, torch.float64))
     shapes = {(7,): torch.float32, (2, 3, 1): torch.float64, (5, 1): torch.bfloat16, (0,): torch.float32}
     long = (3, ((70_001,), torch.float32), "int8")
@@ -111,9 +111,9 @@ def test_other_numbers_of_ranks(ranks, world):
     """Only with the installed library."""
 
     def run(rank):
-        all_sums(rank, sizes=(0, 1, 129, 70_001))
-        all_maxima(rank)
-        all_sums_with_exact(rank)
+        assert_sums_of_all_sizes(rank, sizes=(0, 1, 129, 70_001))
+        assert_maxima(rank)
+        assert_sums_with_exact(rank)
 
     ranks(run, world)
 
@@ -121,18 +121,18 @@ def test_other_numbers_of_ranks(ranks, world):
 @worlds_of_variants
 def test_sums_are_bitwise_those_of_one_shot(ranks, world, library):
     """The input is unchanged, and the output does not share its memory."""
-    ranks(all_sums, world, library)
+    ranks(assert_sums_of_all_sizes, world, library)
 
 
 @worlds_of_variants
 def test_maximum(ranks, world, library):
-    ranks(all_maxima, world, library)
+    ranks(assert_maxima, world, library)
 
 
 @worlds_of_variants
 def test_sums_with_exact(ranks, world, library):
     """Each of the two sums equals one_shot of that tensor alone; they are counted as one call."""
-    ranks(all_sums_with_exact, world, library)
+    ranks(assert_sums_with_exact, world, library)
 
 
 @worlds_of_variants

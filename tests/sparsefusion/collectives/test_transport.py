@@ -1,5 +1,6 @@
 """Models whose ranks communicate in shared memory; oracle: the same models over gloo, whose counts test_counts.py tests."""
 
+import functools
 import re
 from collections import Counter
 from copy import deepcopy
@@ -33,14 +34,12 @@ pytestmark = pytest.mark.skipif(not shared_memory.kernels(), reason=f"no C libra
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
     """directory_of(name): the checkpoint of one of MODELS, created once."""
-    directories = {}
 
+    @functools.cache
     def create(name):
-        if name not in directories:
-            family, changes = MODELS[name]
-            directories[name] = tmp_path_factory.mktemp(name)
-            save_hf(directories[name], family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
-        return directories[name]
+        (family, changes), directory = MODELS[name], tmp_path_factory.mktemp(name)
+        save_hf(directory, family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+        return directory
 
     return create
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from chosen import by_default
 
 import tiny
-from megatron_ssm.checkpoints.pending_gradients import has_pending, pending_writer, read_pending
+from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.configs.layouts import layout
 from megatron_ssm.training.trainer import Trainer
 from sparsefusion.foundation.command_line import Failure
@@ -96,7 +96,7 @@ def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):
         straight = trainer(tp)
         tiny.curve(straight, 12)
-        pending_writer(straight)(tmp_path)
+        PendingFile.of(straight).write(tmp_path)
         torch.save([straight.model.state_dict(), straight.optimizer.state_dict()], tmp_path / f"{rank}.pt")
         rest = tiny.curve(straight, 18, start=12)
         resumed = trainer(tp)
@@ -117,7 +117,7 @@ def write_residuals(ranks, directory, replicas):
     def save(rank):
         made = trainer(1)
         tiny.curve(made, 8)
-        pending_writer(made)(directory)
+        PendingFile.of(made).write(directory)
         return made.fusion.state_dict()["residuals"]
 
     found = ranks(save, replicas)
@@ -194,7 +194,7 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
             read_pending(tmp_path, made)
         dist.barrier()
         made.fusion._session.reducer.feedback.residuals = {"none": torch.ones(3)}
-        pending_writer(made)(tmp_path)
+        PendingFile.of(made).write(tmp_path)
         dist.barrier()
         with pytest.raises(
             ValueError, match="cannot resume from .*a state with 3 elements of 'none'; here it has none"

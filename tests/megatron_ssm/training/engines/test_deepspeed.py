@@ -1,7 +1,5 @@
 """Training in a DeepSpeed engine, in forked ranks on the CPU. Oracle: torch's engine, with the same weights and data."""
 
-import functools
-import json
 import math
 import os
 
@@ -10,22 +8,14 @@ import torch
 from chosen import by_default
 
 import tiny
-from megatron_ssm.checkpoints.training import save_training
+from fp32_runs import FP32, MODELS, close, one_rank, run_of
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.trainer import evaluate
 from sparsefusion.foundation.command_line import Failure
 
-FP32 = 1e-5  # of losses about 4 and gradient norms about 1
-MODELS = {
-    "mamba2": {},
-    "mamba untied": dict(model_type="mamba", untie_embeddings_and_output_weights=True),
-    "mamba2 groups": dict(mamba_num_groups=2),
-}
 SPARSE = dict(gradient_mode="layerwise", gradient_density=0.1)
 BF16 = dict(bf16=True, config={"bf16": {"enabled": True}})
-DIVIDED = dict(  # small enough to divide the tensors of tiny models
-    stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=500, sub_group_size=3000, reduce_bucket_size=2000
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +25,6 @@ def deepspeed():
     package = pytest.importorskip("deepspeed")
     package.utils.logger.setLevel("ERROR")
     return package
-
-
-def run_of(stage, **changes):
-    """The options of a tiny run: `stage` of ZeRO, or torch's engine. Writes DeepSpeed's configuration, in tmp_path."""
-    changes = dict(params_dtype="float32", micro_batch_size=1) | changes
-    if stage == "torch":
-        return tiny.options(**changes)
-    zero = {"stage": stage, **{key: size for key, size in DIVIDED.items() if stage == 3 or "3" not in key}}
-    config = {"zero_optimization": zero, **changes.pop("config", {})}
-    path = changes.pop("folder") / f"zero-{stage}.json"
-    path.write_text(json.dumps(config))
-    return tiny.options(**changes, engine="deepspeed", deepspeed_config=str(path))
-
-
-@functools.cache
-def one_rank(model):
-    """The curve of torch's engine on one rank, with the whole batch at once."""
-    run = run_of("torch", **MODELS[model], micro_batch_size=4)
-    curve = tiny.curve(tiny.trainer(run))
-    assert (curve[1] > run.clip_grad).all(), "clipping was not active"
-    return curve
-
-
-def close(ours, oracle, limit=FP32):
-    """Whether losses agree within `limit`, and gradient norms, the second row if there is one, within three times that."""
-    limits = torch.tensor([limit, 3 * limit])[: len(oracle), None] if oracle.dim() == 2 else limit
-    return bool(((ours - oracle).abs() <= limits).all())
 
 
 # Curves
@@ -74,7 +37,7 @@ def close(ours, oracle, limit=FP32):
      pytest.param(1, 4, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tmp_path, tp, dp, model, stage):
-    """20 clipped steps in micro-batches give the losses and norms of torch's engine."""
+    """Clipped steps in micro-batches give the losses and norms of torch's engine."""
     run = run_of(stage, folder=tmp_path, **MODELS[model])
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
@@ -84,8 +47,8 @@ def test_curves(ranks, tmp_path, tp, dp, model, stage):
 @pytest.mark.parametrize("stage", by_default((1, 3), (0, 1, 2, 3)))
 @pytest.mark.parametrize(
     "tp, cp, less_memory",
-    [(1, 2, dict(recompute_activations=True)), (2, 2, dict(sequence_parallel=True, recompute_activations=True)),
-     pytest.param(2, 1, dict(sequence_parallel=True), marks=pytest.mark.full)],
+    [(1, 2, dict(recompute_activations=True)), (2, 1, dict(sequence_parallel=True)),
+     pytest.param(2, 2, dict(sequence_parallel=True, recompute_activations=True), marks=pytest.mark.full)],
 )  # fmt: skip
 def test_context_and_sequence_parallelism(ranks, tmp_path, tp, cp, less_memory, stage):
     run = run_of(stage, folder=tmp_path, context_parallel_size=cp, **less_memory)
@@ -165,7 +128,7 @@ def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
     def begin(rank):
         trainer = tiny.trainer_on(tp, before)
         tiny.curve(trainer, 3)
-        save_training(tmp_path, 3, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(tmp_path, 3, trainer.model, trainer.checkpoint_state(), {}).write()
 
     def go_on(rank):
         trainer = tiny.trainer_on(dp, after)
@@ -186,7 +149,7 @@ def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage, model):
     def train(rank):
         trainer = tiny.trainer_on(tp, run)
         tiny.curve(trainer, 2)
-        save_training(tmp_path, 2, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(tmp_path, 2, trainer.model, trainer.checkpoint_state(), {}).write()
         straight = tiny.curve(trainer, 4, start=2)
         again = tiny.trainer_on(tp, run)
         again.load(tmp_path / "step-000002", 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from megatron_ssm.checkpoints.training import save_training
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
@@ -51,7 +51,7 @@ def close(a, b):
      pytest.param(2, 2, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """20 clipped steps, in micro-batches."""
+    """Clipped steps, in micro-batches."""
     run = tiny.options(**MODELS[model], engine="megatron", micro_batch_size=1, context_parallel_size=cp)
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
@@ -66,7 +66,7 @@ def test_checkpoints(ranks, tmp_path, tp, dp):
     def begin(rank, run, folder):
         trainer = tiny.trainer_on(tp, run)
         tiny.curve(trainer, 3)
-        save_training(folder, 3, trainer.model, trainer.checkpoint_state(), {})
+        Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
 
     def go_on(rank, run, folder):
         trainer = tiny.trainer_on(1, run)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.cpp_extension import _get_build_directory
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
-SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "pretrain.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "examples" / "pretrain.py"
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 4 --log-interval 1 --device cpu --data text""".split()
 
@@ -115,33 +116,22 @@ def test_configurations_that_differ_between_ranks(ranks, world):
 # Under launchers
 
 
-def stale_lock(environment):
-    """Leave the lock of a killed build of DeepSpeed's extension where a build of these processes would wait for it."""
-    program = "from torch.utils.cpp_extension import _get_build_directory as d; print(d('deepspeed_shm_comm', False))"
-    folder = subprocess.run(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    lock = Path(folder.stdout.strip(), "lock")
+def launched(monkeypatch, *command):
+    """A command's result, and that it neither took the lock of a killed build of DeepSpeed's extension nor waited for it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(Path("extensions").resolve()))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    lock = Path(_get_build_directory("deepspeed_shm_comm", False), "lock")
     lock.touch()
-    return lock
-
-
-def launched(*command):
-    """A command's result, and that it neither took a stale lock nor waited for it."""
-    binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(Path("extensions").resolve()), "PATH": binaries}
-    lock = stale_lock(environment)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert [path for path in Path("extensions").resolve().rglob("*") if path.is_file()] == [lock]
     return done
 
 
-def test_under_the_deepspeed_launcher():
+def test_under_the_deepspeed_launcher(monkeypatch):
     """Two tensor-parallel ranks, with ZeRO 2."""
     command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
-    done = launched(
-        *command, *TINY, "--out", "out", "--log", "out.jsonl", *flags(2), "--tensor-model-parallel-size", "2"
-    )
+    more = ["--out", "out", "--log", "out.jsonl", "--tensor-model-parallel-size", "2"]
+    done = launched(monkeypatch, *command, *TINY, *flags(2), *more)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 tensor x 1 data-parallel ranks" in done.stdout and "saved out\n" in done.stdout
     pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
@@ -150,21 +140,21 @@ def test_under_the_deepspeed_launcher():
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "alone"])
-def test_without_the_deepspeed_launcher(launcher):
+def test_without_the_deepspeed_launcher(monkeypatch, launcher):
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     run = run if launcher == "torchrun" else [sys.executable]
-    done = launched(*run, SCRIPT, *TINY, "--out", "out", "--log", "out.jsonl", *flags(3))
+    done = launched(monkeypatch, *run, SCRIPT, *TINY, "--out", "out", "--log", "out.jsonl", *flags(3))
     assert (done.returncode, done.stderr) == (0, "")
     pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
     assert losses("out") == pytest.approx(losses("alone"), abs=1e-5)
 
 
 @pytest.mark.full
-def test_an_error_under_the_deepspeed_launcher():
+def test_an_error_under_the_deepspeed_launcher(monkeypatch):
     """One line, and the exit code 2."""
     Path("zero-1.json").write_text('{"train_batch_size": 5}')
     command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
-    done = launched(*command, *TINY, "--out", "out", *flags(1))
+    done = launched(monkeypatch, *command, *TINY, "--out", "out", *flags(1))
     assert done.returncode == 2
     line = "pretrain.py: zero-1.json: train_batch_size 5 contradicts --global-batch-size 4\n"
     assert line in done.stderr and "Traceback" not in done.stderr

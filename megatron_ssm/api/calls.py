@@ -1,0 +1,195 @@
+"""From a request's JSON to the sequences that it asks for."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ssm.inference.grammar import Grammar
+
+from .chat_template import ChatTemplate
+from .errors import ApiError, bad_request
+from .parameters import CHAT, checked
+from .sequences import Arguments, Sequence
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that a server serves. name: what clients call it; stop_tokens: the ids that end a text.
+
+    shares_prefixes: whether the prefix cache is shared by the users of different API keys.
+    """
+
+    name: str
+    tokenizer: "Tokenizer"
+    vocab_size: int
+    stop_tokens: tuple[int, ...]
+    max_length: int
+    template: ChatTemplate
+    shares_prefixes: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a request asks for. prompts: the text and the ids of each. sequences: the replies, those to one prompt together.
+
+    values: the parameters, see `parameters.checked`. logprobs: how many alternatives of each token, or None.
+    """
+
+    endpoint: str
+    values: dict[str, Any]
+    prompts: list[tuple[str, list[int]]]
+    sequences: list[Sequence]
+    logprobs: int | None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == CHAT
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return _stop_strings(self.values)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the new token, which the engine always makes, was not asked for."""
+        return self.values["max_tokens"] == 0
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the reply shows its tokens one by one, beside its text."""
+        return self.logprobs is not None or self.values["return_token_ids"]
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool((self.values["stream_options"] or {}).get("include_usage"))
+
+
+def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
+    """The call that a request's JSON means. owner: who made it, see `Keys.owner`. ApiError 400, or 404 for another model."""
+    values = checked(endpoint, body)
+    if values["model"] not in (None, served.name):
+        raise ApiError(
+            404, f"there is no model {values['model'][:100]!r} here, only {served.name!r}", "model", "model_not_found"
+        )
+    if values["stream_options"] is not None and not values["stream"]:
+        raise bad_request("stream_options are for streams only", "stream_options")
+    logprobs = _logprobs(endpoint, values)
+    prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values["prompt"], served)
+    most = [_new_tokens(endpoint, values, len(ids), served.max_length) for _, ids in prompts]
+    shared: dict[str, Any] = dict(
+        temperature=values["temperature"],
+        top_k=values["top_k"] or None,
+        top_p=values["top_p"] if values["top_p"] < 1 else None,
+        repetition_penalty=values["repetition_penalty"],
+        stop_tokens=() if values["ignore_eos"] else served.stop_tokens,
+        stop_strings=_stop_strings(values),
+        logit_bias=_logit_bias(values["logit_bias"], served.vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs is not None and bool(values.get("echo")),
+        grammar=_grammar(values),
+        prefix_key="" if served.shares_prefixes else owner,
+    )
+    seed = secrets.randbits(62) if values["seed"] is None else values["seed"]
+    rows = [(ids, new) for (_, ids), new in zip(prompts, most, strict=True) for _ in range(values["n"])]
+    sequences = [Sequence(Arguments(ids, new, seed + i, **shared), i) for i, (ids, new) in enumerate(rows)]
+    return Call(endpoint, values, prompts, sequences, logprobs)
+
+
+def _prompts(prompt: Any, served: Served) -> list[tuple[str, list[int]]]:
+    """The text and the ids of each prompt of a completion."""
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts = []
+    for each in [prompt] if is_one else prompt:
+        if isinstance(each, str):
+            prompts.append((each, served.tokenizer.encode(each).ids))
+        else:
+            wrong = next((token for token in each if token >= served.vocab_size), None)
+            if wrong is not None:
+                raise bad_request(f"token id {wrong} is outside the vocabulary of {served.vocab_size}", "prompt")
+            prompts.append((served.tokenizer.decode(each, skip_special_tokens=False), each))
+    if not all(ids for _, ids in prompts):
+        raise bad_request("a prompt has no tokens", "prompt")
+    return prompts
+
+
+def _chat_prompt(values: dict[str, Any], served: Served) -> list[tuple[str, list[int]]]:
+    """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
+    text = served.template.render([_plain(message) for message in values["messages"]])
+    ids = served.tokenizer.encode(text, add_special_tokens=False).ids
+    if not ids:
+        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+    return [(text, ids)]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are null, whose content is one text."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "".join(part["text"] for part in plain["content"])
+    return plain
+
+
+def _new_tokens(endpoint: str, values: dict[str, Any], prompt: int, longest: int) -> int:
+    """How many tokens may follow a prompt of this length."""
+    wanted, name = values["max_tokens"], "max_tokens"
+    if endpoint == CHAT and values["max_completion_tokens"] is not None:
+        wanted, name = values["max_completion_tokens"], "max_completion_tokens"
+    if wanted == 0 and not values["echo"]:
+        raise bad_request("max_tokens=0 is for echo only", "max_tokens")
+    new = max(1, longest - prompt if wanted is None else wanted)
+    if prompt + new > longest:
+        raise bad_request(
+            f"the prompt has {prompt} tokens, and {new} new ones do not fit: a request may have {longest} together",
+            name, "context_length_exceeded",
+        )  # fmt: skip
+    return new
+
+
+def _logprobs(endpoint: str, values: dict[str, Any]) -> int | None:
+    """How many alternatives of each token are to be returned with their log-probabilities; None: no log-probabilities."""
+    if endpoint != CHAT:
+        return values["logprobs"]
+    if values["top_logprobs"] is not None and not values["logprobs"]:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    return (values["top_logprobs"] or 0) if values["logprobs"] else None
+
+
+def _stop_strings(values: dict[str, Any]) -> tuple[str, ...]:
+    stop = values["stop"] or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    """{token id: bias} from JSON, whose names are strings."""
+    for token in biases or ():
+        if not (token.isascii() and token.isdecimal() and len(token) < 20 and int(token) < vocab_size):
+            raise bad_request(f"logit_bias: {token[:20]!r} is no id of the vocabulary of {vocab_size}", "logit_bias")
+    return {int(token): float(bias) for token, bias in biases.items()} if biases else None
+
+
+def _grammar(values: dict[str, Any]) -> tuple[str, str] | None:
+    """The kind and the text of the grammar that the reply must match, or None."""
+    found = []
+    form = values["response_format"] or {"type": "text"}
+    if form["type"] == "json_schema":
+        if form.get("json_schema") is None:
+            raise bad_request("response_format needs the field json_schema", "response_format")
+        found.append(("response_format", ("json_schema", json.dumps(form["json_schema"]["schema"]))))
+    elif form["type"] == "json_object":
+        found.append(("response_format", ("json_object", "")))
+    for name, kind in dict(guided_regex="regex", guided_grammar="lark").items():
+        if values[name] is not None:
+            found.append((name, (kind, values[name])))
+    if len(found) > 1:
+        raise bad_request(f"{found[0][0]} and {found[1][0]} exclude each other", found[1][0])
+    for name, grammar in found:
+        try:
+            Grammar(*grammar)
+        except ValueError as error:
+            raise bad_request(f"{name}: {error}", name) from None
+    return found[0][1] if found else None

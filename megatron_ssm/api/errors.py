@@ -1,0 +1,35 @@
+"""Errors as OpenAI's clients expect them: an HTTP status, and a JSON object that says what is wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+}  # of other errors: those of the request, or of the server
+
+
+class ApiError(Exception):
+    """A reply that is an error. status: HTTP's. param: the parameter that is wrong. code: a name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error for a request that can never succeed."""
+    return ApiError(400, message, param, code)

@@ -1,0 +1,95 @@
+"""The sequences that a client asks for: the arguments of each for the engine, and what comes back.
+
+The arguments are values that JSON can carry, so that every rank makes the same request from them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.grammar import Grammar
+from megatron_ssm.inference.request import Request
+from megatron_ssm.inference.sampling import Sampling
+
+from .errors import ApiError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `Engine.add`; seed is given, because ranks that draw one would draw different ones.
+
+    grammar: the kind and the text of a `Grammar`, or None.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    seed: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    grammar: tuple[str, str] | None = None
+    prefix_key: str = ""
+
+    def request(self, engine: Engine) -> Request:
+        """The request, which is not queued yet. ValueError or FileNotFoundError if the engine cannot serve it."""
+        return engine.make_request(
+            self.prompt,
+            self.max_new_tokens,
+            Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty),
+            self.stop_tokens,
+            self.stop_strings,
+            self.seed,
+            min_new_tokens=0,
+            logit_bias=self.logit_bias,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=None if self.grammar is None else Grammar(*self.grammar),
+            prefix_key=self.prefix_key,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for `json.dumps`."""
+        return vars(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Arguments":
+        """The arguments that became these values by `to_json`, `json.dumps` and `json.loads`."""
+        bias = values.pop("logit_bias")  # JSON's names are strings
+        return cls(**values, logit_bias=None if bias is None else {int(token): each for token, each in bias.items()})
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence that a client has asked for. index: which of the client's replies it is.
+
+    Only the driver's thread uses `request`, the request in the engine, and `reported`, how many of its tokens it has handed
+    over.
+    """
+
+    arguments: Arguments
+    index: int = 0
+    request: Request | None = None
+    reported: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of a sequence: tokens; why it has finished, or None; the error that has ended it, or None.
+
+    reused: how many tokens of the prompt a prefix cache has saved from being read. logprobs and prompt_logprobs: see
+    `Request`; those of the prompt come with the first token.
+    """
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    finished: str | None = None
+    error: ApiError | None = None
+    reused: int = 0
+    logprobs: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)

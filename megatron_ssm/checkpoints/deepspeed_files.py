@@ -1,0 +1,242 @@
+"""DeepSpeed's own checkpoints, as `engine.save_checkpoint` writes them: read for any number of ranks, without DeepSpeed.
+
+A checkpoint is a folder with files of each model-parallel rank, which are our tensor-parallel ranks, and of its replicas:
+
+| ZeRO | trained parameters in fp32, and AdamW's moments | frozen parameters |
+|---|---|---|
+| 0 | in the model states: parameters by name, moments in the optimizer's order | by name in the model states |
+| 1, 2 | in the optimizer states: a flat tensor of each group, of which each replica has a part | likewise |
+| 3 | in the optimizer states: flat tensors, in which each replica has a part of every parameter | parts in model states |
+
+torch.load(weights_only=True) reads them. Objects of DeepSpeed's classes, which hold settings, become `Placeholder`s, so no
+code of a file or of DeepSpeed runs; a file with objects of other classes is refused.
+
+Source: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19, which joins the parameters but loads any pickled object.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .agreement import first_line
+from .training import MOMENTS
+
+MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+NAMES = "parameter_names"  # what our checkpoints with ZeRO 0 say in addition: the parameters in the optimizer's order
+
+Part = dict[str, dict[str, torch.Tensor]]  # {parameter: {"model", "exp_avg", "exp_avg_sq": tensor}}
+
+
+class Placeholder:
+    """In the place of an object of one of DeepSpeed's classes."""
+
+    def __new__(cls, *_: object) -> "Placeholder":
+        """Of any arguments."""
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """What was read. parts: for each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no
+    moments. step: how many steps the engine has done. optimizer_steps: how many the optimizer has done (0: not read).
+    """
+
+    step: int
+    optimizer_steps: int
+    parts: list[Part]
+
+
+def is_deepspeed(path: str | Path) -> bool:
+    """Whether a folder is a checkpoint of DeepSpeed's, or holds some and a file `latest` with the name of one."""
+    path = Path(path)
+    return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def read_deepspeed(path: str | Path, with_moments: bool = True) -> DeepSpeedCheckpoint:
+    """Read a checkpoint whole. ValueError or FileNotFoundError, with one line, if that is not possible."""
+    folder = _folder(Path(path))
+    models, optimizers = _files(folder, MODEL_STATES), _files(folder, OPTIMIZER_STATES)
+    if not models:
+        raise FileNotFoundError(f"{folder} holds no model states of DeepSpeed")
+    parts: list[Part] = []
+    steps, optimizer_steps = set(), set()
+    for rank in sorted(models):
+        states = [_load(file) for file in models[rank]]
+        optimizer_states = [_load(file) for file in optimizers.get(rank, [])]
+        try:
+            partitions = [each["optimizer_state_dict"] for each in optimizer_states]
+            _check_complete(folder, states[0], len(models), partitions)
+            steps.add(states[0]["global_steps"])
+            part, done = _part(states, partitions, with_moments)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{folder} is damaged, or not of an AdamW in DeepSpeed 0.19 ({reason})") from None
+        parts.append(part)
+        optimizer_steps.add(done)
+    if len(steps) > 1 or len(optimizer_steps) > 1:
+        raise ValueError(f"{folder} holds files of several steps: {sorted(steps)}, {sorted(optimizer_steps)}")
+    return DeepSpeedCheckpoint(steps.pop(), optimizer_steps.pop(), parts)
+
+
+def step_of_deepspeed(path: str | Path) -> int:
+    """The number of steps that a checkpoint has done; errors as `read_deepspeed`."""
+    folder = _folder(Path(path))
+    models = _files(folder, MODEL_STATES)
+    step = _load(models[0][0]).get("global_steps") if 0 in models else None
+    if type(step) is not int:
+        raise ValueError(f"{folder} holds no model states of DeepSpeed with a number of steps")
+    return step
+
+
+# Files
+
+
+def _folder(path: Path) -> Path:
+    """The folder of the checkpoint that `path` is, or that its file `latest` names."""
+    if not (path / "latest").is_file():
+        return path
+    name = (path / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    if Path(name).name != name or not (path / name).is_dir():
+        raise ValueError(f"{path / 'latest'} names {name!r}, which is no folder beside it")
+    return path / name
+
+
+def _files(folder: Path, pattern: re.Pattern) -> dict[int, list[Path]]:
+    """{model-parallel rank: the files of its replicas}. ValueError if the files of one are missing."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in folder.glob("*.pt"):
+        if match := pattern.fullmatch(path.name):
+            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
+    for rank, files in found.items():
+        if sorted(files) != list(range(len(files))) or sorted(found) != list(range(len(found))):
+            raise ValueError(
+                f"{folder} lacks files: of model-parallel rank {rank} it has those of replicas {sorted(files)}"
+            )
+    return {rank: [files[replica] for replica in sorted(files)] for rank, files in found.items()}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The contents of a file, whose tensors are mapped from it; ValueError if it cannot be read without running code."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if foreign := [name for name in unknown if not name.startswith("deepspeed.")]:
+            raise ValueError(f"it holds an object of {foreign[0]}, which is not loaded because that could run any code")
+        with torch.serialization.safe_globals([(Placeholder, name) for name in unknown]):
+            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:  # torch's text is many lines of advice
+        raise ValueError(f"cannot read {path}: it is damaged, or holds more than tensors and settings") from None
+    except Exception as error:  # a damaged or foreign pickle may raise anything
+        raise ValueError(f"cannot read {path}: {first_line(error)}") from None
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} is not a file of DeepSpeed's")
+    return contents
+
+
+def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions: list[dict[str, Any]]) -> None:
+    """ValueError if files of a rank are missing."""
+    if states["mp_world_size"] != ranks:
+        raise ValueError(f"{folder} holds {ranks} of the model states of {states['mp_world_size']} ranks")
+    if states["optimizer"] is None:
+        count = partitions[0]["partition_count"] if partitions else "all"
+        count = max(count) if isinstance(count, list) else count
+        if count != len(partitions):
+            raise ValueError(f"{folder} holds {len(partitions)} of the optimizer states of {count} replicas")
+
+
+# Parameters and moments
+
+
+def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_moments: bool) -> tuple[Part, int]:
+    """(the parameters of one model-parallel rank, how many steps the optimizer has done).
+
+    states, partitions: the contents of the model states and the optimizer states of its replicas.
+    """
+    kinds = ("model", *MOMENTS) if with_moments else ("model",)
+    if not partitions:
+        named = _named(states[0])
+        if not with_moments:
+            return named, 0
+        optimizer = states[0]["optimizer"]
+        _add_moments(named, states[0], optimizer["state"])
+        return named, _steps(optimizer["state"])
+    if "fp32_flat_groups" in partitions[0]:
+        inner = [partition["optimizer_state_dict"]["state"] for partition in partitions]
+        flat = {"model": [partition["fp32_flat_groups"] for partition in partitions]}
+        join, part = _join_stage_3, _frozen(states)
+    else:
+        bases = [partition["base_optimizer_state"] for partition in partitions]
+        inner = [base["state"] if isinstance(base, dict) else dict(enumerate(base)) for base in bases]
+        flat = {"model": [partition["single_partition_of_fp32_groups"] for partition in partitions]}
+        join, part = _join_stage_1, _named(states[0])
+    for kind in kinds[1:]:
+        flat[kind] = [[state[index][kind] for index in range(len(state))] for state in inner]
+    for kind in kinds:
+        for name, tensor in join(states[0]["param_shapes"], flat[kind], partitions[0]):
+            part.setdefault(name, {})[kind] = tensor
+    return part, _steps(inner[0]) if with_moments else 0
+
+
+def _steps(state: dict[int, dict[str, Any]]) -> int:
+    """How many steps an optimizer has done."""
+    return int(state[0]["step"])
+
+
+def _named(states: dict[str, Any]) -> Part:
+    """The parameters that stand in the model states by their names."""
+    return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
+
+
+def _add_moments(part: Part, states: dict[str, Any], moments: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Add those of ZeRO 0, which stand in the optimizer's order. ValueError if nothing says which order that is."""
+    names = states[NAMES] if NAMES in states else list(part)
+    if len(moments) != len(names) or (NAMES not in states and len(states["optimizer"]["param_groups"]) > 1):
+        raise ValueError(
+            "with ZeRO 0 DeepSpeed does not say which parameters the optimizer's state belongs to; begin with the weights: "
+            "megatron-ssm convert, then --init-from"
+        )
+    for name, held in zip(names, (moments[index] for index in range(len(names))), strict=True):
+        part[name] |= {kind: held[kind] for kind in MOMENTS}
+
+
+Flat = list[list[torch.Tensor]]  # of each replica, its part of each group
+
+
+def _join_stage_1(
+    shapes: list[dict[str, torch.Size]], flat: Flat, partition: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) from ZeRO 1 or 2: the replicas' parts of a group, one behind the other, are its parameters."""
+    paddings = partition.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    for index, group in enumerate(shapes):
+        whole = torch.cat([groups[index] for groups in flat])
+        offset = 0
+        for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
+            yield name, whole[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel() + padding
+
+
+def _join_stage_3(
+    shapes: list[dict[str, torch.Size]], flat: Flat, partition: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) from ZeRO 3: of each parameter in turn, every replica has an equally long part."""
+    vectors, offset = [torch.cat([part.flatten() for part in groups]) for groups in flat], 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        length = math.ceil(shape.numel() / len(vectors))
+        whole = torch.cat([vector[offset : offset + length] for vector in vectors])
+        yield name, whole[: shape.numel()].view(shape)
+        offset += length
+
+
+def _frozen(states: list[dict[str, Any]]) -> Part:
+    """The parameters that ZeRO 3 does not update; each replica's model states have a part of them."""
+    part: Part = {}
+    for name, shape in (states[0]["frozen_param_shapes"] or {}).items():
+        pieces = [replica["frozen_param_fragments"][name].flatten() for replica in states]
+        part[name] = {"model": torch.cat(pieces)[: shape.numel()].view(shape)}
+    return part

@@ -1,0 +1,116 @@
+"""DeepSpeed's own checkpoints in our models: into a model in training, or as the tensors of a Hugging Face directory."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import Field, aliases, field_of, hf_shapes, layout
+from megatron_ssm.models.model import Model
+
+from .agreement import run_on_every_rank
+from .deepspeed_files import DeepSpeedCheckpoint, Part, is_deepspeed, read_deepspeed
+from .training import MOMENTS, GatheredState, load_training, state_to_fill
+
+# Into a model in training
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState
+) -> None:
+    """`load_training`, or the same from a checkpoint of DeepSpeed's, of any number of model-parallel ranks and replicas.
+
+    Its module is our model, or holds it: names end in those of our parameters. It has no random state. Every rank reads all
+    of its files on the CPU; ValueError on every rank if one of them cannot, or if the parameters are not those of the model.
+    Gathers the ranks' errors over the default group, as pickles.
+    """
+    if not is_deepspeed(path):
+        return load_training(path, step, model, optimizer)
+    fields = {field_of(parameter).name: field_of(parameter) for parameter in model.parameters()}
+    frozen = {field_of(parameter).name for parameter in model.parameters() if not parameter.requires_grad}
+
+    def read() -> DeepSpeedCheckpoint:
+        saved = read_deepspeed(path)
+        parts = [_under_our_names(part, rank, len(saved.parts), fields) for rank, part in enumerate(saved.parts)]
+        for name, tensors in parts[0].items():
+            if name not in frozen and not tensors.keys() >= {*MOMENTS}:
+                raise ValueError(f"{name} has no moments")
+        return DeepSpeedCheckpoint(saved.step, saved.optimizer_steps, parts)
+
+    saved = run_on_every_rank(read, f"cannot resume from {path}", ValueError)
+    for entry, target in state_to_fill(model, optimizer, saved.optimizer_steps).items():
+        kind, _, name = entry.partition(".")
+        if name in fields:
+            whole = _whole(fields[name], [part[name][kind] for part in saved.parts])
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.copy_(whole[fields[name].piece(model.ranks.rank, model.ranks.size)])
+    return None
+
+
+def _under_our_names(part: Part, rank: int, ranks: int, fields: dict[str, Field]) -> Part:
+    """The parameters of model-parallel rank `rank`, without the prefix of our names. ValueError unless they are `fields`."""
+    first = next(iter(fields))
+    prefix = next((name.removesuffix(first) for name in part if name.endswith(first)), "")
+    ours = {name.removeprefix(prefix): tensors for name, tensors in part.items()}
+    if missing := sorted(fields.keys() - ours.keys()):
+        raise ValueError(f"it has no {missing[0]}; a model of transformers is converted first: megatron-ssm convert")
+    if unused := sorted(ours.keys() - fields.keys()):
+        raise ValueError(f"it has {unused[0]}, which this model does not have")
+    for name, tensors in ours.items():
+        expected = fields[name].local_shape(rank, ranks)
+        if wrong := [tensor for tensor in tensors.values() if tuple(tensor.shape) != expected]:
+            raise ValueError(
+                f"{name} is {tuple(wrong[0].shape)} on rank {rank} of {ranks}, and in this model {expected}"
+            )
+    return ours
+
+
+def _whole(field: Field, pieces: list[torch.Tensor]) -> torch.Tensor:
+    """A whole parameter from the pieces of all model-parallel ranks."""
+    if field.split is None or len(pieces) == 1:
+        return pieces[0]
+    whole = torch.empty(field.shape, dtype=pieces[0].dtype)
+    for rank, piece in enumerate(pieces):
+        whole[field.piece(rank, len(pieces))] = piece
+    return whole
+
+
+# Into Hugging Face's tensors
+
+
+def hugging_face_tensors(path: str | Path, config: Config) -> dict[str, tuple[str, torch.Tensor]]:
+    """{Hugging Face's name: (names in the checkpoint, tensor)} of a checkpoint of our model, or of transformers'.
+
+    ValueError if the checkpoint is not of such a model.
+    """
+    parts, fields = read_deepspeed(path, with_moments=False).parts, list(layout(config))
+    shapes = hf_shapes(fields)
+    named = {hf: next((name for name in aliases(config, hf) if name in parts[0]), None) for hf in shapes}
+    if len(parts) == 1 and all(named.values()):
+        return _of_transformers(parts[0], config, named, shapes)
+    by_name = {field.name: field for field in fields}
+    ours = [_under_our_names(part, rank, len(parts), by_name) for rank, part in enumerate(parts)]
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    for field in fields:
+        whole = _whole(field, [part[field.name]["model"] for part in ours])
+        names, tensor = found.get(field.hf, ("", torch.empty(shapes[field.hf], dtype=whole.dtype)))
+        field.write(tensor, whole, 0, 1)
+        found[field.hf] = (f"{names} {field.name}".lstrip(), tensor)
+    return found
+
+
+def _of_transformers(
+    part: Part, config: Config, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """`hugging_face_tensors` of a checkpoint whose names are Hugging Face's."""
+    known: Iterable[str] = {name for hf in shapes for name in aliases(config, hf)}
+    if unused := sorted(part.keys() - set(known)):
+        raise ValueError(f"it has {unused[0]}, which a {config.family} model does not have")
+    found = {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}
+    for hf, (name, tensor) in found.items():
+        if tuple(tensor.shape) != shapes[hf]:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, its configuration says {shapes[hf]}")
+    return found

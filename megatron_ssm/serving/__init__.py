@@ -1,0 +1,6 @@
+"""The HTTP server: the interface of `api` over an `Engine`, its limits, and what it does on faults.
+
+In: HTTP requests on rank 0. Out: replies, whole or streamed, and metrics. `app.py` has the routes and `service.py` the
+limits; both run in asyncio's thread. `driver.py` steps the engine in a thread of its own, and the other ranks follow.
+May import: configs, parallel, inference, checkpoints, diagnostics, api.
+"""

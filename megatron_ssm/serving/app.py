@@ -1,0 +1,112 @@
+"""The routes of the server, and how errors become replies."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_ssm.api.calls import Served
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.openapi import description
+from megatron_ssm.api.parameters import BY_ENDPOINT
+
+from .endpoint import Endpoint
+from .keys import Keys
+from .metrics import Metrics
+from .service import Service
+
+
+def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> ASGIApp:
+    """The ASGI application. Paths under /v1 need an API key, if there are keys; the others do not."""
+
+    async def health(request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        return _json(
+            {"status": "ready"} if service.is_ready else {"status": "unavailable"}, 200 if service.is_ready else 503
+        )
+
+    async def metrics_text(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(request: Request) -> Response:
+        return _json(description(_version()))
+
+    async def models(request: Request) -> Response:
+        keys.owner(request.headers.get("authorization"))
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "megatron-ssm",
+                 "max_model_len": served.max_length}  # fmt: skip
+        wanted = request.path_params.get("model")
+        if wanted is None:
+            return _json({"object": "list", "data": [model]})
+        if wanted != served.name:
+            raise ApiError(
+                404, f"there is no model {wanted[:100]!r} here, only {served.name!r}", "model", "model_not_found"
+            )
+        return _json(model)
+
+    get = {"/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi, "/v1/models": models,
+           "/v1/models/{model:path}": models}  # fmt: skip
+    routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
+    for name in BY_ENDPOINT:
+        routes.append(Route(f"/v1/{name}", Endpoint(name, service, served, keys, metrics), methods=["POST"]))
+    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
+    return _Counted(Starlette(routes=routes, exception_handlers=handlers), metrics, {route.path for route in routes})
+
+
+class _Counted:
+    """Counts the requests by path and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 499  # unless a reply begins
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.count_request(path, status)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """For a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    return _json(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """For an error of the program; the traceback goes to the log."""
+    return _json(ApiError(500, "the server has failed to handle the request").body, 500)
+
+
+def _version() -> str:
+    try:
+        return version("megatron-ssm")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,74 @@
+"""What rank 0 tells the other ranks before each step of their engines."""
+
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ssm.api.sequences import Arguments
+from megatron_ssm.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What changes before a step, the same on every rank. additions: the arguments of new requests, in their order.
+
+    cancellations: the ids of requests. is_last: there is no further step.
+    """
+
+    additions: tuple[Arguments, ...] = ()
+    cancellations: tuple[int, ...] = ()
+    is_last: bool = False
+
+    def encode(self) -> bytes:
+        """The message to the other ranks: JSON, or nothing if nothing changes."""
+        if self == Orders():
+            return b""
+        return json.dumps(
+            {"add": [each.to_json() for each in self.additions], "cancel": self.cancellations, "last": self.is_last}
+        ).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> "Orders":
+        """The orders in a message."""
+        if not message:
+            return cls()
+        values = json.loads(message)
+        return cls(tuple(map(Arguments.from_json, values["add"])), tuple(values["cancel"]), values["last"])
+
+
+class Channel:
+    """Messages from rank 0 to the other tensor-parallel ranks; all of them make it together, and use it in one thread.
+
+    A message is sent as its length and, unless that is 0, its bytes. While the engines are busy, the length goes through
+    the ranks' shared memory, if they have any, in microseconds. Otherwise it is broadcast by gloo, in which a rank waits
+    without using its processor.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._rank, self._memory, self._group = ranks.rank, ranks.memory, ranks.group
+        if self._group is not None and dist.get_backend(self._group) != "gloo":
+            self._group = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
+
+    def send(self, message: bytes, is_busy: bool) -> None:
+        """Rank 0 sends a message. is_busy: whether the engine is, which is the same on all ranks."""
+        if self._group is not None:
+            self._length(len(message), is_busy)
+            if message:
+                dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), group=self._group, group_src=0)
+
+    def receive(self, is_busy: bool) -> bytes:
+        """The other ranks receive it. RuntimeError if rank 0 has died, or has sent nothing within the group's time-out."""
+        buffer = torch.empty(self._length(0, is_busy), dtype=torch.uint8)
+        if len(buffer):
+            dist.broadcast(buffer, group=self._group, group_src=0)
+        return buffer.numpy().tobytes()
+
+    def _length(self, length: int, is_busy: bool) -> int:
+        """Rank 0's `length`, on every rank."""
+        tensor = torch.tensor([length])
+        if is_busy and self._memory is not None:
+            return int(self._memory.all_gather(tensor)[0])
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return int(tensor)

@@ -1,0 +1,159 @@
+"""The command `megatron-ssm serve`, on every rank."""
+
+import hashlib
+import ipaddress
+import logging
+import signal
+import socket
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ssm.api.calls import Served
+from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.checkpoints.agreement import run_and_compare
+from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.configs.config import Config, read_for_ranks
+from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
+from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.parallel.heartbeat import watched
+from sparsefusion.foundation.command_line import Printer
+
+from .channel import Channel
+from .driver import follow
+from .keys import Keys
+from .lifecycle import run_server
+from .service import Limits, Service
+
+log = logging.getLogger(__name__)
+
+LOST_RANK_S = 30.0  # without a sign of life from a rank, where a launcher has started the ranks
+
+
+def serve(arguments: Namespace) -> None:
+    """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
+
+    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. RuntimeError: a rank
+    was lost.
+    """
+    ranks = launched_ranks()
+    if arguments.tp not in (None, ranks):
+        raise ValueError(f"--tp {arguments.tp}: there are {ranks} ranks, and a server uses all of them for one model")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
+    try:
+        join(ranks, device, init_method=arguments.rendezvous)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        rank = 0 if group is None else dist.get_rank()
+        inputs = run_and_compare(
+            lambda: _Inputs.read(arguments, ranks, rank), lambda read: read.fingerprint, [group], device_of_rank(device)
+        )
+        model = load(arguments.model, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
+                     weights=arguments.weights)  # fmt: skip
+        with watched(LOST_RANK_S), model:
+            engine = Engine(model, **inputs.engine)
+            channel = Channel(model.ranks)
+            if rank:
+                _leave_signals_to_rank_0()
+                follow(engine, channel)
+            else:
+                log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
+                _serve_on_rank_0(engine, channel, inputs, arguments)
+    finally:
+        shut_down()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
+
+    listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
+    """
+
+    served: Served
+    keys: Keys
+    listener: socket.socket | None
+    engine: dict[str, Any]
+    fingerprint: tuple
+
+    @classmethod
+    def read(cls, arguments: Namespace, ranks: int, rank: int) -> "_Inputs":
+        """Read them on this rank; ValueError or OSError if one of them is wrong."""
+        directory = Path(arguments.model)
+        config = read_for_ranks(arguments.model, ranks)
+        served = _served(arguments, directory, config)
+        is_first = rank == 0
+        keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
+        listener = bind(arguments.host, arguments.port) if is_first else None
+        checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+        engine = dict(
+            slots=arguments.slots, max_length=arguments.max_length, token_budget=arguments.token_budget,
+            prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
+        )  # fmt: skip
+        return cls(served, keys, listener, engine, (config, checksum, engine))
+
+
+def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
+    """What is served; ValueError or FileNotFoundError if the directory lacks something."""
+    tokenizer = load_tokenizer(directory)
+    check_fits(tokenizer, config)
+    return Served(
+        arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
+        stop_tokens(directory, config), arguments.max_length, ChatTemplate(directory), arguments.share_prefixes,
+    )  # fmt: skip
+
+
+def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace) -> None:
+    """Answer HTTP requests, and say where."""
+    listener = inputs.listener
+    assert listener is not None, "rank 0 has bound it"
+    limits = Limits(
+        arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout
+    )
+    if not (_is_loopback(arguments.host) or arguments.api_key_file):
+        log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    where = f"http://{host}:{listener.getsockname()[1]}"
+    size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
+
+    def announce() -> None:
+        Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
+
+    run_server(
+        engine, channel, inputs.served, inputs.keys, Service(limits), listener, arguments.drain_timeout, announce
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
+
+    ValueError if that is not possible.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _leave_signals_to_rank_0() -> None:
+    """Ignore signals that whoever started the ranks sends to all of them: rank 0 ends its work first, then the others."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,175 @@
+"""The endpoints that generate: an HTTP request in, a JSON object or a stream of events out."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from megatron_ssm.api.calls import Call, Served, read_call
+from megatron_ssm.api.errors import ApiError, bad_request
+from megatron_ssm.api.replies import Piece, Replies
+from megatron_ssm.api.sequences import Update
+
+from .keys import Keys
+from .metrics import Metrics
+from .service import Service
+
+BODY_S = 60.0  # for the body of a request to arrive
+GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+]
+
+
+class HungUp(Exception):
+    """The client has closed the connection, so there is nobody to reply to."""
+
+
+class Endpoint:
+    """An ASGI application that answers the requests to one path under /v1. name: a key of `parameters.BY_ENDPOINT`.
+
+    ApiError, before the reply has begun, for a request that is refused or fails. An error in a stream is its last event.
+    """
+
+    def __init__(self, name: str, service: Service, served: Served, keys: Keys, metrics: Metrics):
+        self.name, self._service, self._served, self._keys, self._metrics = name, service, served, keys, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = time.monotonic()
+        headers = Headers(scope=scope)
+        owner = self._keys.owner(headers.get("authorization"))
+        self._service.check_room()  # before work that would be in vain
+        try:
+            body = await read_json(receive, headers, self._service.limits.body)
+            call = await asyncio.to_thread(read_call, self.name, body, owner, self._served)
+            with self._service.added(call.sequences) as updates:
+                replies = Replies(call, self._served)
+                pieces = self._pieces(call, replies, updates, arrival)
+                answer = (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)
+                await while_connected(receive, answer, self._service.limits.seconds + GRACE_S)
+        except HungUp:
+            return
+
+    async def _pieces(
+        self, call: Call, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
+    ) -> AsyncIterator[Piece]:
+        """The parts of all replies as they come."""
+        firsts: dict[int, float] = {}
+        tokens, left = [0] * len(call.sequences), len(call.sequences)
+        while left:
+            update = await updates.get()
+            if update.error is not None:
+                raise update.error
+            index, now = update.sequence.index, time.monotonic()
+            firsts.setdefault(index, now)
+            tokens[index] += len(update.tokens)
+            if update.finished is not None:
+                left -= 1
+                self._metrics.observe_reply(arrival, firsts[index], now, tokens[index])
+            yield replies.take(update)
+
+
+async def _whole(call: Call, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+    """Send one JSON object when all replies are complete."""
+    wholes: dict[int, Piece] = {}
+    async for piece in pieces:
+        if piece.index in wholes:
+            wholes[piece.index].extend(piece)
+        else:
+            wholes[piece.index] = piece
+    body = json.dumps(replies.whole(wholes[index] for index in sorted(wholes))).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(call: Call, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+    """Send each part as an event. The reply begins with the first one, so that an error before it has its own status."""
+
+    async def event(data: str) -> None:
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    has_begun = False
+    try:
+        async for piece in pieces:
+            if not has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                has_begun = True
+            if piece.text or piece.is_first or piece.finished or call.shows_tokens:
+                await event(json.dumps(replies.chunk(piece)))
+        if call.includes_usage:
+            await event(json.dumps(replies.last_chunk()))
+        await event("[DONE]")
+    except ApiError as error:
+        if not has_begun:
+            raise
+        await event(json.dumps(error.body))
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
+    """Run `answer` until it is done. HungUp, after it was cancelled: the client has hung up, or the time is over."""
+    tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_hang_up(receive))]
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()  # nothing happens to one that is done
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks[0].cancelled():
+        raise HungUp
+    tasks[0].result()
+
+
+async def _wait_for_hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json(receive: Receive, headers: Headers, limit: int) -> Any:
+    """The JSON in the body of a request.
+
+    ApiError 413 if it has more than `limit` bytes, 400 if it is no JSON, 408 if it arrives too slowly.
+    """
+    length = headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > limit:
+        raise _too_large(limit)
+    try:
+        data = await asyncio.wait_for(_read(receive, limit), BODY_S)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body has not arrived within {BODY_S:g} s") from None
+    try:
+        value = json.loads(data.decode(), parse_constant=_refuse_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError for half of a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body of the request is not valid JSON: {str(error)[:200]}") from None
+    return value
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    """The body of a request."""
+    data, is_complete = bytearray(), False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        data += message.get("body", b"")
+        if len(data) > limit:
+            raise _too_large(limit)
+        is_complete = not message.get("more_body", False)
+    return bytes(data)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body of the request has more than {limit} bytes", headers={"Connection": "close"})
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

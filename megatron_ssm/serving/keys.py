@@ -1,0 +1,59 @@
+"""API keys: who may use the server."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_ssm.api.errors import ApiError
+
+
+class Keys:
+    """The keys that clients may send; without any, everybody may use the server.
+
+    Only digests are kept. A given key is compared with all of them in constant time, so that the time of a reply tells
+    nothing about them. ValueError, which does not show the key, for one that an HTTP header cannot carry.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()):
+        self._digests: list[bytes] = []
+        for number, key in enumerate(keys, 1):
+            if not (key.isascii() and key.isprintable()) or " " in key:
+                raise ValueError(f"API key {number} must have printable ASCII characters only, and no spaces")
+            self._digests.append(_digest(key))
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Keys":
+        """The keys in a file, one on each line; empty lines and lines that begin with # do not count.
+
+        ValueError if there is none, or if one is not valid.
+        """
+        lines = (line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ValueError(f"{path} has no API keys")
+        return cls(keys)
+
+    def owner(self, authorization: str | None) -> str:
+        """A name for the user who sent this Authorization header; "" if there are no keys. ApiError 401 without a valid one.
+
+        The name says which of the keys it is, and nothing about the key.
+        """
+        if not self._digests:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        found = ""
+        for number, digest in enumerate(self._digests):
+            if hmac.compare_digest(given, digest):  # no early exit: every key is compared
+                found = f"key {number}"
+        if not found:
+            raise ApiError(
+                401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,114 @@
+"""Starting and ending the server on rank 0: signals, the driver's thread, and what happens when the engine fails."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from megatron_ssm.api.calls import Served
+from megatron_ssm.api.sequences import Update
+from megatron_ssm.inference.engine import Engine
+
+from .app import make_app
+from .channel import Channel
+from .driver import Driver
+from .keys import Keys
+from .metrics import Metrics
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130  # the exit code after SIGINT
+ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
+LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests have ended
+
+
+class Server(uvicorn.Server):
+    """uvicorn with other signals. SIGTERM: no connections are accepted, requests are finished, at most for `drain_s`.
+
+    SIGINT: requests end with an error; a second one ends the process at once. is_interrupted: whether there was one.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, drain_s: int, announce: Callable[[], None]):
+        super().__init__(
+            uvicorn.Config(
+                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                proxy_headers=False, timeout_graceful_shutdown=drain_s,
+            )
+        )  # fmt: skip
+        self.is_interrupted = False
+        self._service, self._announce = service, announce
+        self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and say so."""
+        await super().startup(sockets)
+        self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's handler of SIGTERM and SIGINT."""
+        if sig != signal.SIGINT:
+            self._loop.call_soon_threadsafe(self._drain)
+        elif self.is_interrupted:
+            os._exit(INTERRUPTED)
+        else:
+            self.is_interrupted = True
+            self._loop.call_soon_threadsafe(self.abort, "the server was interrupted")
+
+    def _drain(self) -> None:
+        self._service.drain()
+        self.should_exit = True
+
+    def abort(self, reason: str) -> None:
+        """End all requests with an error, and the server soon after, whatever its clients do."""
+        self._service.close(reason)
+        self.should_exit = True
+        self._loop.call_later(ERRORS_S, setattr, self, "force_exit", True)
+        self._loop.call_later(2 * ERRORS_S, os._exit, INTERRUPTED if self.is_interrupted else 1)
+
+
+def run_server(
+    engine: Engine, channel: Channel, served: Served, keys: Keys, service: Service, listener: socket.socket, drain_s: int,
+    announce: Callable[[], None],
+) -> None:  # fmt: skip
+    """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
+
+    Returns after SIGTERM. KeyboardInterrupt after SIGINT; the error of the engine if it has failed. The other ranks are told
+    to end their loops.
+    """
+
+    async def run() -> tuple[Driver, Server]:
+        loop = asyncio.get_running_loop()
+
+        def deliver(updates: list[Update]) -> None:
+            loop.call_soon_threadsafe(service.deliver, updates)
+
+        def fail(error: BaseException) -> None:
+            log.error(f"megatron-ssm: the engine has failed: {' '.join(str(error).split())}")
+            loop.call_soon_threadsafe(server.abort, "the engine has failed")
+
+        driver = Driver(engine, channel, deliver, fail)
+        app = make_app(service, served, keys, Metrics(lambda: driver.load))
+        server = Server(app, service, drain_s, announce)
+        service.start(driver)
+        driver.start()
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            driver.stop()
+            await asyncio.to_thread(driver.join, ERRORS_S if server.is_interrupted else LAST_STEP_S)
+        return driver, server
+
+    driver, server = asyncio.run(run())
+    if driver.is_alive():  # in the middle of a step, so nothing that it uses may be released
+        os._exit(INTERRUPTED if server.is_interrupted else 1)
+    if driver.error is not None:
+        raise driver.error
+    if server.is_interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,86 @@
+"""What Prometheus reads at /metrics. Each server has a registry of its own."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+PREFIX = "megatron_ssm_"
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the engine is, and what rank 0 has done since it started.
+
+    slots: how many requests fit into the batch. running, waiting: how many are in it, and in the engine's queue.
+    prompt_tokens: of prompts that were read, reused_tokens of which came from the prefix cache. prefix_hits: requests with
+    such tokens. new_tokens: those generated. bytes_sent: to other ranks.
+    """
+
+    slots: int
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefix_hits: int = 0
+    new_tokens: int = 0
+    bytes_sent: int = 0
+
+
+GAUGES = {
+    "slots": "Requests that fit into the batch.",
+    "running": "Requests in the batch.",
+    "waiting": "Requests in the queue.",
+}
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts that were read.",
+    "reused_tokens": "Tokens of prompts that came from the prefix cache.",
+    "prefix_hits": "Sequences whose prompts began with tokens from the prefix cache.",
+    "new_tokens": "Tokens generated.",
+    "bytes_sent": "Bytes that rank 0 sent to other ranks.",
+}
+
+
+class Metrics:
+    """The metrics of a server. load: returns how busy the engine is."""
+
+    def __init__(self, load: Callable[[], Load]):
+        self._load, self._registry = load, CollectorRegistry()
+        self._requests = Counter(
+            f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up.", ["path", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._first_token = Histogram(
+            f"{PREFIX}time_to_first_token_seconds", "From the arrival of a request to the first token of a reply.",
+            buckets=FIRST_TOKEN_S, registry=self._registry,
+        )  # fmt: skip
+        self._next_token = Histogram(
+            f"{PREFIX}time_per_output_token_seconds", "Mean time of a reply's tokens after the first.",
+            buckets=NEXT_TOKEN_S, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(self)
+
+    def count_request(self, path: str, status: int) -> None:
+        """Count an HTTP request that has ended."""
+        self._requests.labels(path, str(status)).inc()
+
+    def observe_reply(self, arrival: float, first: float, last: float, tokens: int) -> None:
+        """Record the times, in seconds of the same clock, of a reply that is complete and has at least one token."""
+        self._first_token.observe(first - arrival)
+        if tokens > 1:
+            self._next_token.observe((last - first) / (tokens - 1))
+
+    def collect(self) -> Iterator[Metric]:
+        """The numbers of the load, for the registry."""
+        load = self._load()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, text, getattr(load, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, getattr(load, name))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,120 @@
+"""The sequences that are waiting or running, as asyncio's thread sees them, and the limits on them."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron_ssm.api.errors import ApiError, bad_request
+from megatron_ssm.api.sequences import Sequence, Update
+
+from .driver import Driver
+
+LONGEST_RETRY_S = 60
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
+
+    body: bytes of a request. seconds: from a request to the end of its reply.
+    """
+
+    slots: int
+    waiting: int
+    body: int
+    seconds: float
+
+
+@dataclass
+class _Open:
+    """A sequence that has not ended: the queue of its client's updates, and when it was added."""
+
+    updates: "asyncio.Queue[Update]"
+    since: float
+
+
+class Service:
+    """Adds sequences to the engine within the limits, and passes on what the driver reports. For asyncio's thread only."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._driver: Driver | None = None
+        self._open: dict[Sequence, _Open] = {}
+        self._closed = "the server is starting"  # why no requests are taken, or ""
+        self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closed
+
+    def start(self, driver: Driver) -> None:
+        """Take requests; `driver` steps the engine."""
+        self._driver, self._closed = driver, ""
+
+    def drain(self) -> None:
+        """Refuse requests from now on, with the status 503; those that are open go on."""
+        self._closed = "the server is shutting down"
+
+    def close(self, reason: str) -> None:
+        """Refuse requests from now on, and end those that are open; both with the status 503."""
+        self._closed = reason
+        self._end(list(self._open), 503, reason, "unavailable")
+
+    @contextmanager
+    def added(self, sequences: list[Sequence]) -> "Iterator[asyncio.Queue[Update]]":
+        """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
+
+        ApiError 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it has
+        finished, or has an error; one of 504 comes if the time is over.
+        """
+        self.check_room(len(sequences))
+        assert self._driver is not None, "the service has been started"
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+        for sequence in sequences:
+            self._open[sequence] = _Open(updates, time.monotonic())
+            self._driver.add(sequence)
+        seconds = self.limits.seconds
+        late = f"the request has taken more than {seconds:g} s"
+        timer = asyncio.get_running_loop().call_later(seconds, self._end, sequences, 504, late, "timeout")
+        try:
+            yield updates
+        finally:
+            timer.cancel()
+            self._end(sequences, 499, "the client has hung up", "hung_up")
+
+    def deliver(self, updates: list[Update]) -> None:
+        """Pass on updates from the driver; those of sequences that were ended here are dropped."""
+        for update in updates:
+            entry = self._open.get(update.sequence)
+            if entry is None:
+                continue
+            if update.error is not None or update.finished is not None:
+                del self._open[update.sequence]
+                self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
+            entry.updates.put_nowait(update)
+
+    def _end(self, sequences: list[Sequence], status: int, message: str, code: str) -> None:
+        """End those of the sequences that are open with an error."""
+        for sequence in sequences:
+            entry = self._open.pop(sequence, None)
+            if entry is not None and self._driver is not None:
+                self._driver.cancel(sequence)
+                entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
+
+    def check_room(self, count: int = 1) -> None:
+        """ApiError if `count` further sequences cannot be taken."""
+        if self._closed:
+            raise ApiError(503, self._closed, code="unavailable")
+        room = self.limits.slots + self.limits.waiting
+        if count > room:
+            raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}")
+        if len(self._open) + count > room:
+            seconds = min(LONGEST_RETRY_S, math.ceil(self._mean_s))
+            raise ApiError(
+                429, f"{self.limits.waiting} requests are waiting; try again later", code="queue_full",
+                headers={"Retry-After": str(seconds)},
+            )  # fmt: skip

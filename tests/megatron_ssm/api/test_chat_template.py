@@ -1,0 +1,96 @@
+"""Chat templates. Oracle: transformers' apply_chat_template."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+
+CHATS = [
+    [{"role": "user", "content": "Hi <b>&\n"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "naïve — 語"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "and?"},
+    ],
+]
+TEMPLATES = {
+    "chatml": """{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}""",
+    "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}{{ eos_token }}{% endfor %}",
+    "tojson": "{{ messages | tojson }}{{ {'z': 1, 'a': '<é>'} | tojson(indent=2, sort_keys=True) }}",
+    "date": "{{ strftime_now('%Y') }}{{ messages[0].content }}",
+    "namespace and loop controls": """{% set ns = namespace(found=false) %}
+{% for message in messages %}
+{% if message.role == 'system' %}{% set ns.found = true %}{% continue %}{% endif %}
+{{ message.content }}
+{% if loop.index > 2 %}{% break %}{% endif %}
+{% endfor %}
+{{ ns.found }}{{ tools is none }}{{ documents is none }}""",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2"}')
+    return tmp_path
+
+
+def configure(directory, **fields):
+    """Change fields of tokenizer_config.json."""
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("place", ("tokenizer_config.json", "a list of templates", "chat_template.jinja"))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(directory, name, place):
+    template = TEMPLATES[name]
+    configure(directory, eos_token={"content": "<|endoftext|>", "special": True, "__type": "AddedToken"})
+    if place == "chat_template.jinja":
+        (directory / place).write_text(template)
+    else:
+        several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+        configure(directory, chat_template=several if place == "a list of templates" else template)
+    ours, theirs = ChatTemplate(directory), AutoTokenizer.from_pretrained(directory)
+    for chat in CHATS:
+        text = ours.render(chat)
+        assert text == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert load_tokenizer(directory).encode(text, add_special_tokens=False).ids == ids
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses the messages: "),
+        ("{{ messages.append(1) }}", "refuses the messages: .*unsafe"),  # the sandbox
+        ("{{ messages.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
+        (None, "the model has no chat template"),
+    ],
+)
+def test_a_refusal_is_a_bad_request(directory, template, message):
+    configure(directory, chat_template=template) if template else None
+    with pytest.raises(ApiError, match=message) as refused:
+        ChatTemplate(directory).render(CHATS[0])
+    assert refused.value.status == 400
+
+
+def test_a_template_that_is_not_valid_is_named(directory):
+    configure(directory, chat_template="{% for %}")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: the chat template is not valid: "):
+        ChatTemplate(directory)
+    (directory / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a tokenizer configuration"):
+        ChatTemplate(directory)

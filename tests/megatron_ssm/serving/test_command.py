@@ -1,0 +1,93 @@
+"""The command line of the server. Oracle: its documentation."""
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ssm.cli import main as cli
+from megatron_ssm.serving.command import bind, serve
+from servers import ROOT
+from serving import checkpoint
+
+HELP = """
+import sys
+from megatron_ssm.cli.main import main
+try:
+    main(["serve", "--help"])
+finally:
+    assert not {"torch", "uvicorn", "starlette"} & set(sys.modules)
+"""
+
+
+def test_help_loads_neither_torch_nor_the_server():
+    result = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    page = (ROOT / "docs" / "guides" / "serving.md").read_text()
+    flags = re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE)
+    assert len(flags) > 15
+    assert not [flag for flag in flags if flag not in page], "the guide names every flag"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--tp", "0"], "--tp 0 must be at least 1 and below 2^31"),
+        (["--slots", "0"], "--slots 0 must be at least 1 and below 2^31"),
+        (["--slots", "600"], "--token-budget 512 must be at least 601 and below 2^31"),
+        (["--port", "-1"], "--port -1 must be at least 0 and below 2^31"),
+        (["--prefix-gb", "nan"], "--prefix-gb nan must be at least 0 and below 2^31"),
+        (["--request-timeout", "0"], "--request-timeout 0.0 must be at least 1 and below 2^31"),
+    ],
+)
+def test_flags_out_of_range(capsys, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "--model", "DIR", *flags])
+    assert capsys.readouterr().err == f"megatron_ssm: {message}\n"
+
+
+def refusal(model, *flags):
+    """The error of a server that does not start."""
+    arguments = cli.parser().parse_args(["serve", "--model", str(model), "--device", "cpu", *map(str, flags)])
+    with pytest.raises((ValueError, OSError)) as refused:
+        serve(arguments)
+    return str(refused.value)
+
+
+def test_what_does_not_start(tmp_path):
+    directory = checkpoint("mamba2")
+    (tmp_path / "keys").write_text("\n")
+    assert "keys has no API keys" in refusal(directory, "--api-key-file", tmp_path / "keys")
+    assert "nowhere" in refusal(directory, "--api-key-file", tmp_path / "nowhere")
+    assert "there are 1 ranks, and a server uses all of them" in refusal(directory, "--tp", 2)
+    assert "is not a directory" in refusal(tmp_path / "missing")
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--host 127.0.0.1 --port {port}: Address already in use" in refusal(directory, "--port", port)
+    assert "--host 256.1.1.1 --port 8000: " in refusal(directory, "--host", "256.1.1.1")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(directory / name, tmp_path)
+    assert "tokenizer.json does not exist" in refusal(tmp_path)
+
+
+def test_ipv6():
+    try:
+        listener = bind("::1", 0)
+    except ValueError:
+        pytest.skip("no IPv6 here")
+    assert listener.family == socket.AF_INET6
+    listener.close()
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    for name in ("command", "lifecycle"):
+        monkeypatch.delitem(sys.modules, f"megatron_ssm.serving.{name}")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setattr(cli, "leave_on_interrupt", lambda: None)  # it would stay for the tests that follow
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    assert cli.main(["serve", "--model", "DIR"]) == 2
+    assert "there is no package uvicorn: pip install 'megatron-ssm[serve]'" in capsys.readouterr().err

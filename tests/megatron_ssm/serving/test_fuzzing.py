@@ -1,0 +1,102 @@
+"""Random requests, made from the OpenAPI schema that the server publishes. Oracle: OpenAI's form of replies and errors."""
+
+import json
+import string
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from servers import LIMIT_S, events, server, with_template
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "top_k": 300}  # so that requests are short
+
+
+def values(schema, name=""):
+    """Values that match a JSON schema."""
+    if "anyOf" in schema:
+        return st.one_of([values(each, name) for each in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    kind = schema["type"]
+    if kind == "boolean":
+        return st.booleans()
+    if kind == "integer":
+        return st.integers(schema.get("minimum", 0), SMALL.get(name, schema.get("maximum", 300)))
+    if kind == "number":
+        least = schema.get("minimum", schema.get("exclusiveMinimum", 0))
+        return st.floats(least, schema["maximum"], exclude_min="exclusiveMinimum" in schema)
+    if kind == "string":
+        return st.just("mamba2") if name == "model" else st.text(min_size=schema.get("minLength", 0), max_size=12)
+    if kind == "array":
+        return st.lists(values(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
+    required = schema.get("required", ())
+    fields = {field: values(each, field) for field, each in schema.get("properties", {}).items()}
+    if "properties" not in schema:
+        rule = schema.get("additionalProperties")
+        return st.dictionaries(st.from_regex("[0-9]{1,3}", fullmatch=True), values(rule) if rule else JSON, max_size=3)
+    optional = {field: each for field, each in fields.items() if field not in required}
+    return st.fixed_dictionaries({field: fields[field] for field in required}, optional=optional)
+
+
+def bodies(schema):
+    """Mostly valid bodies, some with one field that is anything; and anything."""
+    names = st.sampled_from([*schema["properties"], "unknown"])
+    spoiled = st.builds(lambda body, name, value: body | {name: value}, values(schema), names, JSON)
+    data = st.one_of(values(schema), values(schema), spoiled, JSON).map(json.dumps)
+    noise = st.text(string.printable, max_size=30) | st.sampled_from(
+        ['{"prompt": NaN}', "[" * 5000, '{"prompt": "\\ud800"}', "1" * 5000, '{"prompt": "a", "seed": 1e999}']
+    )
+    return (data | noise).map(str.encode) | st.binary(max_size=30)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with server(with_template("mamba2"), log, "--slots", 3, "--max-length", 400) as running:
+        yield running
+        running.wait_until_idle()
+        code, text = running.end()
+        assert code == 0 and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize("examples", (60, pytest.param(1000, marks=pytest.mark.full)))
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_random_bodies(running, path, examples):
+    """Each gets a reply of the right form, and none an internal error."""
+    described = httpx.get(running.url + "/openapi.json").json()["paths"][path]["post"]
+    schema = described["requestBody"]["content"]["application/json"]["schema"]
+    statuses = set()
+    with running.client() as client:
+
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(bodies(schema))
+        def check(body):
+            reply = client.post(path, content=body, timeout=LIMIT_S)
+            statuses.add(reply.status_code)
+            assert reply.status_code == 200 or str(reply.status_code) in described["responses"], reply.text
+            if reply.status_code != 200:
+                assert set(reply.json()["error"]) == {"message", "type", "param", "code"} and reply.status_code < 500
+            elif reply.headers["content-type"].startswith("text/event-stream"):
+                kinds = {chunk["object"] for chunk in events(reply.text.split("\n"))}
+                assert kinds <= {"text_completion", "chat.completion.chunk"}
+            else:
+                assert reply.json()["usage"]["total_tokens"] > 0 and reply.json()["choices"]
+
+        check()
+    assert statuses >= {200, 400}, statuses
+    running.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", ("/", "/v1", "/v1/completions/", "/v1/models/x/y", "/metrics/../x", "/%00"))
+@pytest.mark.parametrize("method", ("GET", "POST", "DELETE"))
+def test_other_paths_and_methods(running, path, method):
+    reply = httpx.request(method, running.url + path, timeout=LIMIT_S, follow_redirects=False)
+    assert reply.status_code in (307, 401, 404, 405)

@@ -1,0 +1,78 @@
+"""More requests than a server can answer. Oracles: `generate`, the metrics, the memory that the kernel reports."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
+
+NEW, PROMPTS = 24, 20
+
+
+def resident(server):
+    """The memory of each rank's process, in pages."""
+    pids = server.ranks() or [server.process.pid]
+    return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+
+
+async def sent(client, number):
+    """Send a request; returns its prompt, the status, and the tokens."""
+    prompt = [number % PROMPTS] * 30
+    body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0.9, "seed": number % PROMPTS, "return_token_ids": True}
+    reply = await client.post("/v1/completions", json={**body, **IGNORE_EOS})
+    return number % PROMPTS, reply.status_code, reply.json().get("choices", [{}])[0].get("token_ids")
+
+
+async def at_rate(running, count, rate):
+    """Send `count` requests with Poisson arrivals, `rate` a second, whatever becomes of them; returns what each gets."""
+    limits = httpx.Limits(max_connections=None)
+    rng, start, due = random.Random(0), time.monotonic(), 0.0
+    async with httpx.AsyncClient(base_url=running.url, timeout=4 * LIMIT_S, limits=limits) as client:
+        tasks = []
+        for number in range(count):
+            due += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, start + due - time.monotonic()))
+            tasks.append(asyncio.create_task(sent(client, number)))
+        return await asyncio.gather(*tasks)
+
+
+async def sustained(running, count, clients):
+    """How many requests a second `clients` get answered that each send the next one after a reply."""
+    numbers = iter(range(count))
+    async with httpx.AsyncClient(base_url=running.url, timeout=LIMIT_S) as client:
+
+        async def visit():
+            for number in numbers:
+                await sent(client, number)
+
+        start = time.monotonic()
+        await asyncio.gather(*(visit() for _ in range(clients)))
+        return count / (time.monotonic() - start)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_thousand_requests_at_twice_the_sustainable_rate(tp, tmp_path):
+    """Each is answered with its own tokens, or with 429; the memory does not grow by more than 2 %."""
+    directory = with_template("mamba2")
+    alone = [expected(directory, [p] * 30, NEW, temperature=0.9, seed=p) for p in range(PROMPTS)]
+    flags = ["--slots", 8, "--max-waiting", 16, "--prefix-gb", 0.001]
+    with server(directory, tmp_path / "log", *flags, tp=tp) as running:
+        rate = asyncio.run(sustained(running, 100, 16))
+        asyncio.run(at_rate(running, 300, 2 * rate))  # the allocator has its memory afterwards
+        before = resident(running)
+        refused = running.metric("requests_total", 'status="429"')
+        replies = asyncio.run(at_rate(running, 1000, 2 * rate))
+        statuses = Counter(status for _, status, _ in replies)
+        assert sum(statuses.values()) == statuses[200] + statuses[429] == 1000 and min(statuses.values()) > 100
+        assert all(tokens == alone[prompt] for prompt, status, tokens in replies if status == 200)
+        assert running.metric("requests_total", 'status="429"') == refused + statuses[429]
+        assert resident(running) == pytest.approx(before, rel=0.02)
+        running.wait_until_idle()
+        code, log = running.end()
+        assert code == 0 and "Traceback" not in log, log

@@ -1,0 +1,160 @@
+"""Limits, signals and lost ranks of real servers. Oracles: HTTP's status codes, exit codes, `generate`."""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from servers import IGNORE_EOS, LIMIT_S, events, expected, server, with_template
+
+LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0, **IGNORE_EOS}
+SHORT = {"prompt": "a", "max_tokens": 3, "temperature": 0, **IGNORE_EOS}
+LOST_RANK_S = 30  # three times the longest that clients may wait for an error after a rank has died
+
+
+@pytest.fixture(scope="module")
+def directory():
+    return with_template("mamba2")
+
+
+def begin(client, **changes):
+    """A stream of LONG whose first event has arrived: (the response, its lines)."""
+    request = client.build_request("POST", "/v1/completions", json={**LONG, "stream": True, **changes})
+    response = client.send(request, stream=True)
+    assert response.status_code == 200, response.read()
+    lines = response.iter_lines()
+    next(lines)
+    return response, lines
+
+
+def last_event(lines):
+    """The JSON of the last of a stream's events."""
+    return json.loads([line for line in lines if line][-1].removeprefix("data: "))
+
+
+def test_limits(directory, tmp_path):
+    """Two slots, and one request may wait; a reply has a second."""
+    flags = ["--slots", 2, "--max-waiting", 1, "--max-body-mb", 0.01, "--request-timeout", 1]
+    flags += ["--max-length", 10**6 + 5000]
+    with server(directory, tmp_path / "log", *flags) as running, running.client() as client:
+        assert running.post("/v1/completions", {**SHORT, "prompt": "a" * 20_000}).status_code == 413
+        chunked = client.post("/v1/completions", content=(b"x" * 1000 for _ in range(20)))
+        assert chunked.status_code == 413 and chunked.json()["error"]["type"] == "invalid_request_error"
+        assert running.post("/v1/completions", {**SHORT, "max_tokens": 2 * 10**6}).status_code == 400
+
+        response, lines = begin(client, n=3)
+        refused = running.post("/v1/completions", SHORT)
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "queue_full"
+        response.close()
+        running.wait_until_idle()
+        assert running.post("/v1/completions", SHORT).status_code == 200
+        assert running.metric("requests_total", 'status="429"') == 1
+
+        endless = {**LONG, "max_tokens": 10**6, "n": 3}
+        late = running.post("/v1/completions", endless)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        _, lines = begin(client, **endless)
+        assert last_event(lines)["error"]["code"] == "timeout"
+        running.wait_until_idle()
+
+
+@pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, tp):
+    """One request runs, and one waits for its slot."""
+    with server(directory, tmp_path / "log", "--slots", 1, tp=tp) as running, running.client() as client:
+        body = {**LONG, "max_tokens": 100, "return_token_ids": True}
+        _, lines = begin(client, **body)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(running.post, "/v1/completions", SHORT)
+            while not running.metric("waiting"):
+                time.sleep(0.01)
+            running.process.terminate()
+            chunks = events(["data: {}", *lines])[1:]
+            assert waiting.result().status_code == 200
+        assert running.process.wait(LIMIT_S) == 0
+        with pytest.raises(httpx.ConnectError):
+            running.post("/v1/completions", SHORT)
+        assert running.log.read_text().count("\n") == 1  # the line that names the kernels
+    tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert tokens == expected(directory, "a", 100)[1:]
+
+
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
+def test_sigint_ends_all_requests(directory, tmp_path, tp):
+    with server(directory, tmp_path / "log", tp=tp) as running, running.client() as client:
+        _, lines = begin(client)
+        start = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        assert last_event(lines)["error"]["message"] == "the server was interrupted"
+        assert running.process.wait(LIMIT_S) == 130
+        assert time.monotonic() - start < 9  # three times the limit
+
+
+@pytest.mark.parametrize("rank", (1, pytest.param(0, marks=pytest.mark.full)))
+def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, rank):
+    """Clients get an error, and the server names the cause. If it is rank 0, there is nobody to send the error."""
+    with server(directory, tmp_path / "log", "--slots", 4, tp=2) as running:
+        results, started = [], threading.Barrier(9)
+
+        def client_of(number):
+            with running.client() as client:
+                response, lines = (None, ()) if number % 2 else begin(client)
+                started.wait(LIMIT_S)
+                try:
+                    if number % 2:
+                        results.append(client.post("/v1/completions", json=LONG).status_code)
+                    else:
+                        results.append(last_event(lines)["error"]["type"])
+                except (httpx.HTTPError, IndexError, ValueError):
+                    results.append("broken off")
+
+        with ThreadPoolExecutor(8) as pool:
+            futures = [pool.submit(client_of, number) for number in range(8)]
+            started.wait(LIMIT_S)
+            while running.metric("running") + running.metric("waiting") < 8:
+                time.sleep(0.01)
+            start = time.monotonic()
+            os.kill(running.ranks()[rank], signal.SIGKILL)
+            for future in futures:
+                future.result(LIMIT_S)
+            assert time.monotonic() - start < LOST_RANK_S
+        assert running.process.wait(LIMIT_S) == 1
+        assert time.monotonic() - start < LOST_RANK_S
+        log = running.log.read_text()
+    assert f"rank {rank} of 2" in log, log
+    if rank:
+        assert sorted(map(str, results)) == ["503"] * 4 + ["server_error"] * 4
+    else:
+        assert results == ["broken off"] * 8
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_while_nothing_runs(directory, tmp_path):
+    with server(directory, tmp_path / "log", tp=2) as running:
+        assert running.post("/v1/completions", SHORT).status_code == 200
+        os.kill(running.ranks()[1], signal.SIGKILL)
+        assert running.process.wait(LOST_RANK_S) == 1
+        assert "rank 1 of 2" in running.log.read_text()
+
+
+@pytest.mark.full
+def test_idle_ranks_do_not_spin(directory, tmp_path):
+    """Of 3 s, each uses less than a tenth."""
+    with server(directory, tmp_path / "log", tp=2) as running:
+        assert running.post("/v1/completions", SHORT).status_code == 200
+
+        def seconds(pid):
+            return sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+
+        ranks = running.ranks()
+        before = list(map(seconds, ranks))
+        time.sleep(3)
+        assert all(after - first < 0.3 for after, first in zip(map(seconds, ranks), before, strict=True))
+        assert running.post("/v1/completions", SHORT).status_code == 200
