@@ -41,7 +41,7 @@ typedef struct {
   float *dt;                    /* Mamba-2's: (rows, heads) */
   float *squares;               /* (rows, 1): the sum of squares of the only group, if ranks share it; otherwise NULL */
   float *wide_part;             /* `part` as float32, which is sent with squares; NULL without squares, and for FLOAT32 */
-  float *next_state;            /* receives the state after the tokens: state itself, or a temporary if they are speculative */
+  float *next_state;            /* receives the state after the tokens: `state`, or a temporary if they are speculative */
   ptrdiff_t batch, tokens;      /* sequences, and tokens of each; rows = batch * tokens */
   ptrdiff_t size, channels, N, taps, history_stride, state_stride, next_stride;
   ptrdiff_t rank;               /* of Mamba-1's dt */
