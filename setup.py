@@ -135,6 +135,7 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
         "grammar": ["llguidance>=1.0"],
+        "eval": ["lm-eval>=0.4.9", "transformers"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
         "serve": SERVE,

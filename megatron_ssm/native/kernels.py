@@ -49,6 +49,7 @@ SIGNATURES = {
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
     "has_products_of": [INT],
     "decode": [POINTER, INT],
+    "keep_tokens": [POINTER, POINTER, INT],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

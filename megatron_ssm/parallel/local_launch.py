@@ -28,7 +28,7 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
             for rank in range(ranks):
-                processes.append(subprocess.Popen(command, env=_environment(rank, ranks)))
+                processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
             if passes_signals:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda number, _: processes[0].send_signal(number))
@@ -40,7 +40,7 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
             _end(processes, 0.0 if passes_signals else GRACE_S)
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
+def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
     """torchrun's variables for one local rank. Each rank gets its share of the cores, unless OMP_NUM_THREADS is set."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
