@@ -4,6 +4,9 @@ A collective with such a rank waits until its time-out, or fails with an error t
 counts beats in the store in which the ranks met (torchrun's, or rank 0's) and watches the beats of the next rank. The first
 to miss one compares the beats of all ranks, and leaves in the store which have stopped; every rank reads it there. A second
 thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
+
+A long call that holds Python's global lock stops the thread's beats as well. So a rank writes into the store, before such a
+call, for how long it may be silent.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,22 +28,30 @@ LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
 LOST = "lost"  # the key under which the ranks that have stopped are written
 
+# Announces that this rank may be silent for a number of seconds, in the block of the context that it returns.
+Busy = Callable[[float], contextlib.AbstractContextManager]
+
 
 @contextlib.contextmanager
-def watched(limit: float) -> Iterator[None]:
-    """Watch the ranks of the default group in this block; all of them enter it together.
+def watched(limit: float) -> Iterator[Busy]:
+    """Watch the ranks of the default group in this block, whose argument is `Busy`; all of them enter it together.
 
     limit: the seconds without a beat after which a rank counts as lost (0: do not watch). Then, or if communication in the
     block has failed because a rank has ended, the process ends with code 1, on all ranks that run, and the first of these
     prints the line. Ranks that were not started by a launcher (MASTER_ADDR is not set) are not watched.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1 or not limit or "MASTER_ADDR" not in os.environ:
-        yield
+    if ranks == 1 or "MASTER_ADDR" not in os.environ:
+        yield contextlib.nullcontext
         return
-    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit)
+    # The store may have keys of ranks before a restart. Ranks whose limits differ must not wait for each other here.
+    start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
+    if not limit:
+        yield contextlib.nullcontext
+        return
+    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit, start)
     try:
-        yield
+        yield heartbeat.busy
     except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
         heartbeat.explain(error)
         raise
@@ -52,9 +63,9 @@ def watched(limit: float) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """The beats of this rank, and its watch over the others."""
+    """The beats of this rank, and its watch over the others. start: the same on all ranks, and another for each start."""
 
-    def __init__(self, rank: int, ranks: int, limit: float):
+    def __init__(self, rank: int, ranks: int, limit: float, start: str):
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.interval = min(1.0, limit / 10)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -62,17 +73,28 @@ class _Heartbeat:
         self._place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
         # A connection of its own: the training thread may wait for an answer to its own question.
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-        # The store may have keys of ranks before a restart.
-        start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
         self._store = dist.PrefixStore(f"heartbeat {start}", store)
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of communication in the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
+        self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_store)]
         for thread in self._threads:
             thread.start()
+
+    @contextlib.contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """See `Busy`. The pause is added to the limit."""
+        if seconds < self.limit / 2:  # the limit allows for it
+            yield
+            return
+        self._store.set(f"pause {self.rank}", str(seconds))
+        try:
+            yield
+        finally:
+            self._store.set(f"pause {self.rank}", "0")
 
     def explain(self, error: RuntimeError) -> None:
         """End the process with the line of the ranks that have stopped; return if none has, so that the error is a bug."""
@@ -100,7 +122,7 @@ class _Heartbeat:
                 beats = self._beats((self.rank + 1) % self.ranks)
                 missed = missed + 1 if 0 < beats == seen < LEFT else 0
                 seen, self._unanswered = beats, 0
-                if self._asked.is_set() or missed * self.interval >= self.limit:
+                if self._asked.is_set() or self._is_late((self.rank + 1) % self.ranks, missed * self.interval):
                     self._compare()
                     if self._asked.is_set():
                         self._answered.set()
@@ -115,13 +137,26 @@ class _Heartbeat:
     def _beats(self, rank: int) -> int:
         return self._store.add(f"beats {rank}", 0)
 
+    def _is_late(self, rank: int, silent: float) -> bool:
+        """Whether a rank has been silent, for so many seconds, longer than it may."""
+        return silent >= self.limit and silent >= self.limit + self._pause(rank)
+
+    def _pause(self, rank: int) -> float:
+        """The seconds for which a rank has announced to be silent."""
+        key = f"pause {rank}"
+        return float(self._store.get(key)) if self._store.check([key]) else 0.0
+
     def _compare(self) -> None:
-        """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster."""
+        """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster.
+
+        Ranks that have announced a pause count as lost if no other is silent.
+        """
         before = [self._beats(rank) for rank in range(self.ranks)]
         for _ in range(ROUNDS):
             self._stopped.wait(self.interval)
             self._store.add(f"beats {self.rank}", 1)
-        lost = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
+        silent = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
+        lost = [rank for rank in silent if not self._pause(rank)] or silent
         if lost:
             names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
             cause = self._failure or f"there was no sign of life for {self.limit:g} s"
