@@ -2,10 +2,10 @@
 
 The claims: in fp32, logits differ from the CPU's by no more than 4 times as much as the CPU's from those in float64, and
 greedy tokens are the same; decoding is >= 1.0x as fast as transformers at batch 1 and 64, both with mamba-ssm's kernels
-where these are installed (the table's last row says whether); CUDA graphs make decoding >= 2x as fast at batch 1. In "decode" the host never reads a token; "generate" reads a prompt, and
-the host reads each token. The memory of a prefill is the growth of the bytes that torch has allocated, beside the
-formula's. The 130m shapes and a Mamba of 2.8b, with random weights, in fp32 for the comparison with the CPU and otherwise
-in bf16. Without a GPU the table stays unchanged.
+where these are installed (the table's last row says whether); CUDA graphs make decoding >= 2x as fast at batch 1. In
+"decode" the host never reads a token; "generate" reads a prompt, and the host reads each token. The memory of a prefill is
+the growth of the bytes that torch has allocated, beside the formula's. The 130m shapes and a Mamba of 2.8b, with random
+weights, in fp32 for the comparison with the CPU and otherwise in bf16. Without a GPU the table stays unchanged.
 """
 
 import logging
@@ -128,8 +128,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             random_model(shape, directory)
             table += rows(shape, directory, parity(directory) if shape in SHAPES else "")
-    header = [torch.cuda.get_device_name(), f"fp32 logits: GPU - CPU / CPU - float64; {NEW} tokens", "batch", f"prompt {PROMPT}"]
-    header += ["transformers", "ours, eager", "ours, graphs", "over transformers", "over eager",
+    header = [torch.cuda.get_device_name(), f"fp32 logits: GPU - CPU / CPU - float64; {NEW} tokens"]
+    header += ["batch", f"prompt {PROMPT}", "transformers", "ours, eager", "ours, graphs", "over transformers", "over eager",
                "of the memory's speed; prefill: GB, measured / formula"]  # fmt: skip
     theirs_are = f"torch's {', '.join(missing.names)}" if missing.names else "mamba-ssm's and causal-conv1d's"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, whose kernels are {theirs_are}"
