@@ -65,7 +65,7 @@ static int mamba_in(const Layer *l, const void *hidden, int threads) {
               2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
   for (ptrdiff_t h = 0; h < l->heads; h++)
-    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, NULL, at(x, h * per_head, type),
+    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, at(x, h * per_head, type),
                              at(l->parameters, h * width, type), batch, width, per_head, channels, channels,
                              l->heads * width, type, type, threads);
   return failed;
@@ -88,7 +88,7 @@ static int mamba_out(const Layer *l, void *parameters, int threads) {
   ptrdiff_t strides[] = {channels, 0, channels, 0, all, 0, all, 0, 2 * channels, 0, l->state_stride, l->state_stride, width};
   int failed = 0;
   for (ptrdiff_t h = 0; h < heads; h++)
-    failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, NULL, at(parameters, h * width, l->type),
+    failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, at(parameters, h * width, l->type),
                              at(dt, h * per_head, l->type), batch, per_head, rank, rank, all, channels, l->type, l->type,
                              threads);
   selective_scan(x, dt, l->A_log, at(parameters, rank, l->type), at(parameters, rank + N, l->type), l->D,
