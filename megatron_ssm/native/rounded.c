@@ -1,4 +1,4 @@
-/* y = x W^T + b for few rows of x and a W of 8 or 4 bits, and such a W widened to floating point. See ops/rounded_matrices.py.
+/* y = x W^T + b for few rows of x and a W of 8 or 4 bits, and such a W in floating point. See ops/rounded_matrices.py.
 
    In a product, each block of x is rounded to 16 bits with a scale of its own. So the products of a block are integers, and
    their sums are exact: 64 * 32767 * 128 < 2^31. Rounding x adds at most 1/65534 of the largest element of its block. */
@@ -10,7 +10,7 @@ enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
   AHEAD = 6144,  /* bytes by which W is prefetched */
-  FEWEST_FOR_TILES = 9, /* rows of x from which AMX is faster, as in products.py */
+  FEWEST_FOR_TILES = 6, /* rows of x from which AMX is faster, as in products.py */
   LARGEST = 32767, ALIGNMENT = 64
 };
 
@@ -55,9 +55,17 @@ INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int we
   return _mm512_srai_epi16(_mm512_sllv_epi16(words, shifts), 12);
 }
 
+/* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
+   needs no target attribute here. */
+INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {
+  if (!has_vnni) return _mm512_add_epi32(sum, _mm512_madd_epi16(columns, x));
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(x));
+  return sum;
+}
+
 /* As multiply_plain. */
-INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
-                                               int weight_type) {
+INLINE_FOR(TARGET_AVX512) void multiply_512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type,
+                                            int has_vnni) {
   ptrdiff_t blocks = a->in / BLOCK;
   const char *w = (const char *)a->values + row * blocks * bytes_per_block(weight_type);
   const float *scales = a->scales + row * blocks, *x_scales = a->x_scales + first * blocks;
@@ -70,8 +78,8 @@ INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, 
     __m512 scale = _mm512_set1_ps(scales[k]);
     for (int b = 0; b < batch; b++) {
       const int16_t *columns = x + b * a->in + k * BLOCK;
-      __m512i sum = _mm512_add_epi32(_mm512_madd_epi16(low, _mm512_loadu_si512(columns)),
-                                     _mm512_madd_epi16(high, _mm512_loadu_si512(columns + 32)));
+      __m512i sum = add_products(_mm512_setzero_si512(), low, _mm512_loadu_si512(columns), has_vnni);
+      sum = add_products(sum, high, _mm512_loadu_si512(columns + 32), has_vnni);
       __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[b * blocks + k]));
       sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, sums[b]);
     }
@@ -79,6 +87,15 @@ INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, 
   for (int b = 0; b < batch; b++)
     put(a->y, (first + b) * a->out + row,
         _mm512_reduce_add_ps(sums[b]) + (a->bias ? get(a->bias, row, a->type) : 0), a->type);
+}
+
+INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
+                                               int weight_type) {
+  multiply_512(a, row, first, batch, weight_type, 0);
+}
+
+INLINE_FOR(TARGET_AVX512) void multiply_vnni(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type) {
+  multiply_512(a, row, first, batch, weight_type, 1);
 }
 
 /* Columns 16 `quarter` to 16 `quarter` + 15 of a block. */
@@ -140,11 +157,14 @@ FOR_EACH_BATCH(avx2, TARGET_AVX2, INT8)
 FOR_EACH_BATCH(avx2, TARGET_AVX2, INT4)
 FOR_EACH_BATCH(avx512, TARGET_AVX512, INT8)
 FOR_EACH_BATCH(avx512, TARGET_AVX512, INT4)
+FOR_EACH_BATCH(vnni, TARGET_AVX512, INT8)
+FOR_EACH_BATCH(vnni, TARGET_AVX512, INT4)
 #endif
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type) {
 #ifdef HAS_INTRINSICS
+  if (has_avx512_vnni()) return weight_type == INT8 ? vnni_INT8 : vnni_INT4;
   if (level() == AVX512) return weight_type == INT8 ? avx512_INT8 : avx512_INT4;
   if (level() == AVX2) return weight_type == INT8 ? avx2_INT8 : avx2_INT4;
 #endif

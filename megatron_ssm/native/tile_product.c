@@ -136,14 +136,18 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrd
 }
 
 /* Columns `start` to `stop` of `rows` rows of W from `row` on, as bfloat16 and with zeros up to PANEL rows -> buffer (PANEL,
-   stop - start). */
+   stop - start). Prefetches the same columns of the next panel. */
 static void fill_buffer(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer) {
   ptrdiff_t width = stop - start;
   for (ptrdiff_t r = 0; r < rows; r++) {
-    ptrdiff_t place = (row + r) * a->in + start, block = place / BLOCK;
-    if (a->weight_type == BFLOAT16) memcpy(buffer + r * width, at(a->values, place, BFLOAT16), width * 2);
-    else widen_blocks(a->values + block * bytes_per_block(a->weight_type), a->scales + block, buffer + r * width,
-                      width / BLOCK, a->weight_type, BFLOAT16);
+    ptrdiff_t place = (row + r) * a->in + start, block = place / BLOCK, bytes = bytes_per_block(a->weight_type);
+    const char *blocks = a->values + block * bytes;
+    if (a->weight_type == BFLOAT16) {
+      memcpy(buffer + r * width, at(a->values, place, BFLOAT16), width * 2);
+      continue;
+    }
+    for (ptrdiff_t i = 0; i < width / BLOCK * bytes; i += 64) __builtin_prefetch(blocks + PANEL * a->in / BLOCK * bytes + i);
+    widen_blocks(blocks, a->scales + block, buffer + r * width, width / BLOCK, a->weight_type, BFLOAT16);
   }
   memset(buffer + rows * width, 0, (PANEL - rows) * width * 2);
 }

@@ -85,10 +85,10 @@ def round_matrices(model, rounded):
 
 
 def logits_of(model):
-    """The logits of a prompt in two chunks, of few rows, and of the tokens after it, which are decoded one by one."""
+    """The logits of a prompt in chunks of few rows, and of the tokens after it, which are decoded one by one."""
     with torch.no_grad():
         cache = model.new_cache(2, 30)
-        return torch.cat([model(ids, cache=cache) for ids in IDS.split([4, 4, 1, 1, 1], dim=1)], dim=1)
+        return torch.cat([model(ids, cache=cache) for ids in IDS.split([2, 2, 2, 2, 1, 1, 1], dim=1)], dim=1)
 
 
 @formats
