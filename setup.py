@@ -106,7 +106,11 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["sparsefusion*", "attention2d*", "commir*", "megatron_ssm*"]),
-    package_data={package: ["py.typed"] for package in ("sparsefusion", "attention2d", "megatron_ssm")},
+    package_data={
+        "sparsefusion": ["py.typed"],
+        "attention2d": ["py.typed"],
+        "megatron_ssm": ["py.typed", "serving/page.html"],
+    },
     entry_points={
         "console_scripts": [
             "megatron-ssm = megatron_ssm.cli.main:run_and_exit",
@@ -131,6 +135,7 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
         "grammar": ["llguidance>=1.0"],
+        "eval": ["lm-eval>=0.4.9", "transformers"],
         "log": ["tensorboard", "wandb"],
         "peft": ["peft"],
         "serve": SERVE,
@@ -145,6 +150,7 @@ setup(
             "wandb",
             "httpx",
             "openai",
+            "playwright",
             *SERVE,
         ],
         "lint": ["ruff", "mypy", "pre-commit"],

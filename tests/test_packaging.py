@@ -71,7 +71,7 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     assert names & LIBRARIES == (LIBRARIES if has_libraries else set())
     platform = re.sub(r"\W", "_", sysconfig.get_platform()) if has_libraries else "any"
     assert wheel.name.endswith(f"-py3-none-{platform}.whl")
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} | {"megatron_ssm/serving/page.html"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
 
     commands = install(wheel, tmp_path / "environment")

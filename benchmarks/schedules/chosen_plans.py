@@ -17,6 +17,7 @@ CELLS = [
     for rate in ("20mbit", "200mbit")
     for kv_heads in (8, 2, 1)
 ]
+CELLS += [AttentionCell(ranks, 1, "200mbit", kv_heads, seq=4096) for ranks in (4, 8) for kv_heads in (8, 2)]
 # The placement of all ranks, or that of each part of a split of them in two.
 KINDS = {
     "ring": {"x": STREAMED_KV},
@@ -44,8 +45,7 @@ COMPARISON = Comparison(
     shown=[name for name in KINDS if name != "ring"],
     repeated=20,
     chosen=lambda plan: known_as(plan.schedule) or placed(plan),
-    describe=lambda cell: f"{cell.ranks}, {cell.tensors}",
-    has_correlation=True,
+    describe=lambda cell: f"{cell.ranks}, {cell.tensors}, {cell.seq:,}",
 )
 
 if __name__ == "__main__":
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     if arguments is not None:
         COMPARISON.measure(*arguments)
     else:
-        print_or_publish("chosen-plans", COMPARISON.table(__file__, "ranks, links, tensors"))
+        print_or_publish("chosen-plans", COMPARISON.table(__file__, "ranks, links, heads, tokens"))

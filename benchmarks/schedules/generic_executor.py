@@ -1,7 +1,8 @@
 """A 2-D plan whose steps commir takes one by one, against attention2d's hand-written schedule (about 5 min).
 
-The claim: the plan takes at most 1.10x as long, and sends the same bytes. Forward passes of causal attention; all ranks are
-on this machine. Both take turns; the table shows medians. attention2d runs twice, and the difference is the spread.
+The claim: the plan takes at most 1.10x as long, and sends the same bytes. Passes of causal attention, forward or with the
+gradients of q, k and v; all ranks are on this machine. Both take turns; the table shows medians. attention2d runs twice, and
+the difference is the spread.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from attention2d import Attention2D
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, print_or_publish
-from commir import Mesh, Schedule, execute, programs
+from commir import Mesh, Schedule, differentiable, execute, programs
+from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
 from sparsefusion.fabric.measurement import repetitions, timed
@@ -28,6 +30,7 @@ class Cell:
     cols: int
     overlap: bool
     dtype: str
+    backward: bool = False
     seq: int = 4096
     rate: None = None
 
@@ -41,6 +44,9 @@ CELLS = [
     for rows, cols in ((2, 1), (2, 2), (2, 4))
     for overlap in (False, True)
     for dtype in ("float32", "bfloat16")
+]
+CELLS += [
+    Cell(rows, cols, overlap, "float32", backward=True) for rows, cols in ((2, 2), (2, 4)) for overlap in (False, True)
 ]
 
 
@@ -56,29 +62,42 @@ def measure(out: str, number: str) -> None:
     generator = torch.Generator().manual_seed(rank)
     shape = 1, cell.seq // cell.ranks, 8, 64
     local = {name: torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype)) for name in "qkv"}
+    for x in local.values():
+        x.requires_grad_(cell.backward)
+    attend = differentiable(plan, group, Count())
 
     def by_hand() -> None:
-        schedule(local["q"], local["k"], local["v"], causal=True)
+        out = schedule(local["q"], local["k"], local["v"], causal=True)
+        if cell.backward:
+            torch.autograd.grad(out, tuple(local.values()), out.detach())
 
-    calls = [by_hand, lambda: execute(plan, local, group, Count()), by_hand]
+    def steps_of_plan() -> None:
+        if cell.backward:
+            out = attend(local["q"], local["k"], local["v"])
+            torch.autograd.grad(out, tuple(local.values()), out.detach())
+        else:
+            execute(plan, local, group, Count())
+
+    calls = [by_hand, steps_of_plan, by_hand]
     hand, steps, again = (
         repetitions([timed(each) for each in calls], group, "cpu", REPETITIONS).median(0).values.tolist()
     )
     if rank == 0:
-        volume = schedule.volume(1, cell.seq, 8, 8, 64, getattr(torch, cell.dtype).itemsize).forward
-        same = plan.bytes_per_rank == volume
-        write_result(out, {"hand": hand, "steps": steps, "again": again, "sent": volume, "same": same})
+        volume = schedule.volume(1, cell.seq, 8, 8, 64, getattr(torch, cell.dtype).itemsize)
+        sent = volume.forward + volume.backward * cell.backward
+        same = sent == plan.bytes_per_rank + backward_plan(plan).bytes_per_rank * cell.backward
+        write_result(out, {"hand": hand, "steps": steps, "again": again, "sent": sent, "same": same})
     dist.destroy_process_group()
 
 
 def row(cell: Cell, measured: dict) -> list[str]:
     """A row of the table."""
-    overlap = ", overlapped" * cell.overlap
+    kind = ", overlapped" * cell.overlap + ", with gradients" * cell.backward
     spread = f"{abs(measured['again'] / measured['hand'] - 1):.0%}"
     sent = f"{measured['sent'] / 1e6:.2f} MB" + (", the same" if measured["same"] else ", not the same")
     ratio = f"{measured['steps'] / measured['hand']:.2f}"
     return [
-        f"{cell.rows} x {cell.cols}{overlap}, {cell.dtype}",
+        f"{cell.rows} x {cell.cols}{kind}, {cell.dtype}",
         sent,
         f"{measured['hand'] * 1e3:.0f} ms",
         ratio,

@@ -21,7 +21,7 @@ from commir.execution.state import Count
 from commir.ir.program import Program
 from commir.scheduling.placements import known_as
 from commir.searching.search import all_plans
-from commir.searching.tile_times import measure_tile
+from commir.searching.tile_times import measure_overlap, measure_tile
 
 REPETITIONS, BURST = 7, "16kb"
 LIMITS = 1.0, 0.85, 0.75, 0.6  # of what the most economical known schedule holds
@@ -57,7 +57,8 @@ def measure(out: str, number: str) -> None:
     cell, group, rank = CELLS[int(number)], dist.group.WORLD, dist.get_rank()
     bare = Mesh(node=NODES, gpu=PER_NODE)
     mesh = bare.with_speeds(link_speeds(bare, group, REPETITIONS))
-    times = dict(zip(("point_seconds", "call_seconds"), measure_tile(cell.program, cell.ranks, group), strict=True))
+    tile = *measure_tile(cell.program, cell.ranks, group), measure_overlap(cell.program, group)
+    times = dict(zip(("point_seconds", "call_seconds", "overlap"), tile, strict=True))
     known = {}
     for flat_or_not in (Mesh(gpu=cell.ranks), mesh):
         for plan in all_plans(cell.program, flat_or_not):

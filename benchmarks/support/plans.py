@@ -61,7 +61,7 @@ class Comparison:
     plans take turns, `repeated` times, with random inputs in bf16. A chosen plan that equals one by hand is that plan, and
     not timed again. The plan called ring runs twice, and the difference of its two medians is the spread. by_hand: {name:
     plan} of a cell, with a ring. shown: names of the table's columns; OTHER_WAY counts as the same name. chosen: how the
-    table calls the chosen plan. has_correlation: of predicted with measured times, in each row.
+    table calls the chosen plan.
     """
 
     cells: Sequence[AttentionCell]
@@ -70,19 +70,15 @@ class Comparison:
     repeated: int
     chosen: Callable[[Plan], str]
     describe: Callable[[AttentionCell], str]
-    has_correlation: bool = False
 
     def table(self, file: str, first_column: str) -> str:
         """The table of all cells, or of those whose numbers the command line gives; they are measured by ranks of `file`."""
         results = measured_cells(file, self.cells, burst=BURST)
-        correlations = ["correlation"] * self.has_correlation
-        header = [first_column, "ring", *self.shown, "chosen", "predicted/measured", *correlations, "spread"]
+        header = [first_column, "ring", *self.shown, "chosen", "predicted/measured", "correlation", "overlap", "spread"]
         rows = [self._row(cell, measured) for cell, measured in results.items()]
-        pairs = [
-            (each["seconds"][name], seconds) for each in results.values() for name, seconds in each["predicted"].items()
-        ]
-        print(f"rank correlation over all cells: {correlation(*map(list, zip(*pairs, strict=True))):.3f}")
-        within = [_within(measured) for measured in results.values()]
+        pairs = [pair for each in results.values() for pair in _pairs(each)]
+        print(f"rank correlation of {len(pairs)} times over all cells: {correlation(pairs):.3f}")
+        within = [correlation(_pairs(measured)) for measured in results.values()]
         print(f"median of the rank correlations within cells: {statistics.median(within):.2f}")
         return markdown(header, rows)
 
@@ -102,16 +98,16 @@ class Comparison:
             del plans["chosen"]
         local = random_blocks(cell.ranks, rank, cell.seq, cell.heads, cell.kv_heads)
         seconds = median_seconds(plans, local, group, self.repeated)
-        if same:
-            plans["chosen"], seconds["chosen"] = best, seconds[same]
         if rank == 0:
+            del plans["ring again"]
             on_measured_links = {
                 name: plan for name, plan in plans.items() if all(axis.level in speeds for axis in plan.mesh.axes)
             }
             write_result(out, {
                 "seconds": seconds,
                 "predicted": {name: predicted(plan, speeds, tile) for name, plan in on_measured_links.items()},
-                "chosen": self.chosen(best),
+                "chosen": same or "chosen",
+                "placement": self.chosen(best),
                 "speeds": speeds,
                 "tile": tile,
             })  # fmt: skip
@@ -119,20 +115,25 @@ class Comparison:
 
     def _row(self, cell: AttentionCell, measured: dict) -> list[str]:
         """A row of the table: times relative to the ring; the chosen plan, relative to the best by hand."""
-        seconds, predictions = measured["seconds"], measured["predicted"]
+        seconds, chosen = measured["seconds"], measured["chosen"]
         names = [name for name in seconds if name not in ("chosen", "ring again")]
         best = min(names, key=seconds.__getitem__)
         others = []
         for shown in self.shown:
             ways = [seconds[name] for name in names if name.removesuffix(OTHER_WAY) == shown]
             others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
-        chosen = f"{measured['chosen']}: {seconds['chosen'] / seconds[best]:.2f} of {best}"
-        error = f"{predictions['chosen'] / seconds['chosen']:.2f}"
-        agreement = []
-        if self.has_correlation:
-            agreement.append(f"{_within(measured):.2f}")
-        spread = abs(seconds["ring again"] / seconds["ring"] - 1)
-        return [self.describe(cell), f"{seconds['ring']:.3f} s", *others, chosen, error, *agreement, f"{spread:.0%}"]
+        against_best = f"{measured['placement']}: {seconds[chosen] / seconds[best]:.2f} of {best}"
+        predictions = f"{measured['predicted'][chosen] / seconds[chosen]:.2f}", f"{correlation(_pairs(measured)):.2f}"
+        overlap, spread = f"{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
+        return [
+            self.describe(cell),
+            f"{seconds['ring']:.3f} s",
+            *others,
+            against_best,
+            *predictions,
+            overlap,
+            spread,
+        ]
 
 
 def placed(plan: Plan) -> str:
@@ -193,16 +194,15 @@ def median_seconds(
     return dict(zip(plans, repetitions(calls, group, "cpu", repeated).median(0).values.tolist(), strict=True))
 
 
-def _within(measured: dict) -> float:
-    """The rank correlation of predicted and measured times of a cell's plans by hand."""
-    names = [name for name in measured["predicted"] if name not in ("chosen", "ring again")]
-    return correlation([measured["seconds"][name] for name in names], [measured["predicted"][name] for name in names])
+def _pairs(measured: dict) -> list[tuple[float, float]]:
+    """(measured, predicted) seconds of a cell's plans."""
+    return [(measured["seconds"][name], seconds) for name, seconds in measured["predicted"].items()]
 
 
-def correlation(a: list[float], b: list[float]) -> float:
+def correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
-    pairs = torch.tensor([_places(a), _places(b)], dtype=torch.float64)
-    return float(torch.corrcoef(pairs)[0, 1])
+    places = torch.tensor([_places(list(values)) for values in zip(*pairs, strict=True)], dtype=torch.float64)
+    return float(torch.corrcoef(places)[0, 1])
 
 
 def _places(values: list[float]) -> list[float]:

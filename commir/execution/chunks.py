@@ -1,6 +1,6 @@
 """The chunks of a rank's tensors, of a plan that takes its steps for one chunk after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -32,9 +32,9 @@ class Chunks:
         sizes = local_sizes(self._digits, operand, self._digits.home(operand))
         select(whole, sizes, self._fixed(number)).copy_(expand(x, sizes, self._fixed(number)))
 
-    def positions(self, number: int) -> dict[str, Tensor]:
-        """{axis: the elements of the whole axis that are in a chunk}."""
-        return {self._axis: self._plan.elements(self._axis, self._fixed(number))}
+    def copied(self, names: Iterable[str]) -> set[str]:
+        """Those of some operands that `take` copies."""
+        return {name for name in names if self._axis in self._plan.program.operand(name).axes}
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """{operand: all its chunks} where a rank holds whole chunks, as it does if ranks divide the axis outside of them."""

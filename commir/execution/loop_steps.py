@@ -169,7 +169,7 @@ def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
     """For each loop axis, the elements of the whole tensor that the tile sees."""
     fixed = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.parallel.items()} | dict(fixed)
     axes = [axis for axis in state.digits.sizes if state.program.axis(axis).kind != WHOLE]
-    return {axis: state.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
+    return {axis: state.plan.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
 
 
 def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> list[Tensor]:

@@ -47,8 +47,9 @@ def _take_chunks(state: RankState) -> Run:
     kept, saved = state.count.held, list[dict[str, Any]]()
     for number in range(state.plan.schedule.chunks):
         inputs = {each.name: chunks.take(each, state.read([each.name])[0], number) for each in state.plan.inputs()}
-        elements = chunks.positions(number)
-        chunk = RankState(state.plan.of_one_chunk, state.rank, inputs, state.count, state.kernels, elements)
+        chunk = RankState(
+            state.plan.of_chunk(number), state.rank, inputs, state.count, state.kernels, chunks.copied(inputs)
+        )
         chunk.saved = None if state.saved is None else {}
         for name, x in (yield from take_steps(chunk)).items():
             chunks.put(state.program.operand(name), outputs[name], x, number)

@@ -5,15 +5,14 @@ continue when its messages have arrived. The interpreter and the executor take t
 differently.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from commir.ir.program import Operand, Program
-from commir.lowering.blocks import chosen, local_sizes
-from commir.lowering.layouts import Piece
+from commir.lowering.blocks import local_sizes
 from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
 from commir.lowering.steps import Key, register_key
@@ -65,8 +64,8 @@ class Kernels:
 class RankState:
     """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
 
-    chunk_elements: None, or, for the plan of a chunk, {its axis: its elements}; inputs with this axis are copies then,
-    which are dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
+    copied: None, or, for the plan of a chunk, the inputs of which the rank has copies for this chunk, which are counted, and
+    dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
     {operand: its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns.
     in_flight: {message: (handle, tensors that arrive, tensors that leave)}. saved: if it is a dictionary, the blocks of
     inputs before they are gathered, and those of outputs before they are brought home.
@@ -74,10 +73,9 @@ class RankState:
 
     def __init__(
         self, plan: Plan, rank: int, inputs: Mapping[str, Tensor], count: Count | None = None,
-        kernels: Kernels | None = None, chunk_elements: Mapping[str, Tensor] | None = None,
+        kernels: Kernels | None = None, copied: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self._chunk_elements = rank, chunk_elements or {}
-        self.plan, self.digits, self.program = plan, plan.digits, plan.program
+        self.rank, self.plan, self.digits, self.program = rank, plan, plan.digits, plan.program
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
         self.loops, self.parallel = loops_of(self.digits), self.digits.parallel()
@@ -91,16 +89,9 @@ class RankState:
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
-        owned = [x for name, x in inputs.items() if set(self._chunk_elements) & set(self.program.operand(name).axes)]
-        self._home = set(map(id, inputs.values())) - set(map(id, owned))
+        self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
         self._dtype = inputs[self.program.inputs[0].name].dtype
-        self.count.hold(*(owned if chunk_elements else inputs.values()))
-
-    def elements(self, axis: str, fixed: Mapping[Piece, int]) -> Tensor:
-        """The elements of the whole tensor, along an axis, that have these blocks of some digits."""
-        if axis in self._chunk_elements:
-            return chosen(self._chunk_elements[axis], self.digits, axis, fixed)
-        return self.plan.elements(axis, fixed)
+        self.count.hold(*(x for name, x in inputs.items() if copied is None or name in copied))
 
     # Registers
 

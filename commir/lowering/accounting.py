@@ -23,11 +23,12 @@ AHEAD = 2  # how many exchanges of a collective are under way at a time, where a
 
 @dataclass(frozen=True)
 class Message:
-    """`count` messages of `nbytes` each, one after the other, along a mesh axis."""
+    """`count` messages of `nbytes` each along a mesh axis, of which `at_once` are under way at a time."""
 
     axis: str
     nbytes: int
-    count: int
+    count: int = 1
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,18 @@ class _Ledger:
         count, itemsize, _ = self.blocks[name, register_key(key)]
         return count * itemsize
 
-    def _send(self, axis: str, nbytes: int, count: int = 1) -> None:
-        """Count messages of `nbytes` each."""
-        self.messages[-1].append(Message(axis, nbytes, count))
+    def _send(self, axis: str, nbytes: int) -> None:
+        """Count a message."""
+        self.messages[-1].append(Message(axis, nbytes))
+
+    def _exchange(self, axis: str, nbytes: int, copied: int) -> int:
+        """Count a message to every other rank along an axis; returns the bytes of arriving tensors that are held meanwhile.
+
+        copied: those bytes of a message that do not arrive in their place. If there are none, all messages begin at once.
+        """
+        others = self._size(axis) - 1
+        self.messages[-1].append(Message(axis, nbytes, others, AHEAD if copied else others))
+        return min(AHEAD, others) * copied
 
     def _size(self, axis: str) -> int:
         return self.digits.nest.mesh.size(axis)
@@ -144,18 +154,15 @@ class _Ledger:
         """Send a piece of each operand to every other rank along the axis; blocks keep their size."""
         names, size = [name for name, _, _ in step.moves], self._size(step.axis)
         piece = sum(self._nbytes(name) // size for name in names)
-        self._send(step.axis, piece, size - 1)
         copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = min(AHEAD, size - 1) * sum(self._nbytes(name) // size for name in copied)
+        transit = self._exchange(step.axis, piece, sum(self._nbytes(name) // size for name in copied))
         self._replace(names, lambda count: count, transit)
 
     def gather(self, step: kinds.Gather) -> None:
         """Send each block to every other rank along the axis, and hold the blocks of all."""
         names, size = [name for name, _ in step.moves], self._size(step.axis)
-        block = sum(map(self._nbytes, names))
-        self._send(step.axis, block, size - 1)
         copied = [name for name, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = min(AHEAD, size - 1) * sum(map(self._nbytes, copied))
+        transit = self._exchange(step.axis, sum(map(self._nbytes, names)), sum(map(self._nbytes, copied)))
         self._replace(names, lambda count: count * size, transit)
 
     def slice(self, step: kinds.Slice) -> None:
@@ -245,8 +252,8 @@ class _Ledger:
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
         )
-        self._send(step.axis, wire, size - 1)
-        self._replace([output.name for output in outputs], lambda count: count // size, min(AHEAD, size - 1) * wire)
+        transit = self._exchange(step.axis, wire, wire)
+        self._replace([output.name for output in outputs], lambda count: count // size, transit)
 
     def all_reduce(self, step: kinds.AllReduce) -> None:
         """Send pieces of rows to every other rank along the axis, twice, and hold the result at its size."""
@@ -260,10 +267,10 @@ class _Ledger:
         wire = sum(
             n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
         )
-        self._send(step.axis, wire, 2 * (size - 1))
-        transit = min(AHEAD, size - 1) * wire
+        transit = self._exchange(step.axis, wire, wire)
         self._hold(size * wide + wide + transit)  # rows, this rank's piece, and pieces that arrive
         self.held -= size * wide + transit
+        transit = self._exchange(step.axis, wire, wire)
         self._hold(size * wide + transit)  # the combined rows, and pieces that arrive
         self.held -= (size + 1) * wide + transit
 

@@ -18,7 +18,7 @@ from .explain import lines_of_messages
 from .layouts import Digits, Piece
 from .steps import Compute, Step
 from .text import canonical, content, digest, parse
-from .timeline import seconds
+from .timeline import check_tile, seconds
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -55,6 +55,14 @@ class Plan:
     def of_one_chunk(self) -> "Plan":
         """The plan of a chunk by itself; this plan, if it has no chunks."""
         return replace(self, schedule=self.schedule.of_one_chunk()) if self.schedule.chunked else self
+
+    def of_chunk(self, number: int) -> "Plan":
+        """The plan of one chunk by itself, with the chunk's elements of the whole tensor; remembered."""
+        if number not in self._chunks:
+            axis, digit = self.digits.piece(str(self.schedule.chunked))
+            chunk = self._chunks[number] = replace(self, schedule=self.of_one_chunk.schedule)
+            chunk._positions[axis] = self.elements(axis, {(axis, digit): number})
+        return self._chunks[number]
 
     @cached_property
     def hash(self) -> str:
@@ -109,6 +117,10 @@ class Plan:
         return {}
 
     @cached_property
+    def _chunks(self) -> dict[int, "Plan"]:
+        return {}
+
+    @cached_property
     def _elements(self) -> dict[object, torch.Tensor]:
         return {}
 
@@ -138,7 +150,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """The plan that `to_json` wrote, without the speeds of its mesh. ValueError: it is something else, or changed."""
+        """The plan that `to_json` wrote. ValueError: it is something else, or was changed.
+
+        What was measured or predicted is not saved: `on_mesh` and `with_tile` give the speeds of the mesh and the times of a
+        tile again.
+        """
         schedule, steps, expected = parse(text)
         plan = Plan(schedule, steps)
         if plan.hash != expected:
@@ -171,7 +187,8 @@ class Plan:
         return replace(self, schedule=replace(self.schedule, mesh=mesh))
 
     def with_tile(self, point_seconds: float, call_seconds: float, overlap: float = 1.0) -> "Plan":
-        """The same steps, predicted with these times of a tile; see `search`."""
+        """The same steps, predicted with these times of a tile; see `search`. ValueError as there."""
+        check_tile(point_seconds, call_seconds, overlap)
         turns = sum(isinstance(step, Compute) for step in self.steps) * self.schedule.chunks
         points = self.program.points / turns / self.mesh.ranks
         return replace(self, tile_seconds=call_seconds + points * point_seconds, overlap=overlap)

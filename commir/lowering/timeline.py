@@ -5,13 +5,14 @@ follow one another, while tiles are computed; beginning a message takes the rank
 their message has arrived. A tile and the messages under way delay each other, if `overlap` is below 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from commir.ir.mesh import Mesh
 
-from .accounting import AHEAD, Message
+from .accounting import Message
 from .steps import Arrive, Combine, Compute, Send, SendPartial, Step
 
 EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is not known
@@ -34,10 +35,22 @@ def link_seconds(mesh: Mesh, level: str, ranks: int, nbytes: float) -> tuple[flo
     return latency, max(0.0, speed.time(operation, nbytes, ranks, extrapolate=True) - latency)
 
 
-def collective_seconds(latency: float, busy: float, count: int) -> float:
-    """The time of `count` messages of a collective: one has the link, while the next one (AHEAD is 2) begins."""
-    pairs = (count - 1) // AHEAD
-    return pairs * max(latency + busy, AHEAD * busy) + latency + (count - AHEAD * pairs) * busy
+def collective_seconds(latency: float, busy: float, count: int, at_once: int) -> float:
+    """The time of `count` messages, of which `at_once` are under way at a time: one has the link, while others begin."""
+    before = (count - 1) // at_once
+    return before * max(latency + busy, at_once * busy) + latency + (count - at_once * before) * busy
+
+
+def check_tile(point_seconds: float, call_seconds: float, overlap: float) -> None:
+    """ValueError: these are no times of a tile and of what it hides of messages, as `search` takes them."""
+    times = {"point_seconds": point_seconds, "call_seconds": call_seconds, "overlap": overlap}
+    for name, value in times.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name}={value!r} is no number")
+    if not (0 <= point_seconds < math.inf and 0 <= call_seconds < math.inf):
+        raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and finite")
+    if not (-math.inf < overlap <= 1):
+        raise ValueError(f"overlap={overlap} must be finite, and at most 1, where the longer of both hides the shorter")
 
 
 @dataclass
@@ -53,7 +66,8 @@ class _Clock:
         """Send the messages of a step, from now on; returns when the last has arrived."""
         level = self.mesh.axis(message.axis).level
         latency, busy = message_seconds(self.mesh, message.axis, message.nbytes)
-        arrival = max(self.now, self.free.get(level, 0.0)) + collective_seconds(latency, busy, message.count)
+        needed = collective_seconds(latency, busy, message.count, message.at_once)
+        arrival = max(self.now, self.free.get(level, 0.0)) + needed
         self.free[level] = arrival - latency
         return arrival
 

@@ -180,10 +180,12 @@ class _Reader:
         (argument,) = node.args
         if isinstance(argument, ast.Constant) and argument.value is None:
             return None
-        if not isinstance(argument, ast.Name) or argument.id not in axes:
+        if not isinstance(argument, ast.Name):
             self._fail(
-                node, f"{name} is kept along {ast.unparse(argument)}, which is none of its axes {', '.join(axes)}"
+                node, f"the home of {name} is {ast.unparse(argument)}, and no axis, which has no quotes, nor None"
             )
+        if argument.id not in axes:
+            self._fail(node, f"{name} is kept along {argument.id}, which is none of its axes {', '.join(axes)}")
         return argument.id
 
     def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:

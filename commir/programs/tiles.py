@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention2d.compute.tile import attend, attend_backward, empty_result, merge, tile_length
 from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, split_calls
@@ -138,6 +139,9 @@ class _Calls:
         return self.q.is_sorted and self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
 
 
+_RUNS = WeakTensorKeyDictionary()  # {positions: their runs}, as long as the tensor lives
+
+
 class _Run(NamedTuple):
     """Consecutive positions in a tile. start: the first one's slot."""
 
@@ -186,9 +190,11 @@ class _Runs:
         return found
 
 
-@lru_cache(maxsize=1024)  # by identity: a plan remembers the positions of its tiles
 def _runs_of(positions: Tensor) -> _Runs:
-    return _Runs(positions)
+    """The runs of positions, which are found once for each tensor: a plan remembers the positions of its tiles."""
+    if positions not in _RUNS:
+        _RUNS[positions] = _Runs(positions)
+    return _RUNS[positions]
 
 
 def _attention_ref(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:

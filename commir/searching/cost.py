@@ -1,7 +1,8 @@
 """The cost of a candidate in closed form, by the rules of lowering, without lowering it.
 
 Bytes are exactly those of the plan. Time is a lower bound: one collective after the other, and in the loops the longer of
-computing and sending. Memory is a lower bound too: blocks that the tile needs, and accumulators.
+computing and sending; also for the plans in chunks, unless a measured fabric sends several small messages in less time than
+a large one. Memory is a lower bound: blocks that the tile needs, and accumulators.
 """
 
 import math
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
+from commir.lowering.accounting import AHEAD
 from commir.lowering.scans import is_sliced
-from commir.lowering.timeline import collective_seconds, link_seconds
+from commir.lowering.timeline import check_tile, collective_seconds, link_seconds
 
 from .candidates import Candidate, Part
 
@@ -34,10 +36,7 @@ class CostModel:
     def __init__(
         self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
     ) -> None:
-        if not (point_seconds >= 0 and call_seconds >= 0):
-            raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be at least 0")
-        if not (-math.inf < overlap <= 1):
-            raise ValueError(f"overlap={overlap} must be at most 1, where the longer of both hides the shorter")
+        check_tile(point_seconds, call_seconds, overlap)
         self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}
@@ -210,8 +209,9 @@ class _Tally:
     def total(self, computing: float) -> Cost:
         """The cost, with the time of all messages and of computing."""
         by_name = {part.name: part for part in self.parts}
-        for (name, _), (nbytes, count) in self.collectives.items():
-            self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count)
+        for (name, kind), (nbytes, count) in self.collectives.items():
+            at_once = AHEAD if kind == "reduce" else count  # of others, fewer where they are copied
+            self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count, at_once)
             self.cost.messages += count
         self.cost.seconds += max(computing + self.latency, *self.rings.values(), 0.0)
         return self.cost

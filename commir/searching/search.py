@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from commir.ir.mesh import Mesh
@@ -37,7 +38,7 @@ def search(
     `measure_overlap`).
 
     ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative,
-    overlap is above 1, or the fabric is neither a Fabric nor (seconds, bytes per second).
+    overlap is above 1, one of them is no number, or the fabric is neither a Fabric nor (seconds, bytes per second).
     """
     if top < 1:
         raise ValueError(f"search: top={top}; at least one plan must be asked for")
@@ -133,17 +134,19 @@ def rounded(seconds: float) -> float:
 def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None) -> str:
     """Why there is no plan. The one that holds least is found by bounds of memory, so that few are lowered."""
     program, mesh = model.program, model.mesh
-    bounds: list[tuple[float, int, Candidate]] = []
+    bounds: list[tuple[float, int, list[Candidate]]] = []
     for cost, candidate in ranked:
-        bounds.append((model.memory(cost), len(bounds), candidate))
-        for each in candidate.in_chunks(program):
-            bounds.append((model.memory_in_chunks(cost, each.chunked, each.chunks), len(bounds), each))
+        bounds.append((model.memory(cost), len(bounds), [candidate]))
+        for axis, chunked in groupby(candidate.in_chunks(program), lambda each: each.chunked):
+            most_first = list(chunked)[::-1]
+            bounds.append((model.memory_in_chunks(cost, axis, most_first[0].chunks), len(bounds), most_first))
     least: Plan | None = None
-    for bound, _, candidate in sorted(bounds, key=lambda each: each[:2]):
+    for bound, _, most_first in sorted(bounds, key=lambda each: each[:2]):
         if least is not None and bound >= least.memory:
             break
-        for plan in _lowered(model, [candidate]):
-            least = plan if least is None or plan.memory < least.memory else least
+        plan = next((plan for each in most_first for plan in _lowered(model, [each])), None)
+        if plan is not None and (least is None or plan.memory < least.memory):
+            least = plan
     if least is None:
         return _does_not_divide(program, mesh)
     return (

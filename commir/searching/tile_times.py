@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commir.ir.program import WHOLE, Program
-from commir.programs.tiles import tile_of
+from commir.programs.tiles import tile_into, tile_of
 from sparsefusion.collectives.counted import all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 7
-LEAST_OVERLAP = -10.0
+LEAST_OVERLAP = -2.0
+LARGEST = 1 << 24  # bytes of a block
 
 
 def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None) -> tuple[float, float]:
@@ -41,40 +42,46 @@ def measure_overlap(program: Program, group: ProcessGroup, device: torch.device 
     """The `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
 
     A ring of all ranks computes as many small tiles as it has ranks, and passes a block on during each. The ring, and tiles
-    and messages alone, take turns; of each the slowest rank's median time counts. From LEAST_OVERLAP to 1: where ranks
-    share processors, they wait for one another in every turn. Sends 2 (REPETITIONS + 1) times as many blocks as the group
-    has ranks, each of the mean size of an input's block at home.
+    and messages alone, take turns; of each the slowest rank's median time counts. Where ranks share processors, they wait
+    for one another in every turn, so that the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank,
+    and where tiles or messages take so little time that nothing can be told.
+
+    A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
+    as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
     """
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return 1.0
     tile = _prepared(tile_program(program, ranks**2), device)
-    nbytes = sum(program.nbytes(each) for each in program.inputs) // len(program.inputs) // ranks
 
-    leaving, arriving = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)
+    def ring(nbytes: int, tiles: int) -> Callable[[], object]:
+        """What takes the turns of a ring, with blocks of some bytes (0: none) and some tiles in each."""
+        leaving, arriving = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)
 
-    def turns(sent: int, tiles: int) -> None:
-        for _ in range(ranks):
-            message = exchange([(leaving[:sent], (rank - 1) % ranks)], [(arriving[:sent], (rank + 1) % ranks)], group)
-            for _ in range(tiles):
-                tile()
-            message.wait()
+        def turns() -> None:
+            for _ in range(ranks):
+                sends, receives = [(leaving, (rank - 1) % ranks)], [(arriving, (rank + 1) % ranks)]
+                message = exchange(sends, receives, group) if nbytes else None
+                for _ in range(tiles):
+                    tile()
+                if message is not None:
+                    message.wait()
 
-    def alone() -> None:
-        for _ in range(ranks):
-            tile()
+        return turns
 
-    calls: list[Callable[[], object]] = [
-        alone,
-        partial(turns, 1, 0),
-        partial(turns, nbytes, 0),
-        partial(turns, nbytes, 1),
-    ]
-    found = repetitions([timed(each, device) for each in calls], group, device, REPETITIONS).median(0).values.tolist()
-    computing, latency, message, both = found
-    on_link = max(message - latency, 1e-3 * message)
-    delay = both - latency - max(computing, on_link)
-    return min(1.0, max(LEAST_OVERLAP, 1 - delay / min(computing, on_link)))
+    def seconds(*calls: Callable[[], object]) -> torch.Tensor:
+        """(REPETITIONS, calls)"""
+        return repetitions([timed(each, device) for each in calls], group, device, REPETITIONS)
+
+    nbytes = min(LARGEST, sum(program.nbytes(each) for each in program.inputs) // len(program.inputs) // ranks)
+    computing, latency, message = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0)).median(0).values.tolist()
+    nbytes = min(LARGEST, int(nbytes * max(1.0, computing / max(message - latency, 1e-3 * message))))
+    found = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
+    computing, latency, message, both = found.median(0).values.tolist()
+    shorter, longer = sorted((computing, message - latency))
+    if shorter <= (found[:, 3] - both).abs().median():
+        return 1.0
+    return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
 
 
 def tile_program(program: Program, blocks: int) -> Program:
@@ -102,7 +109,11 @@ def _seconds(tile: Program) -> float:
 
 
 def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
-    """A tile with random inputs, to be computed."""
+    """A tile with random inputs, to be computed and, if one function does both, combined into earlier results."""
     inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile}, device)
     indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
-    return partial(tile_of(tile), tile, inputs, indices)
+    compute, into = tile_of(tile), tile_into(tile)
+    if into is None:
+        return partial(compute, tile, inputs, indices)
+    computed = compute(tile, inputs, indices)
+    return partial(into, tile, inputs, indices, [computed[name] for name in tile.results[0].outputs])

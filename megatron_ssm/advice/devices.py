@@ -21,7 +21,7 @@ class Device:
     """memory: bytes. flops: per second, in products of large matrices. bandwidth: bytes per second, of the memory.
 
     launch: seconds per kernel that the host launches. itemsize: bytes of an element of weights and activations in
-    generation.
+    generation. wait: seconds that a message takes longer than on the fabric alone.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Device:
     bandwidth: float
     launch: float = 5e-6
     itemsize: int = 2
+    wait: float = 0.0
 
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
@@ -43,6 +44,13 @@ class Device:
         """Seconds of a forward and of a backward pass in training; arguments as in `forward`."""
         forward = self.forward(config, ranks, batch, tokens, seq)
         return forward, 2 * forward
+
+    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+        """Seconds that a context rank computes in addition, forward and backward: it reads a scan's inputs once more."""
+        shape = Memory(config, ranks, self.itemsize)
+        read = batch * tokens * (2 * shape.inner + shape.convolved) * self.itemsize
+        seconds = config.num_layers * (read / self.bandwidth + self.launch)
+        return seconds, seconds
 
     def optimizer(self, config: Config, ranks: int) -> float:
         """Seconds of AdamW, which reads weights, gradients and two moments in fp32, and writes three of them."""

@@ -5,7 +5,7 @@ A division has `tensor` x `context` x `data` ranks. A training step takes
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks)
     + what backward does not hide of the sums of gradients + AdamW
 
-and a reply takes the time of its prompt (TTFT) and of its tokens (TPOT each). Each of the times is of the slowest rank.
+and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,16 @@ from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import FORMATS, Fabric
 
-from .traffic import backward_sums, exact_sums, gradient_sums, passed_states, seconds_of, seconds_of_block_sums
+from .traffic import (
+    attended_tokens,
+    backward_sums,
+    chosen_tokens,
+    exact_sums,
+    gradient_sums,
+    passed_states,
+    seconds_of,
+    seconds_of_block_sums,
+)
 
 WORTHWHILE = 0.9  # a less exact format must reduce the time of a step to this share
 HIDDEN = 0.7  # the share of backward during which gradients are sent: the first bucket is ready after a part of it
@@ -44,11 +53,18 @@ class Computes(Protocol):
     def itemsize(self) -> int:
         """Bytes of an element of weights and activations in generation."""
 
+    @property
+    def wait(self) -> float:
+        """Seconds that each message takes longer than on the fabric alone."""
+
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
 
     def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training."""
+
+    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+        """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
 
     def optimizer(self, config: Config, ranks: int) -> float:
         """Seconds of AdamW."""
@@ -148,23 +164,27 @@ def _training(
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     forward, backward = device.micro_batch(config, tensor, job.micro_batch, tokens, job.seq)
+    passing = sum(device.passing(config, tensor, job.micro_batch, tokens)) if context > 1 else 0.0
     micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
-    compute = micro_batches * (forward * (1 + recompute) + backward)
-    rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric)
-    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric) for each in WIRE_FORMATS}
+    compute = micro_batches * (forward * (1 + recompute) + backward + passing)
+    rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric, device.wait)
+    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric, device.wait) for each in WIRE_FORMATS}
     format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
     sums = seconds_of(gradient_sums(Memory(config, tensor, FP32).weights, context * data), fabric)
     parts = {
         "compute": compute,
         "tensor-parallel sums": micro_batches * (rest + by_format[format]),
         "context ranks": micro_batches * (
-            seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric) + attention_seconds
+            attention_seconds
+            + seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric, device.wait)
         ),
         "sums of gradients": max(sums - HIDDEN * backward, sums * (1 - HIDDEN)),
         "AdamW": device.optimizer(config, tensor),
     }  # fmt: skip
-    gradients = "auto" if parts["sums of gradients"] > SPARSE * sum(parts.values()) else "dense"
-    return Division(*sizes, parts, needed, format, attention, gradients, recompute)
+    residuals = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens, has_residuals=True)
+    if parts["sums of gradients"] > SPARSE * sum(parts.values()) and residuals <= device.memory:
+        return Division(*sizes, parts, residuals, format, attention, "auto", recompute)
+    return Division(*sizes, parts, needed, format, attention, "dense", recompute)
 
 
 def _generation(
@@ -183,24 +203,38 @@ def _generation(
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
+    if context > 1:
+        compute += device.passing(config, tensor, job.batch, tokens)[0]
     token = device.token(config, tensor, job.batch, job.prompt)
 
     def sums(rows: int) -> dict[str, float]:
         """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""
-        exact = seconds_of(exact_sums(config, tensor, rows), fabric)
-        return {name: exact + seconds_of_block_sums(config, tensor, rows, name, fabric) for name in WIRE_FORMATS}
+        exact = seconds_of(exact_sums(config, tensor, rows), fabric, device.wait)
+        return {
+            name: exact + seconds_of_block_sums(config, tensor, rows, name, fabric, device.wait)
+            for name in WIRE_FORMATS
+        }
 
-    states = seconds_of(passed_states(config, tensor, context, job.batch, False), fabric) + attention_seconds
+    states = (
+        seconds_of(passed_states(config, tensor, context, job.batch, False), fabric, device.wait) + attention_seconds
+    )
     of_prompt, of_token = sums(job.batch * tokens), sums(job.batch)
-    times = {name: (compute + states + of_prompt[name], token + of_token[name]) for name in WIRE_FORMATS}
-    format = _format({name: ttft + job.new * tpot for name, (ttft, tpot) in times.items()})
+    choice = seconds_of(chosen_tokens(job.batch, tensor, context), fabric, device.wait)
+    attended = seconds_of(attended_tokens(config, job.batch, tensor, context), fabric, device.wait)
+    times = {
+        name: (compute + states + of_prompt[name] + choice, token + of_token[name] + attended + choice)
+        for name in WIRE_FORMATS
+    }
+    format = _format({name: ttft + (job.new - 1) * tpot for name, (ttft, tpot) in times.items()})
     ttft, tpot = times[format]
     parts = {
         "prompt, computed": compute,
         "prompt, tensor-parallel sums": of_prompt[format],
         "prompt, context ranks": states,
-        "tokens, computed": job.new * token,
-        "tokens, tensor-parallel sums": job.new * of_token[format],
+        "tokens, computed": (job.new - 1) * token,
+        "tokens, tensor-parallel sums": (job.new - 1) * of_token[format],
+        "tokens, context ranks": (job.new - 1) * attended,
+        "tokens, choice": job.new * choice,
     }
     return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from torch.distributed import ProcessGroup
 from attention2d.compute.tile import attend
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.configs.config import Config
+from megatron_ssm.context.summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
+from megatron_ssm.inference.generation import stream
 from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.fabric.measurement import repetitions, timed
 
 REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
 LAYERS = (1, 4)  # of the models that are timed
-NEW = 4  # decoded tokens that are timed
+FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
+TURNS = 10  # in which ranks compute and send
 BACKWARD_ATTENTION = 2.5  # its products of matrices, over those of forward
 
 
@@ -74,14 +79,25 @@ class MeasuredDevice:
 
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
-        (seconds,) = self._of_layers(_prompt, config, ranks, batch, tokens)
-        return seconds + self._attention(config, ranks, batch, tokens, seq)
+        ttft, _ = self._of_layers(_reply, config, ranks, *_sequences(config, batch, tokens, seq))
+        return ttft + self._attention(config, ranks, batch, tokens, seq)
 
     def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training, over `tokens` of the `seq` tokens of each sequence."""
-        forward, backward, _ = self._of_layers(_training, config, ranks, batch, tokens)
+        forward, backward, _ = self._of_layers(_training, config, ranks, *_sequences(config, batch, tokens, seq))
         more = self._attention(config, ranks, batch, tokens, seq)
         return forward + more, backward + BACKWARD_ATTENTION * more
+
+    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+        """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
+        key = (_block_contributions, config, ranks, batch, tokens)
+        if key not in self._known:
+            part = part_of(config, ranks, 1)
+            calls = _block_contributions(part, 2 * batch, -(-tokens // 2), self.device)
+            times = [[_clock(call, self.device) for _ in range(1 + REPEATED)][1:] for call in calls]
+            self._known[key] = tuple(self._slowest([statistics.median(each) for each in times]).tolist())
+        forward, backward = self._known[key]
+        return config.num_layers * forward, config.num_layers * backward
 
     def optimizer(self, config: Config, ranks: int) -> float:
         """Seconds of AdamW, in proportion to the weights."""
@@ -91,7 +107,25 @@ class MeasuredDevice:
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences of `length` tokens."""
-        return self._of_layers(_token, config, ranks, batch, length)[0]
+        return self._of_layers(_reply, config, ranks, batch, length)[1]
+
+    @cached_property
+    def wait(self) -> float:
+        """Seconds that a small message takes longer where ranks compute between messages, as they wait for the slowest."""
+        if self.group is None:
+            return 0.0
+        matrix, number = torch.ones(1024, 1024, device=self.device), torch.ones(256, device=self.device)
+
+        def turns(computes: bool, sends: bool) -> None:
+            for _ in range(TURNS):
+                if computes:
+                    torch.mv(matrix, matrix[0])
+                if sends:
+                    all_reduce(number, self.group)
+
+        calls = [timed(partial(turns, *each), self.device) for each in ((True, False), (False, True), (True, True))]
+        computing, sending, both = repetitions(calls, self.group, self.device, TURNS).median(0).values.tolist()
+        return max(0.0, both - computing - sending) / TURNS
 
     def _of_layers(
         self,
@@ -150,7 +184,39 @@ def own_memory(ranks_on_host: int, device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks_on_host
 
 
-# What is timed: functions of a model and ids (batch, tokens)
+def _sequences(config: Config, batch: int, tokens: int, seq: int) -> tuple[int, int]:
+    """(sequences, tokens of each) that a rank computes: two blocks of a sequence that context ranks share are two of them.
+
+    With attention they are one, because every query of a rank attends to all earlier keys of the rank.
+    """
+    return (batch, tokens) if tokens == seq or config.shared is not None else (2 * batch, -(-tokens // 2))
+
+
+# What is timed: functions of a model and ids (batch, tokens), and of random inputs of a scan
+
+
+def _block_contributions(
+    config: Config, blocks: int, length: int, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The final states of a layer's blocks, and the gradients of their incoming states, by `context.summaries`.
+
+    blocks: of all sequences. length: tokens of each.
+    """
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, device=device)
+
+    inner, size, groups = config.intermediate_size, config.state_size, config.groups
+    if not groups:
+        x, dt, z = random(3, blocks, length, inner)
+        A_log, B, bias = random(inner, size), random(blocks, length, size), random(inner)
+        return (
+            lambda: selective_summary(x, dt, A_log, B, bias),
+            lambda: selective_adjoint(x, dt, A_log, B, z, bias),
+        )
+    x, B = random(blocks, length, config.heads, inner // config.heads), random(blocks, length, groups, size)
+    dt, A_log = random(blocks, length, config.heads), random(config.heads)
+    return lambda: ssd_summary(x, dt, A_log, B), lambda: ssd_adjoint(x, dt, A_log, B)
 
 
 def _clock(run: Callable[[], object], device: torch.device) -> float:
@@ -171,22 +237,9 @@ def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
     return forward, backward, _clock(optimizer.step, ids.device)
 
 
-@torch.no_grad()
-def _prompt(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """Reading the prompts."""
-    cache = model.new_cache(*ids.shape)
-    return (_clock(lambda: model.local_logits(ids, None, cache, 1), ids.device),)
-
-
-@torch.no_grad()
-def _token(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """One of a few decoded tokens after the prompts; the first is not timed, nor those that CUDA graphs need."""
-    cache = model.new_cache(len(ids), ids.shape[1] + 2 * NEW)
-    model.local_logits(ids, None, cache, 1)
-
-    def decode() -> None:
-        for _ in range(NEW):
-            model.local_logits(ids[:, :1], None, cache, 1)
-
-    _clock(decode, ids.device)
-    return (_clock(decode, ids.device) / NEW,)
+def _reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
+    """The time to the first token of replies to prompts, and the time of each of the tokens that follow."""
+    times = [time.perf_counter()]
+    for _ in stream(model, ids, max_new_tokens=1 + FIRST + NEW):
+        times.append(time.perf_counter())
+    return times[1] - times[0], (times[-1] - times[1 + FIRST]) / NEW

@@ -6,7 +6,7 @@ ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,8 @@ from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
 from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
+TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
 BUCKET = 25 * 2**20  # bytes of gradients that torch's DDP sums at once
-# What an operation that was not measured is estimated by: it sends as many bytes, in as many steps.
-INSTEAD = {"all_to_all": ("reduce_scatter", None), "p2p": ("all_gather", 2)}  # (operation, ranks if they differ)
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,37 @@ class Message:
     count: float = 1
 
 
-def seconds_of(messages: Iterable[Message], fabric: Fabric) -> float:
-    """The time of messages one after the other. Numbers of ranks that were never measured are extrapolated."""
+def seconds_of(messages: Iterable[Message], fabric: Fabric, wait: float = 0.0) -> float:
+    """The time of messages one after the other, each `wait` seconds longer than the fabric says.
+
+    Numbers of ranks that were never measured are extrapolated.
+    """
     known, total = {curve.operation for curve in fabric.curves}, 0.0
     for each in messages:
         if each.nbytes and each.count and each.ranks > 1:
-            operation, ranks = each.operation, each.ranks
-            if operation not in known and operation in INSTEAD:
-                operation, ranks = INSTEAD[operation][0], INSTEAD[operation][1] or ranks
-            total += each.count * fabric.time(operation, each.nbytes, ranks, extrapolate=True)
+            operation, nbytes, ranks, share = _measured_instead(each, known)
+            total += each.count * (wait + share * fabric.time(operation, nbytes, ranks, extrapolate=True))
     return total
 
 
-def seconds_of_block_sums(config: Config, ranks: int, tokens: int, format: str, fabric: Fabric) -> float:
+def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, float, int, float]:
+    """(operation, bytes, ranks, share of its time) by which a message is estimated whose operation was not measured.
+
+    The other operation sends as many bytes in as many steps, or, an all-reduce, twice as many.
+    """
+    operation, nbytes, ranks = message.operation, message.nbytes, message.ranks
+    if operation not in known and operation == "p2p":
+        operation, ranks = "all_gather", 2
+    elif operation not in known and operation == "all_to_all":
+        operation = "reduce_scatter"
+    if operation in known or "all_reduce" not in known:
+        return operation, nbytes, ranks, 1.0
+    return "all_reduce", nbytes * (ranks if operation == "all_gather" else 1), ranks, 0.5
+
+
+def seconds_of_block_sums(
+    config: Config, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
+) -> float:
     """The time of the sums of block outputs in a forward pass over `tokens` tokens, in a wire format.
 
     Exact ones are all-reduces. The others are an exchange of pieces and an all-gather of their sums, or an all-gather of
@@ -56,7 +73,7 @@ def seconds_of_block_sums(config: Config, ranks: int, tokens: int, format: str, 
         exact = [Message("all_reduce", nbytes, ranks, count)]
         two_shot = [Message("all_to_all", sent, ranks, count), Message("all_gather", sent / ranks, ranks, count)]
         ways = [exact] if format == "fp32" else [two_shot, [Message("all_gather", sent, ranks, count)]]
-        total += min(seconds_of(way, fabric) for way in ways)
+        total += min(seconds_of(way, fabric, wait) for way in ways)
     return total
 
 
@@ -101,6 +118,20 @@ def passed_states(config: Config, tensor: int, context: int, batch: int, trainin
     if not training:
         yield Message("all_gather", state / context, context, times)
     yield Message("p2p", SUM_BYTES * batch * 2 * (config.conv_kernel - 1) * shape.convolved, context, times)
+
+
+def chosen_tokens(batch: int, tensor: int, context: int) -> Iterator[Message]:
+    """What chooses the next token of `batch` sequences: each rank's largest logit and its id; context ranks agree on it."""
+    yield Message("all_gather", batch * 2 * SUM_BYTES, tensor)
+    yield Message("all_gather", batch * TOKEN_BYTES, context)
+
+
+def attended_tokens(config: Config, batch: int, tensor: int, context: int) -> Iterator[Message]:
+    """What `context` ranks exchange to attend tokens of `batch` sequences to the keys of all ranks (`attention2d.Tree`)."""
+    if config.shared is not None:
+        part = batch * config.shared.heads / tensor * (config.shared.head_dim + 1) * SUM_BYTES
+        for nbytes in (part, AGREEMENT_BYTES):
+            yield Message("all_gather", nbytes, context, len(config.hybrid_layers))
 
 
 def gradient_sums(weights: float, ranks: int) -> Iterator[Message]:

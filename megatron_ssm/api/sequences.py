@@ -49,7 +49,7 @@ class Arguments:
             logit_bias=self.logit_bias,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            grammar=None if self.grammar is None else Grammar(*self.grammar),
+            grammar=None if self.grammar is None else Grammar.unchecked(*self.grammar),
             prefix_key=self.prefix_key,
         )
 
@@ -60,8 +60,12 @@ class Arguments:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Arguments":
         """The arguments that became these values by `to_json`, `json.dumps` and `json.loads`."""
-        bias = values.pop("logit_bias")  # JSON's names are strings
-        return cls(**values, logit_bias=None if bias is None else {int(token): each for token, each in bias.items()})
+        bias, grammar = values.pop("logit_bias"), values.pop("grammar")
+        return cls(
+            **values,
+            logit_bias=None if bias is None else {int(token): each for token, each in bias.items()},
+            grammar=None if grammar is None else (grammar[0], grammar[1]),
+        )
 
 
 @dataclass(eq=False)

@@ -23,15 +23,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """How many bytes the files of all ranks need, and how many the disk had free before any of them was written."""
+    """How many bytes the files of all ranks need, and how many the disk had free before any of them was written.
+
+    what: the name of what is written, for the error.
+    """
 
     needed: int
     free: int
+    what: str = "the checkpoint"
 
     @classmethod
-    def of(cls, directory: Path, needed: int) -> "DiskSpace":
+    def of(cls, directory: Path, needed: int, what: str = "the checkpoint") -> "DiskSpace":
         """That of the disk with an existing directory, as this rank sees it. OSError if the files do not fit."""
-        space = cls(needed, shutil.disk_usage(directory).free)
+        space = cls(needed, shutil.disk_usage(directory).free, what)
         if space.free < needed:
             raise space._error(errno.ENOSPC)
         return space
@@ -47,7 +51,7 @@ class DiskSpace:
             raise self._error(error.errno) from None
 
     def _error(self, number: int) -> OSError:
-        sizes = f"the checkpoint needs {self.needed / 1e6:,.1f} MB, and {self.free / 1e6:,.1f} MB were free"
+        sizes = f"{self.what} needs {self.needed / 1e6:,.1f} MB, and {self.free / 1e6:,.1f} MB were free"
         return OSError(number, f"the disk is full ({os.strerror(number)}): {sizes}")
 
 

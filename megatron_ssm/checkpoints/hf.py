@@ -256,7 +256,8 @@ def _save_replica(
     model: Model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]]
 ) -> Iterator[str | None]:
     """Write from the ranks of one replica, step by step; yields each step's error, the same on all of them."""
-    writer = Writer(directory) if model.ranks.rank == 0 else None
+    nbytes = sum(_nbytes(parameters) for tensors in plan.values() for parameters in tensors.values())
+    writer = Writer(directory, nbytes) if model.ranks.rank == 0 else None
 
     def attempt(step: str, *arguments: Any) -> str | None:
         error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
@@ -290,11 +291,13 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
     tensors: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         tensors.setdefault(field_of(parameter).hf, []).append(parameter)
-    sizes = {
-        hf: sum(torch.Size(field_of(p).shape).numel() * p.element_size() for p in parameters)
-        for hf, parameters in tensors.items()
-    }
+    sizes = {hf: _nbytes(parameters) for hf, parameters in tensors.items()}
     return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
+
+
+def _nbytes(parameters: list[nn.Parameter]) -> int:
+    """The bytes of a full tensor, of which these are this rank's parts."""
+    return sum(torch.Size(field_of(p).shape).numel() * p.element_size() for p in parameters)
 
 
 @torch.no_grad()

@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
 
+from .agreement import first_line
+from .disk_space import DiskSpace
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
 FILE_BYTES = 4 * 10**9  # the largest file that is written, unless a single tensor is larger
@@ -143,11 +146,11 @@ class Writer:
     """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
 
     The hidden folder has mode 0700, so other users of the machine cannot change what is in it. The files get the permissions
-    that the process's umask gives to new files.
+    that the process's umask gives to new files. nbytes: of all tensors, to see at once if the disk is too full (0: unknown).
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, nbytes: int = 0):
+        self.directory, self._nbytes = directory, nbytes
         self._hidden: Path | None = None
 
     @property
@@ -162,7 +165,7 @@ class Writer:
             step(*arguments)
         except Exception as error:  # of any kind: the other ranks must learn of it
             self.abandon()
-            return f"cannot save to {self.directory}: {error}"
+            return f"cannot save to {self.directory}: {first_line(error)}"
         return None
 
     def abandon(self) -> None:
@@ -171,8 +174,9 @@ class Writer:
             shutil.rmtree(self._hidden, ignore_errors=True)
 
     def open(self) -> None:
-        """Make the directory, and a hidden folder for this writer in it."""
+        """Make the directory, and a hidden folder for this writer in it. OSError if the disk has no room for the tensors."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        DiskSpace.of(self.directory, self._nbytes, "the model")
         self._hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -26,6 +26,7 @@ from megatron_ssm.models.lora import (
 from megatron_ssm.models.model import Model
 
 from .agreement import first_line, run_and_compare
+from .disk_space import DiskSpace
 from .hf import broadcast, gather
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -101,6 +102,7 @@ def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, An
     """Write both files, the configuration last; an error as one line."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as hidden:
             for name in (WEIGHTS, CONFIG):  # made first, so that they have the permissions of new files
                 Path(hidden, name).touch()

@@ -76,6 +76,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
     serve.add_argument("--drain-timeout", type=int, default=60, metavar="S",
                        help="after SIGTERM, for the requests that run (default: 60)")  # fmt: skip
+    serve.add_argument("--lost-rank-timeout", type=float, default=15, metavar="S",
+                       help="without a sign of life of a rank, until the server ends; 0: off (default: 15)")  # fmt: skip
     _add_model_options(serve)
     _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 
@@ -162,7 +164,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
     least = dict(
         tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
-        drain_timeout=1, request_timeout=1,
+        drain_timeout=1, request_timeout=1, lost_rank_timeout=0,
     )  # fmt: skip
     for name, bound in least.items():
         if (value := getattr(arguments, name)) is not None and not bound <= value < 2**31:

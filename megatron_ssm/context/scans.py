@@ -64,11 +64,11 @@ class ScanInputs:
         """See `summaries.selective_summary`."""
         return selective_summary(self.x, self.dt, self.A_log, self.B, self.dt_bias)
 
-    def first(self, kept: torch.Tensor) -> "ScanInputs":
-        """The inputs of the first n tokens, without gate; those that are not kept, (batch, n) bool, change no state."""
-        n = kept.shape[1]
-        dt = self.dt[:, :n].masked_fill(~kept.unsqueeze(-1), NO_STEP)
-        return replace(self, x=self.x[:, :n], dt=dt, B=self.B[:, :n], C=self.C[:, :n], z=None)
+    def first(self, n: int, kept: torch.Tensor | None) -> "ScanInputs":
+        """The inputs of the first n tokens, without gate; those where `kept` (batch, n) is False change no state."""
+        x, dt, B, C = (t[:, :n] for t in (self.x, self.dt, self.B, self.C))
+        dt = dt if kept is None else dt.masked_fill(~kept.unsqueeze(-1), NO_STEP)
+        return replace(self, x=x, dt=dt, B=B, C=C, z=None)
 
     def scan(
         self, state: torch.Tensor | None, overwrite: bool = False, overwrite_x: bool = False

@@ -1,6 +1,6 @@
-"""The fast path for one token: several layers in one call of C, or the whole step as a CUDA graph.
+"""The fast path for one token or a few speculative ones: several layers in one call of C, or, for one, a CUDA graph.
 
-In: the layers of a model and a cache. Out: the hidden states of the next position.
+In: the layers of a model and a cache. Out: the hidden states of the next positions.
 Every path gives what the layers' own forward gives.
 May import: native, ops, parallel, layers.
 """

@@ -1,4 +1,4 @@
-"""Which callables decode one token of a model: `NativeLayers` where the C kernels support the layers, otherwise the blocks.
+"""Which callables decode tokens of a model: `NativeLayers` where the C kernels support the layers, otherwise the blocks.
 
 A plan is made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
 every call, everything that was copied from the model is compared with the model.
@@ -20,7 +20,8 @@ from megatron_ssm.native import kernels
 
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 
-PLANS = 4  # per model and thread: those for the sets of rows that were used last
+MOST_TOKENS = 16  # of a row
+PLANS = 4  # per model and thread: those for the sets of rows that were used last; as many for speculative tokens
 
 
 class DecodePlans(threading.local):
@@ -36,21 +37,28 @@ class DecodePlans(threading.local):
     def __reduce__(self) -> tuple:
         return DecodePlans, (self._block,)
 
-    def layers(self, model: Any, info: BatchInfo, cache: Cache | None) -> list[tuple[int, Any]]:
-        """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself."""
-        if cache is None or not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
+    def layers(self, model: Any, info: BatchInfo, cache: Cache | None, tokens: int) -> list[tuple[int, Any]]:
+        """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself.
+
+        tokens: how many of each row the call reads.
+        """
+        is_too_long = tokens > MOST_TOKENS  # for the kernels, whatever the rows
+        if cache is None or is_too_long or not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
             return list(enumerate(model.layers))
-        plan = next((plan for plan in self._plans if plan.fingerprint.is_for_rows(info.rows, cache)), None)
+        ahead = tokens if info.speculative else None
+        plan = next((plan for plan in self._plans if plan.is_for(info.rows, ahead, cache)), None)
         if plan is None or not plan.fingerprint.is_current(cache):
-            self._plans = [other for other in self._plans if other is not plan][: PLANS - 1]
-            self._plans.insert(0, plan := _Plan(model, self._block, info.rows, cache))
+            others = [other for other in self._plans if other is not plan]
+            same = [other for other in others if (other.ahead is None) == (ahead is None)]
+            self._plans = [other for other in others if other not in same[PLANS - 1 :]]
+            self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
         return plan.layers
 
 
 def _is_decoding_step(info: BatchInfo) -> bool:
     """Whether this call decodes consecutive rows of a cache, without gradients, and without global hooks."""
     return (
-        info.decoding and not info.speculative and info.mask is None and isinstance(info.rows, slice)
+        info.decoding and info.mask is None and isinstance(info.rows, slice)
         and kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
         and not _has_any_global_hook()
@@ -58,16 +66,23 @@ def _is_decoding_step(info: BatchInfo) -> bool:
 
 
 class _Plan:
-    """The callables for some rows of a cache, and the fingerprint of the model for which they were made."""
+    """The callables for some rows of a cache, and the fingerprint of the model for which they were made.
 
-    def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, cache: Cache):
-        self.fingerprint = ModelFingerprint(model, block, rows, cache, _cache_tensors)
+    ahead: how many tokens of each row are decoded speculatively; None: one token, for good.
+    """
+
+    def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, ahead: int | None, cache: Cache):
+        self.fingerprint, self.ahead = ModelFingerprint(model, block, rows, cache, _cache_tensors), ahead
         workspace: dict = {}
         layers = [
-            _native_layer(each, block, layer, rows, workspace)
+            _native_layer(each, block, layer, rows, workspace, ahead)
             for each, layer in zip(model.layers, cache.layers, strict=True)
         ]
         self.layers = _join(layers)
+
+    def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
+        """Whether the plan is for so many tokens of these rows of this cache."""
+        return self.ahead == ahead and self.fingerprint.is_for_rows(rows, cache)
 
 
 class ModelFingerprint:
@@ -156,10 +171,15 @@ def _join(layers: Iterable[nn.Module | NativeLayer]) -> list[tuple[int, Any]]:
 
 
 def _native_layer(
-    block: nn.Module, kind: type[nn.Module], cache: LayerCache, rows: slice | Tensor, workspace: dict
+    block: nn.Module,
+    kind: type[nn.Module],
+    cache: LayerCache,
+    rows: slice | Tensor,
+    workspace: dict,
+    ahead: int | None,
 ) -> nn.Module | NativeLayer:
     """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it."""
     if type(block) is not kind or not can_decode_natively(block):
         return block
-    native = NativeLayer.of(block, *cache.read(rows), workspace)
+    native = NativeLayer.of(block, *cache.read(rows), workspace, ahead)
     return block if native is None else native

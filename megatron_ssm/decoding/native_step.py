@@ -1,9 +1,9 @@
-"""Decodes one token through several layers by the C code of native/step.c: x + mixer(norm(x)) for each layer.
+"""Decodes tokens through several layers by the C code of native/step.c: x + mixer(norm(x)) for each layer.
 
-A `NativeLayers` replaces consecutive `Block`s while sequences are decoded. It gives C the addresses of the layers' tensors
-and caches, and C goes from layer to layer without Python. (The weights evict Python's own data from the CPU's caches, so
-Python would read it from memory again for every layer.) C also does the all-reduces that go through shared memory; for
-other all-reduces it returns to Python.
+A `NativeLayers` replaces consecutive `Block`s while sequences are decoded, by one token each, or speculatively by several.
+It gives C the addresses of the layers' tensors and caches, and C goes from layer to layer without Python. (The weights evict
+Python's own data from the CPU's caches, so Python would read it from memory again for every layer.) C also does the
+all-reduces that go through shared memory; for other all-reduces it returns to Python.
 """
 
 import ctypes
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ssm.layers.cache import BatchInfo, LayerCache
+from megatron_ssm.layers.cache import BatchInfo, LayerCache, Rows
 from megatron_ssm.layers.mamba1 import Convolution, MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
+from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
@@ -60,8 +61,9 @@ class _Sum(ctypes.Structure):
 
 
 _POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated_weight".split()
-_WORKSPACE = "work parameters part dt squares wide_part".split()
-_SIZES = "batch size channels N taps history_stride state_stride rank heads groups group_channels".split()
+_WORKSPACE = "work parameters part dt squares wide_part next_state".split()
+_SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
+    group_channels""".split()
 NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 
@@ -75,7 +77,7 @@ class _Layer(ctypes.Structure):
         *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("eps", "inner_eps")),
-        *((name, INT) for name in ("type", "sum_type", "mamba2")),
+        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative")),
     ]
 
 
@@ -158,11 +160,14 @@ class NativeLayer:
     """A block as step.c decodes it, one token of each of some sequences per call. layer: step.c's `Layer`.
 
     conv, state: the sequences' rows of the layer's cache, which are updated in place. workspace: temporaries {(name, dtype,
-    shape): tensor}, which consecutive layers share.
+    shape): tensor}, which consecutive layers share. ahead: how many tokens of each sequence are decoded speculatively; None:
+    one token, for good.
     """
 
     @classmethod
-    def of(cls, block: Any, conv: Tensor, state: Tensor, workspace: dict) -> "NativeLayer | None":
+    def of(
+        cls, block: Any, conv: Tensor, state: Tensor, workspace: dict, ahead: int | None = None
+    ) -> "NativeLayer | None":
         """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
         tensors = _mamba2_tensors(mixer) if type(mixer) is Mamba2Mixer else _mamba_tensors(mixer)
@@ -172,22 +177,28 @@ class NativeLayer:
                      history=conv, **tensors)  # fmt: skip
         float32 = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
-        supported = _is_supported(typed, float32, matrices, len(conv))
-        return cls(block, typed, float32, matrices, workspace) if supported else None
+        supported = _is_supported(typed, float32, matrices, len(conv) * (ahead or 1))
+        return cls(block, typed, float32, matrices, workspace, ahead) if supported else None
 
     def __init__(
-        self, block: Any, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict
-    ):
+        self, block: Any, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict,
+        ahead: int | None,
+    ):  # fmt: skip
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], float32["state"]
         self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
         self.layer = _Layer(
             **{name: _Matrix.of(weight) for name, weight in matrices.items()},
             **{name: address(tensor) for name, tensor in {**typed, **float32}.items()},
-            batch=len(conv), size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
+            batch=len(conv), tokens=ahead or 1, size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
             history_stride=conv.stride(0), state_stride=state.stride(0), eps=norm.eps, type=TYPES[norm.weight.dtype],
-            sum_type=TYPES[self.sum_dtype], **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
+            sum_type=TYPES[self.sum_dtype], speculative=ahead is not None,
+            **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
         )  # fmt: skip
-        self._workspace, self._dtype = workspace, norm.weight.dtype
+        self._workspace, self._dtype, self._kept = workspace, norm.weight.dtype, []
+        self.layer.next_state, self.layer.next_stride = self.layer.state, self.layer.state_stride
+        if ahead is not None:
+            after = self._tensor("next_state", *state.shape, dtype=torch.float32)
+            self.layer.next_stride = after.stride(0)
         self.sums = self._mamba2_sums(mixer) if mamba2 else self._mamba_sums(mixer)
         for name, each in self.sums.items():
             setattr(self.layer, name, each.struct)
@@ -200,13 +211,21 @@ class NativeLayer:
         setattr(self.layer, name, self._workspace[key].data_ptr())
         return self._workspace[key]
 
+    def _kept_tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """As `_tensor`; if the tokens are speculative, a tensor of this layer's own, which `keep_tokens` reads."""
+        if not self.layer.speculative:
+            return self._tensor(name, *shape, dtype=dtype)
+        self._kept.append(torch.empty(shape, dtype=dtype or self._dtype, device="cpu"))
+        setattr(self.layer, name, self._kept[-1].data_ptr())
+        return self._kept[-1]
+
     def _mamba_sums(self, mixer: MambaMixer) -> dict[str, LayerSum]:
         """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba_in and mamba_out need."""
         layer = self.layer
-        batch, size = layer.batch, layer.size
-        self._tensor("work", batch * (size + 5 * layer.channels))
-        parameters = self._tensor("parameters", batch, 1, layer.heads * (layer.rank + 2 * layer.N))
-        part = self._tensor("part", batch, 1, size)
+        batch, tokens, size = layer.batch, layer.tokens, layer.size
+        self._kept_tensor("work", batch * tokens * (size + 5 * layer.channels))
+        parameters = self._kept_tensor("parameters", batch, tokens, layer.heads * (layer.rank + 2 * layer.N))
+        part = self._tensor("part", batch, tokens, size)
         return dict(
             inner=LayerSum(mixer.head_ranks, parameters, is_exact=True), outer=LayerSum(mixer.out_proj.ranks, part)
         )
@@ -214,15 +233,15 @@ class NativeLayer:
     def _mamba2_sums(self, mixer: Mamba2Mixer) -> dict[str, LayerSum]:
         """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba2_step needs."""
         layer = self.layer
-        batch, size = layer.batch, layer.size
+        batch, tokens, size = layer.batch, layer.tokens, layer.size
         mixed = layer.channels + 2 * layer.groups * layer.N
-        self._tensor("work", batch * (size + 3 * layer.channels + 2 * mixed + layer.heads))
-        self._tensor("dt", batch, layer.heads, dtype=torch.float32)
-        part, squares = self._tensor("part", batch, 1, size), None
+        self._kept_tensor("work", batch * tokens * (size + 3 * layer.channels + 2 * mixed + layer.heads))
+        self._kept_tensor("dt", batch, tokens, layer.heads, dtype=torch.float32)
+        part, squares = self._tensor("part", batch, tokens, size), None
         if mixer.fused_norm:
-            squares = self._tensor("squares", batch, 1, 1, dtype=torch.float32)
+            squares = self._tensor("squares", batch, tokens, 1, dtype=torch.float32)
             if self._dtype is not torch.float32:
-                part = self._tensor("wide_part", batch, 1, size, dtype=torch.float32)
+                part = self._tensor("wide_part", batch, tokens, size, dtype=torch.float32)
         return dict(outer=LayerSum(mixer.out_proj.ranks, part, squares))
 
 
@@ -250,7 +269,7 @@ class NativeLayers:
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x (batch, 1, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
+        """x (batch, seq, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
         x = given = x.to(self._dtype).contiguous()
         if self.use is not None:
             given = (x + shared(x, embeddings, self.use, info, cache)).to(self._dtype).contiguous()
@@ -262,7 +281,14 @@ class NativeLayers:
             self._finish(code)
         if self._counter is not None:
             self._counter.include(self._sent)
+        if info.speculative and cache is not None:
+            cache.pending = self  # the first layer's stands for all
         return total
+
+    def advance_cache(self, cache: LayerCache, kept: KeptTokens, rows: Rows) -> None:
+        """Advance the caches of all these layers by the tokens that are kept; see `PendingTokens`."""
+        counts = (SIZE * len(kept.counts))(*kept.counts)
+        kernels.functions().keep_tokens(self._address, ctypes.addressof(counts), torch.get_num_threads())
 
     def _finish(self, code: int) -> None:
         """Finish the all-reduce at which C returned."""

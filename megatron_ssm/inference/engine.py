@@ -80,7 +80,7 @@ class Engine:
         self._slots: dict[int, Slot] = {}
         self._requests_added, self._steps = 0, 0
         self._requests_checksum = ""  # of the arguments of all requests, in their order
-        self._tokenizer = RequestTokenizer(model.directory, model.config.vocab_size)
+        self.tokenizer = RequestTokenizer(model.directory, model.config.vocab_size)
 
     @property
     def prefilled_tokens(self) -> int:
@@ -191,14 +191,14 @@ class Engine:
         if not all(isinstance(text, str) for text in strings):
             raise ValueError(f"stop_strings={strings!r} must be strings")
         if strings:
-            self._tokenizer.text_stream(strings)  # ValueError if one is empty
-        if request.grammar is not None and not self._tokenizer.matcher(request.grammar).allowed.any():
-            raise ValueError(f"{request.grammar.kind}: no token of the vocabulary can begin a text of this grammar")
+            self.tokenizer.text_stream(strings)  # ValueError if one is empty
+        if request.grammar is not None:
+            request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> list:
         """What must be equal on every rank before these requests are queued: arguments, and a tokenizer in use."""
         is_used = any(request.stop_strings or request.grammar for request in requests)
-        checksum = self._tokenizer.checksum if is_used else None
+        checksum = self.tokenizer.checksum if is_used else None
         return [checksum, *(request.arguments for request in requests)]
 
     def enqueue(self, request: Request, seed: int) -> Request:
@@ -290,7 +290,7 @@ class Engine:
         """Put waiting requests into free slots, in the order in which they came."""
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
-            self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self._tokenizer)
+            self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self.tokenizer)
             self._prompts.begin(slot)
 
     def _choose_tokens(self, slots: Sequence[Slot]) -> None:

@@ -30,6 +30,14 @@ class Grammar:
     kind: str
     text: str = ""
 
+    @classmethod
+    def unchecked(cls, kind: str, text: str) -> "Grammar":
+        """One that was checked before; a check takes almost as long as compiling."""
+        grammar = object.__new__(cls)
+        object.__setattr__(grammar, "kind", kind)
+        object.__setattr__(grammar, "text", text)
+        return grammar
+
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"grammar kind {self.kind!r} is none of {', '.join(KINDS)}")

@@ -16,13 +16,19 @@ class LanguageModel(Protocol):
     """A model split over tensor-parallel ranks that can continue sequences; `megatron_ssm.Model` is one.
 
     config: the model's configuration. ranks: the tensor-parallel ranks. embeddings: which part of the vocabulary this rank
-    holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none.
+    holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none. weights: "int8" if the
+    matrices are quantized, else None.
     """
 
     config: Config
     ranks: Ranks
     embeddings: VocabularyParallel
     directory: Path | None
+    weights: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the parameters, and of what layers compute."""
 
     @property
     def device(self) -> torch.device:

@@ -4,7 +4,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
-from .grammar import Grammar
+from .grammar import Grammar, GrammarMatcher
 from .sampling import LogProbability, Sampling
 
 LARGEST_LOGPROBS = 1000  # alternatives of a token: more would only be a mistake
@@ -23,7 +23,7 @@ class Request:
     same for each token of the prompt that was read, with None for the first. Both are of the model's own distribution, in
     nats, and the same on all tensor-parallel ranks.
 
-    ValueError for arguments that are out of range or of a wrong type.
+    matcher: what follows its text through the grammar. ValueError for arguments that are out of range or of a wrong type.
     """
 
     prompt: tuple[int, ...]
@@ -38,6 +38,7 @@ class Request:
     with_prompt_logprobs: bool = False
     grammar: Grammar | None = None
     prefix_key: str = ""
+    matcher: GrammarMatcher | None = field(default=None, repr=False)
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None

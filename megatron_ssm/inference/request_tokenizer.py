@@ -30,10 +30,17 @@ class RequestTokenizer:
         return TextStream(self._load("stop_strings"), stop_strings)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the tokens of a request through its grammar. ValueError if there is no tokenizer."""
+        """What follows the tokens of a request through its grammar.
+
+        Compiling takes up to a second for a complex grammar, and may be done before, in any thread: the last grammars are
+        kept. ValueError if there is no tokenizer, or if the tokens cannot express the grammar.
+        """
         if self._grammar_tokens is None:
             self._grammar_tokens = GrammarTokens(self._load("grammars"), self._vocab_size)
-        return GrammarMatcher(grammar, self._grammar_tokens)
+        matcher = GrammarMatcher(grammar, self._grammar_tokens)
+        if not matcher.allowed.any():
+            raise ValueError(f"{grammar.kind}: no token of the vocabulary can begin a text of this grammar")
+        return matcher
 
     def _load(self, what: str) -> "Tokenizer":
         """Load it, unless that is done. ValueError or FileNotFoundError, naming `what` needs it, if the model has none."""

@@ -42,14 +42,12 @@ class Slot:
     @classmethod
     def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt is still to be read."""
-        slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop))
+        slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
         if request.sampling.temperature:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
             slot.text = tokenizer.text_stream(request.stop_strings)
-        if request.grammar is not None:
-            slot.matcher = tokenizer.matcher(request.grammar)
         if request.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
             local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}

@@ -20,20 +20,27 @@ from .request import Request
 from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
 
-MOST_TOKENS = 16  # of a call: with more, computing takes longer than reading the weights
-SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # tokens
+COUNTS = 1, 3, 7, 15  # of proposals for a request: few different ones, because each number of tokens has a decode plan
+SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
 SEARCHED = 2**15  # tokens of a request in which a match is searched
-# The time of a speculative call beyond that of a decoding step, in such steps: for the call, and for each token more.
-CALL_COST, TOKEN_COST = 0.15, 0.06
-FIRST_RATE = 0.5  # how many proposals are expected to be right, before any was tried
+CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
+# The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: that of the
+# slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512 and AMX. Calls do not read more tokens: then
+# computing takes longer than reading the weights, and other kernels are used, which round differently.
+TIMES = {torch.float32: (1.2, 1.5, 2.0, 2.8), torch.bfloat16: (1.3, 1.6), torch.int8: (1.4, 1.7, 2.9, 5.6)}
+FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
 
 class History:
-    """The tokens of a request, and how often proposals for it were right. rate: the estimated probability that one is."""
+    """The tokens of a request, and how often proposals for it were right.
+
+    Proposals after long matches are right more often, so their rate is estimated apart. What a draft model proposes counts
+    as if after a short match.
+    """
 
     def __init__(self, request: Request):
-        self._request, self.rate = request, FIRST_RATE
+        self._request, self._is_long, self._rates = request, False, list(FIRST_RATES)
         self._tokens = np.array(request.prompt, dtype=np.int64)
         self._length = len(self._tokens)  # how many are known; beyond, there is room for more
 
@@ -53,6 +60,7 @@ class History:
             ends = longer
         else:
             matched = LONGEST_MATCH
+        self._is_long = matched >= LONG_MATCH
         if matched < SHORTEST_MATCH:
             return []
         following = tokens[ends[-1] + 1 :][:most].tolist()
@@ -68,19 +76,20 @@ class History:
         self._length = length
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Adapt the rate to proposals of which the first `accepted` were right, and the next one wrong if there is one."""
+        """Adapt to the last proposals, of which the first `accepted` were right, and the next one wrong if there is one."""
+        rate = self._rates[self._is_long]
         for _ in range(accepted):
-            self.rate += LEARNED * (1 - self.rate)
-        if accepted < proposed:
-            self.rate -= LEARNED * self.rate
+            rate += LEARNED * (1 - rate)
+        self._rates[self._is_long] = rate - LEARNED * rate * (accepted < proposed)
 
     def forget(self) -> None:
         """After a token without proposals: a rate that was low is tried again some time."""
-        self.rate += FORGOTTEN * max(0.0, FIRST_RATE - self.rate)
+        for index, first in enumerate(FIRST_RATES):
+            self._rates[index] += FORGOTTEN * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
-        """How many of `count` proposals are expected to be accepted."""
-        return sum(self.rate**i for i in range(1, count + 1))
+        """How many of `count` proposals after the last match are expected to be accepted."""
+        return sum(self._rates[self._is_long] ** i for i in range(1, count + 1))
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,8 @@ class SpeculativeDecoder:
         self._model, self._cache, self._longest = model, cache, longest
         self._draft = None if draft is None else Draft(draft, len(cache.lengths))
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
+        weights = torch.int8 if model.weights == "int8" else model.dtype
+        self._times = 1.0, *TIMES.get(weights, TIMES[torch.float32])
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
 
@@ -145,7 +156,8 @@ class SpeculativeDecoder:
 
     def _propose(self, slots: Sequence[Slot], room: int | None) -> list[list[int]]:
         """The tokens proposed for each slot; [] for all of them if no proposals are worth their time."""
-        most = min(MOST_TOKENS, MOST_TOKENS if room is None else room) // len(slots) - 1
+        most_tokens = CALLS[len(self._times) - 1]
+        most = min(most_tokens, most_tokens if room is None else room) // len(slots) - 1
         histories = [self._history(slot) for slot in slots]
         limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
         if self._draft is not None:
@@ -170,13 +182,19 @@ class SpeculativeDecoder:
 
         The gain is in decoding steps: each gives a token to every slot. All slots read as many tokens.
         """
+        batch = len(histories)
 
         def gain(count: int) -> float:
             accepted = sum(h.expected(min(count, n)) for h, n in zip(histories, available, strict=True))
-            return accepted / len(histories) - CALL_COST - count * (TOKEN_COST * len(histories) + self._draft_cost)
+            longer = self._time(batch * (1 + count)) / self._time(batch) - 1
+            return accepted / batch - longer - count * self._draft_cost
 
-        count = max(range(1, max(available, default=0) + 1), key=gain, default=0)
+        count = max((n for n in COUNTS if n <= max(available)), key=gain, default=0)
         return count if count and gain(count) > 0 else 0
+
+    def _time(self, tokens: int) -> float:
+        """The time of a call that reads so many tokens of all slots, as TIMES has it."""
+        return float(np.interp(tokens, CALLS[: len(self._times)], self._times))
 
 
 class Draft:
@@ -215,7 +233,8 @@ class Draft:
                 self._tokens_read[slot] = 0
         unread = [slot.request.tokens[self._tokens_read[slot] :] for slot in slots]
         counts = list(map(len, unread))
-        ids = torch.tensor([tokens + [0] * (max(counts) - len(tokens)) for tokens in unread], device=model.device)
+        most = next((tokens for tokens in CALLS if tokens >= max(counts)), max(counts))
+        ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=model.device)
         rows = cache.select(slot.row for slot in slots)
         local = model.speculative_logits(ids, rows)
         rows.accept(counts)

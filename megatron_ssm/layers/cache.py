@@ -5,13 +5,15 @@ calls: `select` chooses the rows that a call continues, `reset` frees a row, and
 which can be restored into any row, any number of times.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
+
+from .pending_tokens import KeptTokens, Pending
 
 if TYPE_CHECKING:
     from .shared_attention import Positions
@@ -48,19 +50,6 @@ class BatchInfo:
     speculative: bool = False
 
 
-@dataclass(frozen=True)
-class PendingTokens:
-    """Tokens that a layer has read, whose effect on its state is still open.
-
-    window: (batch, K-1 + seq, channels), the K-1 inputs of the convolution before the tokens, and theirs. advance: a
-    function of kept, (batch, n) bool, which of the first n tokens count, and the state before them, which it may overwrite;
-    it returns the state after them.
-    """
-
-    window: torch.Tensor
-    advance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @dataclass
 class LayerCache:
     """The state of one layer; every tensor has one row per sequence.
@@ -70,14 +59,14 @@ class LayerCache:
     values: in layers that use the shared attention block, (rows, capacity, this rank's key/value heads, head_dim) in the
     model's dtype; index p holds position p of the sequence, where padding is not counted. If context ranks share the
     sequences, a rank has the keys and values of some positions only, in the order in which it got them. pending: the tokens
-    of a speculative call, until they are accepted.
+    of a speculative call until they are accepted, those of several layers with the first.
     """
 
     conv: torch.Tensor
     state: torch.Tensor
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    pending: PendingTokens | None = None
+    pending: Pending | None = None
 
     def read(self, rows: Rows = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """The conv and state of some rows."""
@@ -88,16 +77,6 @@ class LayerCache:
         for held, new in ((self.conv, conv), (self.state, state)):
             if held[rows].data_ptr() != new.data_ptr():
                 held[rows] = new.detach()
-
-    def accept(self, counts: torch.Tensor, rows: Rows = ALL) -> None:
-        """Advance conv and state of some rows by the first counts[i] of the pending tokens of row i. counts: (batch,)."""
-        assert self.pending is not None, "no call was speculative"
-        window, history = self.pending.window, self.conv.shape[1]
-        kept = torch.arange(int(counts.max())) < counts.unsqueeze(1)
-        last = (counts.unsqueeze(1) + torch.arange(history)).to(window.device)
-        conv = window.gather(1, last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
-        self.update(conv, self.pending.advance(kept.to(window.device), self.state[rows]), rows)
-        self.pending = None
 
     def append(
         self,
@@ -213,10 +192,14 @@ class Cache:
 
         The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
         """
-        kept = torch.tensor(counts)
+        first = self.layers[0].conv
+        assert self.layers[0].pending is not None, "no call was speculative"
+        kept = KeptTokens.of(counts, first.shape[1], first.device)
         for layer in self.layers:
-            layer.accept(kept, self.rows)
-        self.lengths[self.rows] += kept
+            if layer.pending is not None:
+                layer.pending.advance_cache(layer, kept, self.rows)
+                layer.pending = None
+        self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:
         """How many keys and values this rank holds of a row."""

@@ -32,8 +32,9 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache, PendingTokens, keep_last_inputs
+from .cache import BatchInfo, LayerCache, keep_last_inputs
 from .low_rank import Adapters, adapter_of
+from .pending_tokens import KeptTokens, PendingTokens
 
 
 class Convolution(nn.Module):
@@ -154,11 +155,11 @@ class MambaMixer(nn.Module):
         heads = self._head_slices()
         inputs = [self._scan_inputs(x[..., h], z[..., h], h) for h in heads]
 
-        def advance(kept: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-            scans = [
-                each.first(kept).scan(state[..., h], overwrite=True) for each, h in zip(inputs, heads, strict=True)
-            ]
-            return _side_by_side([after for _, after in scans])
+        def advance(kept: KeptTokens, state: torch.Tensor) -> torch.Tensor:
+            first = (each.first(kept.longest, kept.mask) for each in inputs)
+            return _side_by_side(
+                [each.scan(state[..., h], overwrite=True)[1] for each, h in zip(first, heads, strict=True)]
+            )
 
         cache.pending = PendingTokens(torch.cat([conv, mixed], dim=1), advance)
         return _side_by_side([each.scan(state[..., h])[0] for each, h in zip(inputs, heads, strict=True)])

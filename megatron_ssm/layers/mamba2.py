@@ -31,9 +31,10 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import reduce_scatter_tokens
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .cache import BatchInfo, LayerCache, PendingTokens, keep_last_inputs
+from .cache import BatchInfo, LayerCache, keep_last_inputs
 from .low_rank import Adapters, adapter_of
 from .mamba1 import Convolution
+from .pending_tokens import KeptTokens, PendingTokens
 
 
 class Mamba2Mixer(nn.Module):
@@ -127,9 +128,9 @@ class Mamba2Mixer(nn.Module):
         conv, state = cache.read(info.rows)
         x, B, C = self._parts(self.conv(mixed, conv)[0])
 
-        def advance(kept: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-            x_, dt_, B_, C_ = (t[:, : kept.shape[1]] for t in (x, dt, B, C))
-            dt_ = dt_ * kept.unsqueeze(-1)  # a token with dt = 0 does not change the state
+        def advance(kept: KeptTokens, state: torch.Tensor) -> torch.Tensor:
+            x_, dt_, B_, C_ = (t[:, : kept.longest] for t in (x, dt, B, C))
+            dt_ = dt_ if kept.mask is None else dt_ * kept.mask.unsqueeze(-1)  # with dt = 0, the state stays the same
             return ssd(x_, dt_, self.A_log, B_, C_, self.D, state, overwrite=True)[1]
 
         cache.pending = PendingTokens(torch.cat([conv, mixed], dim=1), advance)

@@ -272,7 +272,7 @@ class Model(nn.Module):
         x = self.embeddings.embed(input_ids)
         embeddings = x if self.shared else None  # without shared blocks they would only occupy memory
         invocations = iter(range(len(self.config.hybrid_layers)))
-        for index, block in self._decode_plans.layers(self, info, cache):
+        for index, block in self._decode_plans.layers(self, info, cache, input_ids.shape[1]):
             shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
             x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
         if info.sharding is not None and logits_to_keep:

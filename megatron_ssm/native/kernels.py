@@ -50,6 +50,7 @@ SIGNATURES = {
     "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
     "has_products_of": [INT],
     "decode": [POINTER, INT],
+    "keep_tokens": [POINTER, POINTER, INT],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

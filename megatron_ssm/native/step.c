@@ -1,5 +1,6 @@
-/* Decodes one token of each sequence of a batch through consecutive layers, by the kernels of the other files. Python is
-   only needed for all-reduces that are not done in shared memory. decoding/native_step.py has the same structs. */
+/* Decodes one token of each sequence of a batch through consecutive layers, by the kernels of the other files; or several
+   tokens that may be taken back (speculative decoding). Python is only needed for all-reduces that are not done in shared
+   memory. decoding/native_step.py has the same structs. */
 #include <math.h>
 
 #include "kernels.h"
@@ -35,18 +36,21 @@ typedef struct {
   const void *x_proj, *dt_proj; /* Mamba-1's: (rank + 2 N, channels), where each head has its columns; (channels, rank) */
   const void *gated_weight;     /* of Mamba-2's gated norm: (channels) */
   void *work;                   /* temporaries; their sizes are in mamba_in and mamba2_step */
-  void *parameters;             /* Mamba-1's dt, B and C before the all-reduce: (batch, heads, rank + 2 N) */
-  void *part;                   /* this rank's part of out_proj's sum: (batch, size) */
-  float *dt;                    /* Mamba-2's: (batch, heads) */
-  float *squares;               /* (batch, 1): the sum of squares of the only group, if ranks share it; otherwise NULL */
+  void *parameters;             /* Mamba-1's dt, B and C before the all-reduce: (rows, heads, rank + 2 N) */
+  void *part;                   /* this rank's part of out_proj's sum: (rows, size) */
+  float *dt;                    /* Mamba-2's: (rows, heads) */
+  float *squares;               /* (rows, 1): the sum of squares of the only group, if ranks share it; otherwise NULL */
   float *wide_part;             /* `part` as float32, which is sent with squares; NULL without squares, and for FLOAT32 */
-  ptrdiff_t batch, size, channels, N, taps, history_stride, state_stride;
+  float *next_state;            /* receives the state after the tokens: `state`, or a temporary if they are speculative */
+  ptrdiff_t batch, tokens;      /* sequences, and tokens of each; rows = batch * tokens */
+  ptrdiff_t size, channels, N, taps, history_stride, state_stride, next_stride;
   ptrdiff_t rank;               /* of Mamba-1's dt */
   ptrdiff_t heads, groups;      /* those of this rank; groups: Mamba-2's */
   ptrdiff_t group_channels;     /* channels per group of Mamba-2, on all ranks together */
   float eps;                    /* of the layer's norm */
   float inner_eps;              /* of Mamba-2's gated norm, or of Falcon-Mamba's norms of dt, B and C; negative: none */
   int type, sum_type, mamba2;   /* sum_type: of the residual stream; mamba2: whether this is a Mamba-2 layer */
+  int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
 } Layer;
 
 static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
@@ -54,79 +58,151 @@ static int project(const Matrix *m, const void *bias, const void *x, void *y, pt
   return linear(m->values, m->scales, bias, x, y, batch, out, in, in, m->type, type, threads);
 }
 
+/* What mamba_in and mamba_out have in `work`, (rows, size + 5 channels). xz: x before the convolution and z, (rows, 2
+   channels). x: after the convolution, dt: before dt_bias, scanned: the gated output, (rows, channels) each. */
+typedef struct {
+  void *normed, *xz, *x, *dt, *scanned;
+} MambaWork;
+
+INLINE MambaWork mamba_work(const Layer *l) {
+  ptrdiff_t rows = l->batch * l->tokens, each = rows * l->channels;
+  void *xz = at(l->work, rows * l->size, l->type), *x = at(xz, 2 * each, l->type), *dt = at(x, each, l->type);
+  return (MambaWork){l->work, xz, x, dt, at(dt, each, l->type)};
+}
+
 /* Mamba-1 up to the all-reduce of x_proj: norm, in_proj, convolution, x_proj -> this rank's part of `parameters`. Advances
-   history. work: (batch, size + 5 channels), of which mamba_out reads x and z. */
+   history, unless the tokens are speculative. */
 static int mamba_in(const Layer *l, const void *hidden, int threads) {
-  ptrdiff_t batch = l->batch, channels = l->channels, width = l->rank + 2 * l->N;
-  void *normed = l->work, *xz = at(normed, batch * l->size, l->type), *x = at(xz, 2 * batch * channels, l->type);
-  rms_norm(hidden, l->norm, normed, batch, l->size, l->eps, l->sum_type, l->type);
-  int failed = project(&l->in_proj, l->in_bias, normed, xz, batch, 2 * channels, l->size, l->type, threads);
-  causal_conv(xz, l->conv, l->conv_bias, l->history, x, l->history, batch, 1, channels, l->taps, 2 * channels,
-              2 * channels, l->history_stride, l->type, threads);
+  ptrdiff_t tokens = l->tokens, rows = l->batch * tokens, channels = l->channels, width = l->rank + 2 * l->N;
+  MambaWork w = mamba_work(l);
+  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type);
+  int failed = project(&l->in_proj, l->in_bias, w.normed, w.xz, rows, 2 * channels, l->size, l->type, threads);
+  causal_conv(w.xz, l->conv, l->conv_bias, l->history, w.x, l->speculative ? NULL : l->history, l->batch, tokens, channels,
+              l->taps, 2 * tokens * channels, 2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
   for (ptrdiff_t h = 0; h < l->heads; h++)
-    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, at(x, h * per_head, type),
-                             at(l->parameters, h * width, type), batch, width, per_head, channels, channels,
+    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, at(w.x, h * per_head, type),
+                             at(l->parameters, h * width, type), rows, width, per_head, channels, channels,
                              l->heads * width, type, type, threads);
   return failed;
 }
 
+/* The scan of the first `tokens` tokens of `batch` sequences from sequence b on, from state to next; z may be NULL. */
+static void mamba_scan(const Layer *l, void *parameters, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, const void *z,
+                       float *next, ptrdiff_t next_stride, int threads) {
+  ptrdiff_t type = l->type, all = l->heads * (l->rank + 2 * l->N), each = l->tokens, first = b * each;
+  ptrdiff_t channels = l->channels, own = first * channels;
+  ptrdiff_t strides[] = {each * channels, channels, each * channels, channels, each * all, all, each * all, all,
+                         2 * each * channels, 2 * channels, l->state_stride, next_stride, l->rank + 2 * l->N};
+  MambaWork w = mamba_work(l);
+  void *B = at(parameters, first * all + l->rank, type), *C = at(B, l->N, type);
+  selective_scan(at(w.x, own, type), at(w.dt, own, type), l->A_log, B, C, l->D, z, l->dt_bias,
+                 l->state + b * l->state_stride, at(w.scanned, own, type), next, NULL, strides, batch, tokens, channels,
+                 l->heads, l->N, 0, type, threads);
+}
+
 /* Mamba-1 after the all-reduce of x_proj: Falcon-Mamba's norms of dt, B and C; dt_proj, scan, gate, out_proj -> part.
-   Overwrites `parameters`, the sums; advances state. */
+   Overwrites `parameters`, the sums; advances state, unless the tokens are speculative. */
 static int mamba_out(const Layer *l, void *parameters, int threads) {
-  ptrdiff_t batch = l->batch, channels = l->channels, rank = l->rank, N = l->N, each = batch * channels;
+  ptrdiff_t rows = l->batch * l->tokens, channels = l->channels, rank = l->rank, N = l->N;
   ptrdiff_t width = rank + 2 * N, cuts[] = {0, rank, rank + N, width}, heads = l->heads, per_head = channels / heads;
-  void *xz = at(l->work, batch * l->size, l->type), *x = at(xz, 2 * each, l->type), *dt = at(x, each, l->type);
-  void *scanned = at(dt, each, l->type);
+  MambaWork w = mamba_work(l);
   if (l->inner_eps >= 0)
-    for (ptrdiff_t b = 0; b < batch * heads; b++)
+    for (ptrdiff_t b = 0; b < rows * heads; b++)
       for (int k = 0; k < 3; k++) {
         void *part = at(parameters, b * width + cuts[k], l->type);
         rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], l->inner_eps, l->type, l->type);
       }
-  ptrdiff_t all = heads * width;
-  ptrdiff_t strides[] = {channels, 0, channels, 0, all, 0, all, 0, 2 * channels, 0, l->state_stride, l->state_stride, width};
   int failed = 0;
   for (ptrdiff_t h = 0; h < heads; h++)
     failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, at(parameters, h * width, l->type),
-                             at(dt, h * per_head, l->type), batch, per_head, rank, rank, all, channels, l->type, l->type,
-                             threads);
-  selective_scan(x, dt, l->A_log, at(parameters, rank, l->type), at(parameters, rank + N, l->type), l->D,
-                 at(xz, channels, l->type), l->dt_bias, l->state, scanned, l->state, NULL, strides, batch, 1, channels,
-                 heads, N, 0, l->type, threads);
-  return failed | project(&l->out_proj, NULL, scanned, l->part, batch, l->size, channels, l->type, threads);
+                             at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, l->type,
+                             l->type, threads);
+  mamba_scan(l, parameters, 0, l->batch, l->tokens, at(w.xz, channels, l->type), l->next_state, l->next_stride, threads);
+  return failed | project(&l->out_proj, NULL, w.scanned, l->part, rows, l->size, channels, l->type, threads);
 }
 
-/* Mamba-2 up to the all-reduce of out_proj -> part. Advances history and state. With `squares`, out_proj is applied to
-   values that are not normalized yet, and `squares` receives this rank's sums of squares. work: (batch, size + width + mixed
-   + 2 channels), where mixed = channels + 2 groups N are x, B and C, and width = channels + mixed + heads is in_proj's. */
+/* What mamba2_step has in `work`, (rows, size + width + mixed + 2 channels). projected: in_proj's output, per row `width` =
+   channels + mixed + heads elements: z, the input of the convolution, and dt. xBC: after the convolution, `mixed` = channels
+   + 2 groups N elements: x, B and C. scanned, gated: `channels` elements. */
+typedef struct {
+  void *normed, *projected, *xBC, *scanned, *gated;
+  ptrdiff_t mixed, width;
+} Mamba2Work;
+
+INLINE Mamba2Work mamba2_work(const Layer *l) {
+  ptrdiff_t rows = l->batch * l->tokens, mixed = l->channels + 2 * l->groups * l->N, width = l->channels + mixed + l->heads;
+  void *projected = at(l->work, rows * l->size, l->type), *xBC = at(projected, rows * width, l->type);
+  void *scanned = at(xBC, rows * mixed, l->type);
+  return (Mamba2Work){l->work, projected, xBC, scanned, at(scanned, rows * l->channels, l->type), mixed, width};
+}
+
+/* As mamba_scan. */
+static void mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, float *next, ptrdiff_t next_stride,
+                        int threads) {
+  Mamba2Work w = mamba2_work(l);
+  ptrdiff_t mixed = w.mixed, step = l->tokens * mixed, first = b * l->tokens, type = l->type;
+  ptrdiff_t strides[] = {step, mixed, step, mixed, step, mixed, l->state_stride, next_stride};
+  void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
+  ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
+      at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads, l->channels / l->heads,
+      l->groups, l->N, type, threads);
+}
+
+/* Mamba-2 up to the all-reduce of out_proj -> part. Advances history and state, unless the tokens are speculative. With
+   `squares`, out_proj is applied to values that are not normalized yet, and `squares` receives their sums of squares. */
 static int mamba2_step(const Layer *l, const void *hidden, int threads) {
-  ptrdiff_t batch = l->batch, channels = l->channels, heads = l->heads, groups = l->groups, N = l->N;
-  ptrdiff_t mixed = channels + 2 * groups * N, width = channels + mixed + heads;
-  void *normed = l->work, *projected = at(normed, batch * l->size, l->type), *xBC = at(projected, batch * width, l->type);
-  void *scanned = at(xBC, batch * mixed, l->type), *gated = at(scanned, batch * channels, l->type);
-  rms_norm(hidden, l->norm, normed, batch, l->size, l->eps, l->sum_type, l->type);
-  int failed = project(&l->in_proj, l->in_bias, normed, projected, batch, width, l->size, l->type, threads);
-  causal_conv(at(projected, channels, l->type), l->conv, l->conv_bias, l->history, xBC, l->history, batch, 1, mixed,
-              l->taps, width, width, l->history_stride, l->type, threads);
-  for (ptrdiff_t b = 0; b < batch; b++)
+  ptrdiff_t rows = l->batch * l->tokens, channels = l->channels, heads = l->heads, groups = l->groups;
+  Mamba2Work w = mamba2_work(l);
+  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type);
+  int failed = project(&l->in_proj, l->in_bias, w.normed, w.projected, rows, w.width, l->size, l->type, threads);
+  causal_conv(at(w.projected, channels, l->type), l->conv, l->conv_bias, l->history, w.xBC,
+              l->speculative ? NULL : l->history, l->batch, l->tokens, w.mixed, l->taps, l->tokens * w.width, w.width,
+              l->history_stride, l->type, threads);
+  for (ptrdiff_t b = 0; b < rows; b++)
     for (ptrdiff_t h = 0; h < heads; h++)
-      l->dt[b * heads + h] = softplus_(get(projected, b * width + channels + mixed + h, l->type) + l->dt_bias[h]);
-  ptrdiff_t strides[] = {mixed, 0, mixed, 0, mixed, 0, l->state_stride, l->state_stride};
-  ssd(xBC, l->dt, l->A_log, at(xBC, channels, l->type), at(xBC, channels + groups * N, l->type), l->D, l->state, scanned,
-      l->state, NULL, strides, batch, 1, heads, channels / heads, groups, N, l->type, threads);
-  failed |= gated_norm(scanned, projected, l->gated_weight, gated, l->squares, batch, width, groups, channels / groups,
-                       l->inner_eps, !l->squares, l->type);
-  failed |= project(&l->out_proj, NULL, gated, l->part, batch, l->size, channels, l->type, threads);
+      l->dt[b * heads + h] = softplus_(get(w.projected, b * w.width + channels + w.mixed + h, l->type) + l->dt_bias[h]);
+  mamba2_scan(l, 0, l->batch, l->tokens, l->next_state, l->next_stride, threads);
+  failed |= gated_norm(w.scanned, w.projected, l->gated_weight, w.gated, l->squares, rows, w.width, groups,
+                       channels / groups, l->inner_eps, !l->squares, l->type);
+  failed |= project(&l->out_proj, NULL, w.gated, l->part, rows, l->size, channels, l->type, threads);
   if (l->wide_part)
-    for (ptrdiff_t i = 0; i < batch * l->size; i++) l->wide_part[i] = get(l->part, i, l->type);
+    for (ptrdiff_t i = 0; i < rows * l->size; i++) l->wide_part[i] = get(l->part, i, l->type);
   return failed;
+}
+
+/* Advances the history of sequence b by the first `count` tokens of `inputs`, whose rows are `stride` apart. */
+static void advance_history(const Layer *l, const void *inputs, ptrdiff_t stride, ptrdiff_t channels, ptrdiff_t b,
+                            ptrdiff_t count) {
+  void *history = at(l->history, b * l->history_stride, l->type);
+  for (ptrdiff_t k = 0; k < l->taps - 1; k++) {
+    ptrdiff_t t = k + count - (l->taps - 1); /* negative: in the history */
+    const void *row = t < 0 ? at(history, (k + count) * channels, l->type)
+                            : at(inputs, (b * l->tokens + t) * stride, l->type);
+    memmove(at(history, k * channels, l->type), row, bytes_of(channels, l->type));
+  }
+}
+
+/* Advances history and state of a layer by the first counts[b] tokens of sequence b, after a speculative `decode`. */
+static void keep_tokens_of(const Layer *l, const ptrdiff_t *counts, int threads) {
+  for (ptrdiff_t b = 0; b < l->batch; b++) {
+    float *state = l->state + b * l->state_stride;
+    if (l->mamba2) {
+      Mamba2Work w = mamba2_work(l);
+      mamba2_scan(l, b, 1, counts[b], state, 0, threads);
+      advance_history(l, at(w.projected, l->channels, l->type), w.width, w.mixed, b, counts[b]);
+    } else {
+      MambaWork w = mamba_work(l);
+      mamba_scan(l, l->inner.total, b, 1, counts[b], NULL, state, 0, threads);
+      advance_history(l, w.xz, 2 * l->channels, l->channels, b, counts[b]);
+    }
+  }
 }
 
 /* total = x + sum + out_proj's bias, rounded after each addition as torch would. squares: the sums of squares that normalize
    `sum`, which is FLOAT32 then; NULL: `sum` is of `type`. */
 INLINE void add(const Layer *l, const void *x, const void *sum, const float *squares, void *total, int type, int sum_type) {
-  for (ptrdiff_t b = 0; b < l->batch; b++) {
+  for (ptrdiff_t b = 0; b < l->batch * l->tokens; b++) {
     float scale = squares ? 1 / sqrtf(squares[b] / l->group_channels + l->inner_eps) : 1;
     ptrdiff_t first = b * l->size;
 #pragma omp simd
@@ -157,7 +233,7 @@ static void add_residual(const Layer *l, const void *x, void *total) {
   else add_bfloat16(l, x, sum, squares, total);
 }
 
-/* Consecutive layers and how far they are. x, given and total are (batch, size) of sum_type. */
+/* Consecutive layers and how far they are. x, given and total are (rows, size) of sum_type. */
 typedef struct {
   const Layer *layers;
   const void *x;     /* what the first layer adds to */
@@ -191,5 +267,11 @@ int decode(Layers *s, int threads) {
     }
     add_residual(l, x, s->total);
   }
+  return 0;
+}
+
+/* After a speculative `decode`: advances the caches of all layers by the first counts[b] >= 1 tokens of sequence b. */
+int keep_tokens(const Layers *s, const ptrdiff_t *counts, int threads) {
+  for (ptrdiff_t i = 0; i < s->count; i++) keep_tokens_of(&s->layers[i], counts, threads);
   return 0;
 }

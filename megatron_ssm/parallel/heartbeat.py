@@ -1,7 +1,7 @@
 """Notices ranks that have ended, hang, or cannot be reached, and ends the others with one line that names them.
 
 A collective with such a rank waits until its time-out, or fails with an error that names no rank. So a thread of each rank
-counts beats in the store in which the ranks met (torchrun's, or rank 0's) and watches the beats of the next rank. The first
+counts beats in a store (torchrun's, rank 0's, or a folder of this machine) and watches the beats of the next rank. The first
 to miss one compares the beats of all ranks, and leaves in the store which have stopped; every rank reads it there. A second
 thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
 """
@@ -14,33 +14,47 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from sparsefusion.collectives.agreement import from_first
+
+from .folder_store import FolderStore
 
 LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
 LOST = "lost"  # the key under which the ranks that have stopped are written
 
 
+@dataclass
+class Watch:
+    """What a program may do when ranks are lost. on_loss: is called in another thread, soon before the process ends."""
+
+    on_loss: Callable[[], None] = lambda: None
+
+
 @contextlib.contextmanager
-def watched(limit: float) -> Iterator[None]:
+def watched(limit: float, folder: str | Path | None = None) -> Iterator[Watch]:
     """Watch the ranks of the default group in this block; all of them enter it together.
 
     limit: the seconds without a beat after which a rank counts as lost (0: do not watch). Then, or if communication in the
     block has failed because a rank has ended, the process ends with code 1, on all ranks that run, and the first of these
-    prints the line. Ranks that were not started by a launcher (MASTER_ADDR is not set) are not watched.
+    prints the line. folder: one of this machine, that only this user can write to, for the beats (None: the launcher's
+    store, at MASTER_ADDR; without a launcher, the ranks are not watched).
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1 or not limit or "MASTER_ADDR" not in os.environ:
-        yield
+    ranks, watch = dist.get_world_size() if dist.is_initialized() else 1, Watch()
+    if ranks == 1 or not limit or (folder is None and "MASTER_ADDR" not in os.environ):
+        yield watch
         return
-    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit)
+    store, place = _store_of_launcher(limit) if folder is None else (FolderStore(folder), str(folder))
+    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit, store, place, watch)
     try:
-        yield
+        yield watch
     except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
         heartbeat.explain(error)
         raise
@@ -51,21 +65,27 @@ def watched(limit: float) -> Iterator[None]:
         heartbeat.stop(leaves=True)
 
 
-class _Heartbeat:
-    """The beats of this rank, and its watch over the others."""
+def _store_of_launcher(limit: float) -> tuple[dist.Store, str]:
+    """The store in which the ranks have met, and its name in errors; all ranks call it together."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
+    # A connection of its own: the training thread may wait for an answer to its own question.
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
+    # The store may have keys of ranks before a restart.
+    start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
+    return dist.PrefixStore(f"heartbeat {start}", store), place
 
-    def __init__(self, rank: int, ranks: int, limit: float):
+
+class _Heartbeat:
+    """The beats of this rank, and its watch over the others. store: a torch store or a `FolderStore`; place: its name."""
+
+    def __init__(self, rank: int, ranks: int, limit: float, store: Any, place: str, watch: Watch):
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.interval = min(1.0, limit / 10)
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
-        # A connection of its own: the training thread may wait for an answer to its own question.
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-        # The store may have keys of ranks before a restart.
-        start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
-        self._store = dist.PrefixStore(f"heartbeat {start}", store)
+        self._store, self._place, self._watch = store, place, watch
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._store.add(f"beats {rank}", 1)  # from which on this rank is watched
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of communication in the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
@@ -140,8 +160,11 @@ class _Heartbeat:
         """
         if self.rank == min(set(range(self.ranks)) - set(found["lost"]), default=self.rank):
             _print(found["line"])
-        threading.Event().wait(ROUNDS * self.interval)
-        os._exit(1)
+        try:
+            self._watch.on_loss()
+        finally:
+            threading.Event().wait(ROUNDS * self.interval)
+            os._exit(1)
 
     def _end_alone(self, what: str) -> None:
         """End this process, which cannot agree with the others on who prints the line."""

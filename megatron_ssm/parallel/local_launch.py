@@ -18,7 +18,8 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
     on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM. No rank
     outlives this call.
 
-    passes_signals: Ctrl-C and SIGTERM are passed on to rank 0, which ends the command; its exit code then counts.
+    passes_signals: Ctrl-C and SIGTERM are passed on to rank 0, which ends the command; its exit code then counts, and the
+    others have GRACE_S to follow.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
         command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
@@ -27,19 +28,19 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
             for rank in range(ranks):
-                processes.append(subprocess.Popen(command, env=_environment(rank, ranks)))
+                processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
             if passes_signals:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda number, _: processes[0].send_signal(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            return _wait(processes)
+            return _wait(processes, follow_first=passes_signals)
         except KeyboardInterrupt:
             return 130
         finally:
             _end(processes, 0.0 if passes_signals else GRACE_S)
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
+def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
     """torchrun's variables for one local rank. Each rank gets its share of the cores, unless OMP_NUM_THREADS is set."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -49,8 +50,11 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return environment | {name: str(value) for name, value in numbers.items()}
 
 
-def _wait(processes: list[subprocess.Popen]) -> int:
-    """Wait until all ranks have ended, or one has failed and the others had GRACE_S to follow; returns the exit code."""
+def _wait(processes: list[subprocess.Popen], follow_first: bool = False) -> int:
+    """Wait until all ranks have ended, or one has failed and the others had GRACE_S to follow; returns the exit code.
+
+    follow_first: they also have no more than that when rank 0 has ended well.
+    """
     deadline, failed = None, None
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
         if failed is None and (failed := _first_failed(processes)) is not None:
@@ -58,6 +62,8 @@ def _wait(processes: list[subprocess.Popen]) -> int:
             # 130: it was interrupted, and the others wait for it.
             is_reported = failed is processes[0] and failed.returncode in (2, 130)
             deadline = time.monotonic() + (0 if is_reported else GRACE_S)
+        elif follow_first and deadline is None and processes[0].poll() is not None:
+            deadline = time.monotonic() + GRACE_S
         time.sleep(0.02)
     failed = failed or _first_failed(processes)
     if failed is None:

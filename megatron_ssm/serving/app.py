@@ -19,11 +19,16 @@ from megatron_ssm.api.parameters import BY_ENDPOINT
 from .endpoint import Endpoint
 from .keys import Keys
 from .metrics import Metrics
+from .page import read_page
 from .service import Service
 
 
 def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> ASGIApp:
     """The ASGI application. Paths under /v1 need an API key, if there are keys; the others do not."""
+    html, page_headers = read_page()
+
+    async def page(request: Request) -> Response:
+        return Response(html, headers=page_headers, media_type="text/html")
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
@@ -42,7 +47,7 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> 
     async def models(request: Request) -> Response:
         keys.owner(request.headers.get("authorization"))
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "megatron-ssm",
-                 "max_model_len": served.max_length}  # fmt: skip
+                 "max_model_len": served.max_length, "has_chat_template": served.template.path is not None}  # fmt: skip
         wanted = request.path_params.get("model")
         if wanted is None:
             return _json({"object": "list", "data": [model]})
@@ -52,8 +57,8 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> 
             )
         return _json(model)
 
-    get = {"/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi, "/v1/models": models,
-           "/v1/models/{model:path}": models}  # fmt: skip
+    get = {"/": page, "/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi,
+           "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for name in BY_ENDPOINT:
         routes.append(Route(f"/v1/{name}", Endpoint(name, service, served, keys, metrics), methods=["POST"]))

@@ -14,20 +14,22 @@ from megatron_ssm.parallel.ranks import Ranks
 class Orders:
     """What changes before a step, the same on every rank. additions: the arguments of new requests, in their order.
 
-    cancellations: the ids of requests. is_last: there is no further step.
+    cancellations: the ids of requests. grammars: the kind and the text of those that are to be compiled, for requests that
+    will be added when that is done. is_last: there is no further step.
     """
 
     additions: tuple[Arguments, ...] = ()
     cancellations: tuple[int, ...] = ()
+    grammars: tuple[tuple[str, str], ...] = ()
     is_last: bool = False
 
     def encode(self) -> bytes:
         """The message to the other ranks: JSON, or nothing if nothing changes."""
         if self == Orders():
             return b""
-        return json.dumps(
-            {"add": [each.to_json() for each in self.additions], "cancel": self.cancellations, "last": self.is_last}
-        ).encode()
+        added = [each.to_json() for each in self.additions]
+        values = {"add": added, "cancel": self.cancellations, "compile": self.grammars, "last": self.is_last}
+        return json.dumps(values).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "Orders":
@@ -35,7 +37,8 @@ class Orders:
         if not message:
             return cls()
         values = json.loads(message)
-        return cls(tuple(map(Arguments.from_json, values["add"])), tuple(values["cancel"]), values["last"])
+        added, grammars = map(Arguments.from_json, values["add"]), ((kind, text) for kind, text in values["compile"])
+        return cls(tuple(added), tuple(values["cancel"]), tuple(grammars), values["last"])
 
 
 class Channel:

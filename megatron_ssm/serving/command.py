@@ -22,7 +22,7 @@ from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
-from megatron_ssm.parallel.heartbeat import watched
+from megatron_ssm.parallel.heartbeat import Watch, watched
 from sparsefusion.foundation.command_line import Printer
 
 from .channel import Channel
@@ -32,8 +32,6 @@ from .lifecycle import run_server
 from .service import Limits, Service
 
 log = logging.getLogger(__name__)
-
-LOST_RANK_S = 30.0  # without a sign of life from a rank, where a launcher has started the ranks
 
 
 def serve(arguments: Namespace) -> None:
@@ -57,7 +55,9 @@ def serve(arguments: Namespace) -> None:
         )
         model = load(arguments.model, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
-        with watched(LOST_RANK_S), model:
+        # run_local_ranks has made the folder, for its ranks only.
+        folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
+        with watched(arguments.lost_rank_timeout, folder) as watch, model:
             engine = Engine(model, **inputs.engine)
             channel = Channel(model.ranks)
             if rank:
@@ -65,7 +65,7 @@ def serve(arguments: Namespace) -> None:
                 follow(engine, channel)
             else:
                 log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
-                _serve_on_rank_0(engine, channel, inputs, arguments)
+                _serve_on_rank_0(engine, channel, inputs, arguments, watch)
     finally:
         shut_down()
 
@@ -110,7 +110,7 @@ def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
     )  # fmt: skip
 
 
-def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace) -> None:
+def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
     """Answer HTTP requests, and say where."""
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
@@ -127,7 +127,7 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
         Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
 
     run_server(
-        engine, channel, inputs.served, inputs.keys, Service(limits), listener, arguments.drain_timeout, announce
+        engine, channel, inputs.served, inputs.keys, Service(limits), listener, arguments.drain_timeout, announce, watch
     )
 
 

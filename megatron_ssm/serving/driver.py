@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from megatron_ssm.api.errors import ApiError, bad_request
 from megatron_ssm.api.sequences import Sequence, Update
@@ -15,6 +16,7 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
 
 from .channel import Channel, Orders
+from .grammars import GrammarCompiler
 from .metrics import Load
 
 log = logging.getLogger(__name__)
@@ -47,9 +49,16 @@ class Replica:
 
 def follow(engine: Engine, channel: Channel) -> None:
     """Make every turn that rank 0 makes, until it says that there are no more. For the other ranks."""
-    replica = Replica(engine)
-    while not (orders := Orders.decode(channel.receive(engine.is_busy))).is_last:
-        replica.turn([arguments.request(engine) for arguments in orders.additions], orders.cancellations)
+    replica, compiler = Replica(engine), GrammarCompiler(engine)
+    try:
+        while not (orders := Orders.decode(channel.receive(engine.is_busy))).is_last:
+            for grammar in orders.grammars:
+                compiler.start(grammar)
+            for grammar in {each.grammar for each in orders.additions if each.grammar is not None}:
+                compiler.wait(grammar)  # rank 0 has compiled it, so this rank needs little more time
+            replica.turn([arguments.request(engine) for arguments in orders.additions], orders.cancellations)
+    finally:
+        compiler.stop()
 
 
 class Driver(threading.Thread):
@@ -70,8 +79,9 @@ class Driver(threading.Thread):
         self.load = Load(slots=len(engine.cache.lengths))
         self.error: BaseException | None = None
         self._engine, self._channel, self._replica = engine, channel, Replica(engine)
-        self._deliver, self._fail = deliver, fail
+        self._deliver, self._fail, self._compiler = deliver, fail, GrammarCompiler(engine)
         self._inbox: queue.SimpleQueue[tuple[str, Sequence | None]] = queue.SimpleQueue()
+        self._compiling: dict[Sequence, Future] = {}  # those whose grammars are being compiled, in their order
         self._running: dict[Request, Sequence] = {}
 
     # From any thread
@@ -98,6 +108,8 @@ class Driver(threading.Thread):
         except BaseException as error:
             self.error = error
             self._fail(error)
+        finally:
+            self._compiler.stop()
 
     def _turn(self) -> bool:
         """One turn; False if it was the last."""
@@ -106,18 +118,26 @@ class Driver(threading.Thread):
         is_last = False
         for order, sequence in self._orders():
             if sequence is None:
-                is_last = True
+                is_last = is_last or order == "stop"
             elif order == "add":
                 added.append(sequence)
             elif sequence in added:
                 added.remove(sequence)
-            else:
+            elif self._compiling.pop(sequence, None) is None:
                 cancelled.append(sequence)
+        grammars = self._compile([sequence for sequence in added if sequence.arguments.grammar is not None])
+        added = [sequence for sequence in added if sequence.arguments.grammar is None]
+        added += [sequence for sequence, compiled in self._compiling.items() if compiled.done()]
         updates = [update for sequence in added if (update := self._prepare(sequence))]
         requests = {each.request: each for each in added if each.request is not None}
         running = [each.request for each in cancelled if each.request is not None]
         ended = [request for request in running if self._running.pop(request, None)]  # the others have finished
-        orders = Orders(tuple(s.arguments for s in requests.values()), tuple(request.id for request in ended), is_last)
+        orders = Orders(
+            tuple(each.arguments for each in requests.values()),
+            tuple(request.id for request in ended),
+            grammars,
+            is_last,
+        )
         self._channel.send(orders.encode(), self._engine.is_busy)
         if is_last:
             return False
@@ -137,9 +157,19 @@ class Driver(threading.Thread):
         except queue.Empty:
             return orders
 
+    def _compile(self, sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:
+        """Begin to compile the grammars of new sequences; returns them."""
+        grammars = [sequence.arguments.grammar for sequence in sequences if sequence.arguments.grammar is not None]
+        for sequence, grammar in zip(sequences, grammars, strict=True):
+            self._compiling[sequence] = self._compiler.start(grammar)
+            self._compiling[sequence].add_done_callback(lambda _: self._inbox.put(("compiled", None)))
+        return tuple(dict.fromkeys(grammars))
+
     def _prepare(self, sequence: Sequence) -> Update | None:
         """Make the request of a sequence, which all other ranks then can make; or an update with the error."""
         try:
+            if compiled := self._compiling.pop(sequence, None):
+                compiled.result()
             sequence.request = sequence.arguments.request(self._engine)
             return None
         except ValueError as error:
@@ -168,7 +198,7 @@ class Driver(threading.Thread):
         self.load = Load(
             load.slots,
             running=running,
-            waiting=waiting,
+            waiting=waiting + len(self._compiling),
             prompt_tokens=load.prompt_tokens + sum(len(u.sequence.arguments.prompt) for u in firsts),
             reused_tokens=load.reused_tokens + sum(u.reused for u in firsts),
             prefix_hits=load.prefix_hits + sum(u.reused > 0 for u in firsts),

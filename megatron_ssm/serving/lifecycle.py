@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from megatron_ssm.api.calls import Served
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.parallel.heartbeat import Watch
 
 from .app import make_app
 from .channel import Channel
@@ -33,6 +34,7 @@ class Server(uvicorn.Server):
     """uvicorn with other signals. SIGTERM: no connections are accepted, requests are finished, at most for `drain_s`.
 
     SIGINT: requests end with an error; a second one ends the process at once. is_interrupted: whether there was one.
+    why_aborted: the reason if requests were ended with an error, or "".
     """
 
     def __init__(self, app: ASGIApp, service: Service, drain_s: int, announce: Callable[[], None]):
@@ -42,7 +44,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False, timeout_graceful_shutdown=drain_s,
             )
         )  # fmt: skip
-        self.is_interrupted = False
+        self.is_interrupted, self.why_aborted = False, ""
         self._service, self._announce = service, announce
         self._loop = asyncio.get_running_loop()
 
@@ -67,6 +69,7 @@ class Server(uvicorn.Server):
 
     def abort(self, reason: str) -> None:
         """End all requests with an error, and the server soon after, whatever its clients do."""
+        self.why_aborted = reason
         self._service.close(reason)
         self.should_exit = True
         self._loop.call_later(ERRORS_S, setattr, self, "force_exit", True)
@@ -75,12 +78,13 @@ class Server(uvicorn.Server):
 
 def run_server(
     engine: Engine, channel: Channel, served: Served, keys: Keys, service: Service, listener: socket.socket, drain_s: int,
-    announce: Callable[[], None],
+    announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
     """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
 
-    Returns after SIGTERM. KeyboardInterrupt after SIGINT; the error of the engine if it has failed. The other ranks are told
-    to end their loops.
+    watch: over the ranks; if one is lost, all requests end with an error before the process does. Returns after SIGTERM.
+    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost. The other
+    ranks are told to end their loops.
     """
 
     async def run() -> tuple[Driver, Server]:
@@ -93,14 +97,19 @@ def run_server(
             log.error(f"megatron-ssm: the engine has failed: {' '.join(str(error).split())}")
             loop.call_soon_threadsafe(server.abort, "the engine has failed")
 
+        def lose_rank() -> None:
+            loop.call_soon_threadsafe(server.abort, "a rank of the server was lost")
+
         driver = Driver(engine, channel, deliver, fail)
         app = make_app(service, served, keys, Metrics(lambda: driver.load))
         server = Server(app, service, drain_s, announce)
         service.start(driver)
         driver.start()
+        watch.on_loss = lose_rank
         try:
             await server.serve(sockets=[listener])
         finally:
+            watch.on_loss = lambda: None  # the loop is about to end
             driver.stop()
             await asyncio.to_thread(driver.join, ERRORS_S if server.is_interrupted else LAST_STEP_S)
         return driver, server
@@ -112,3 +121,5 @@ def run_server(
         raise driver.error
     if server.is_interrupted:
         raise KeyboardInterrupt
+    if server.why_aborted:
+        raise RuntimeError(server.why_aborted)

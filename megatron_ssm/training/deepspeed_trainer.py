@@ -7,10 +7,11 @@ times. Checkpoints are those of every engine: parameters and moments are gathere
 
 Of DeepSpeed's interfaces, these are not documented: `_hp_mapping` and `_index_in_param_group` of a parameter, which
 `deepspeed.utils.safe_get_full_grad` reads (that function would send the whole gradient), and the optimizer's list of
-partitions with the method that links its state to them.
+partitions with the method that links its state to them. `_copy_recovery_script` copies `zero_to_fp32.py` into a checkpoint.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -24,14 +25,17 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import nn
 
-from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.deepspeed_files import NAMES
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.disk_space import DiskSpace, sync_directory
+from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
+from sparsefusion.foundation.command_line import Failure
 
 from .data import Tokens
 from .options import Options
@@ -202,26 +206,78 @@ class DeepSpeedTrainer(Trainer):
         """With --save-deepspeed, write DeepSpeed's own checkpoint OUT/deepspeed/global_stepN; its name is in `latest`.
 
         What was in OUT/deepspeed is replaced once all files are complete. Each rank writes its own partitions. Failure on
-        every rank if rank 0 cannot make or rename the folder; if another write fails, the run ends as if that rank was lost.
+        every rank if one cannot write; nothing of the new checkpoint then remains. A full disk is reported as by
+        `Snapshot.write`.
         """
         if not self.options.save_deepspeed:
             return
-        directory, hidden = out / "deepspeed", out / ".deepspeed"
+        directory, hidden, old = out / "deepspeed", out / ".deepspeed", out / "deepspeed.old"
+        failure, tag = f"cannot write {directory}", f"global_step{step}"
+        needed = sum(all_gather_pickled(self._checkpoint_bytes()))
 
         def begin() -> None:
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.mkdir(parents=True)
-            config = json.dumps(self.model.config.to_dict("float32"), indent=2)
-            (hidden / "config.json").write_text(config, encoding="utf-8")
+
+        def save() -> None:
+            with space.explained():
+                self._save_checkpoint(hidden, tag)
 
         def complete() -> None:
-            shutil.rmtree(directory, ignore_errors=True)
+            with space.explained():
+                config = json.dumps(self.model.config.to_dict("float32"), indent=2)
+                (hidden / "config.json").write_text(config, encoding="utf-8")
+                (hidden / "latest").write_text(tag, encoding="utf-8")
+            sync_directory(hidden)
+            shutil.rmtree(old, ignore_errors=True)
+            if directory.exists():
+                directory.rename(old)
             hidden.rename(directory)
+            shutil.rmtree(old, ignore_errors=True)
 
-        run_on_rank_0(begin, f"cannot write {directory}")
         self._engine.global_steps = step  # DeepSpeed counts those of this process
-        self._engine.save_checkpoint(str(hidden), f"global_step{step}", {NAMES: self._optimizer_order()})
-        run_on_rank_0(complete, f"cannot write {directory}")
+        try:
+            run_on_rank_0(begin, failure)
+            space = run_on_every_rank(lambda: DiskSpace.of(out, needed), failure)
+            run_on_every_rank(save, failure)
+            run_on_rank_0(complete, failure)
+        except Failure:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+
+    def _checkpoint_bytes(self) -> int:
+        """The bytes of the tensors that this rank writes to DeepSpeed's checkpoint."""
+        parameters: Any = self.model.parameters()
+        held = [partition.nbytes * (1 + len(MOMENTS)) for partition in self._partitions()]
+        if self._stage == 3:
+            held += [p.ds_tensor.nbytes for p in parameters if not p.requires_grad]
+        elif self.groups.data_context_rank == 0:
+            held += [p.nbytes * (1 if self._stage or not p.requires_grad else 3) for p in parameters]
+        return sum(held)
+
+    def _save_checkpoint(self, folder: Path, tag: str) -> None:
+        """Let DeepSpeed write its files. OSError, after all ranks have tried, if this rank cannot write one of them.
+
+        In DeepSpeed's method the ranks communicate after they have written, so no rank may leave it by an error.
+        """
+        errors: list[OSError] = []
+
+        def attempt(write: Callable[..., object], *arguments: Any, **named: Any) -> None:
+            try:
+                write(*arguments, **named)
+            except OSError as error:
+                errors.append(error)
+
+        def save(state_dict: dict[str, Any], path: str) -> None:
+            with new_file(path) as file:
+                torch.save(state_dict, file)
+
+        engine = self._engine
+        engine.checkpoint_engine.save = functools.partial(attempt, save)
+        engine._copy_recovery_script = functools.partial(attempt, type(engine)._copy_recovery_script, engine)
+        engine.save_checkpoint(str(folder), tag, {NAMES: self._optimizer_order()}, save_latest=False)
+        if errors:
+            raise errors[0]
 
     def _optimizer_order(self) -> list[str]:
         """The names of the parameters in the order in which ZeRO 0 writes their moments."""

@@ -177,10 +177,14 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device,
         inputs = _resume(trainer, inputs, progress)
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
         step = _train(trainer, inputs, progress, interruption)
-        trainer.write_own_format(inputs.out, step)
-        if step == options.train_iters:
-            with trainer.whole_parameters():
-                _write_model(model, inputs, progress)
+        try:
+            trainer.write_own_format(inputs.out, step)
+            if step == options.train_iters:
+                with trainer.whole_parameters():
+                    _write_model(model, inputs, progress)
+        except (OSError, Failure) as error:  # on every rank
+            hint = f"the checkpoint of step {step} is complete: once the disk can be written, start again with --resume"
+            raise Failure(f"{error}; {hint}") from None
 
 
 def make_trainer(

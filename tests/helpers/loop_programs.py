@@ -10,6 +10,11 @@ from commir import Mesh, Schedule, programs
 from commir.ir.program import WHOLE
 from commir.scheduling.placements import Placement, place, streamed_axis
 
+UP_TO_TWELVE = [Mesh(g=ranks) for ranks in range(2, 13)]  # with one level, or with two
+UP_TO_TWELVE += [
+    Mesh(n=nodes, g=size) for nodes, size in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 5), (2, 6), (3, 4))
+]
+
 
 @dataclass
 class Case:

@@ -11,7 +11,7 @@ from commir.execution.state import Count
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, in_chunks, place
 from commir.searching.search import all_plans
-from loop_programs import assert_close, cases, mesh_of
+from loop_programs import UP_TO_TWELVE, assert_close, cases, mesh_of
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)
 LAYOUTS = [  # world, mesh, placement, the axis with chunks
@@ -46,10 +46,10 @@ def test_all_searched_plans_in_chunks(sizes, number):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("sizes", [(4,), (2, 3), (12,), (2, 2, 2)])
-def test_all_plans_in_chunks_on_up_to_twelve_ranks_pass(sizes, number):
-    program = cases(mesh_of(*sizes).ranks)[number].program
-    for plan in all_plans(program, mesh_of(*sizes), with_chunks=True):
+@pytest.mark.parametrize("mesh", [*UP_TO_TWELVE, mesh_of(2, 2, 2)], ids=str)
+def test_all_plans_in_chunks_on_up_to_twelve_ranks_pass(mesh, number):
+    program = cases(mesh.ranks)[number].program
+    for plan in all_plans(program, mesh, with_chunks=True):
         if plan.schedule.chunked:
             verify(plan)
 

@@ -12,7 +12,7 @@ from commir.execution.verifier import Refuted, smallest, unscheduled
 from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
 from commir.scheduling.placements import Placement, place
 from commir.searching.search import all_plans
-from loop_programs import cases, mesh_of, plans, random_inputs, with_steps
+from loop_programs import UP_TO_TWELVE, cases, mesh_of, plans, random_inputs, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]
 LARGE = [(12,), (3, 4), (2, 2, 2), (2, 2, 3)]
@@ -33,15 +33,9 @@ def test_all_lowered_plans_on_up_to_twelve_ranks_pass(sizes, number):
         verify(plan)
 
 
-SEARCHED = [Mesh(g=ranks) for ranks in range(2, 13)]
-SEARCHED += [
-    Mesh(n=nodes, g=size) for nodes, size in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 5), (2, 6), (3, 4))
-]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("mesh", SEARCHED, ids=str)
+@pytest.mark.parametrize("mesh", UP_TO_TWELVE, ids=str)
 def test_every_plan_that_a_search_can_emit_passes(mesh, number):
     """Without chunks; those are in test_chunks."""
     program = cases(mesh.ranks)[number].program

@@ -127,6 +127,11 @@ def kept_elsewhere(rows=4, cols=4):
         c[rows] += a[rows]
 
 
+def home_in_quotes(rows=4):
+    a = In[rows].home("rows")
+    return a
+
+
 def undeclared(rows=4):
     c = Out[rows]
     for rows in grid("s"):
@@ -219,6 +224,7 @@ def scalar_output(rows=4):
         (shifted_index, 4, "cols [+] 1 is no axis"),
         (unknown_function, 4, "the functions of one argument are exp"),
         (kept_elsewhere, 1, "a is kept along cols, which is none of its axes rows"),
+        (home_in_quotes, 1, "the home of a is 'rows', and no axis, which has no quotes, nor None"),
         (undeclared, 3, "a is not declared as In"),
         (reads_the_output, 4, "c is an output, and cannot be read"),
         (no_size, 0, "every parameter is an axis and needs its size"),

@@ -72,6 +72,18 @@ def test_ranks_get_the_same_overlap(ranks, world):
     assert world > 1 or found == [1.0]
 
 
+def test_wrong_times_of_a_tile():
+    plan = place(Schedule(PROGRAMS[0], Mesh(gpu=2)), gpu="q").lower()
+    for times, message in (
+        ((-1.0, 0.0), "point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
+        ((0.0, 0.0, 2.0), "overlap=2.0 must be finite, and at most 1"),
+        ((0.0, 0.0, None), "overlap=None is no number"),
+        ((0.0, float("inf")), "must be 0 or more, and finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.with_tile(*times)
+
+
 @pytest.mark.parametrize("tile", [1.0, 5.0])
 @pytest.mark.parametrize("overlap", [1.0, 0.0, -1.0])
 def test_a_tile_and_a_message_delay_each_other(tile, overlap):
@@ -84,12 +96,22 @@ def test_a_tile_and_a_message_delay_each_other(tile, overlap):
 
 
 @pytest.mark.parametrize(
-    "latency, count, expected",
-    [(0.0, 5, 5.0), (1.0, 5, 6.0), (3.0, 1, 4.0), (3.0, 2, 5.0), (3.0, 3, 8.0), (3.0, 4, 9.0)],
+    "latency, count, at_once, expected",
+    [(0.0, 5, 2, 5.0), (1.0, 5, 2, 6.0), (3.0, 1, 2, 4.0), (3.0, 2, 2, 5.0), (3.0, 3, 2, 8.0), (3.0, 4, 2, 9.0)]
+    + [(3.0, 3, 1, 12.0), (3.0, 3, 3, 6.0), (3.0, 5, 3, 9.0)],
 )
-def test_two_messages_of_a_collective_are_under_way_at_a_time(latency, count, expected):
-    """Each takes the link for one second; the third begins when the first has arrived."""
-    assert collective_seconds(latency, 1.0, count) == expected
+def test_some_messages_of_a_collective_are_under_way_at_a_time(latency, count, at_once, expected):
+    """Each takes the link for one second; with two at once, the third begins when the first has arrived."""
+    assert collective_seconds(latency, 1.0, count, at_once) == expected
+
+
+@pytest.mark.parametrize("batch, expected", [(1, 6.0), (2, 8.0)])
+def test_messages_that_arrive_in_place_are_under_way_at_once(batch, expected):
+    """An all-gather of k and v on 4 ranks: with a batch of 1 their blocks are contiguous in the result."""
+    program, mesh = programs.attention(batch, 4, 4, 64, 8), Mesh(gpu=4)
+    plan = place(Schedule(program, mesh), gpu="q").lower()
+    block = plan.bytes_per_rank / 3
+    assert plan.on_mesh(mesh.with_speeds({"gpu": (3.0, block / 1.0)})).seconds == pytest.approx(expected)
 
 
 def test_a_plan_with_the_time_of_a_tile():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tiny
@@ -13,8 +14,11 @@ from megatron_ssm.advice.divisions import Generation, Training, generation_divis
 from megatron_ssm.advice.measured import MeasuredDevice, part_of
 from megatron_ssm.advice.report import as_json, why
 from megatron_ssm.advice.traffic import (
+    AGREEMENT_BYTES,
     Message,
+    attended_tokens,
     backward_sums,
+    chosen_tokens,
     exact_sums,
     gradient_sums,
     passed_states,
@@ -22,6 +26,8 @@ from megatron_ssm.advice.traffic import (
 )
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
+from megatron_ssm.inference.generation import stream
+from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
@@ -91,6 +97,29 @@ def test_states_that_context_ranks_pass(ranks, world, name):
     assert 0.9 * sent <= predicted <= 1.4 * sent
 
 
+def counted_tokens(rank, tp, context, changes, tokens=3):
+    """Bytes that this rank's collectives take for a decoded token."""
+    model = tiny.trainer_on(tp, options(**changes, context_parallel_size=context, seq_length=32), vocab=64).model
+    ids = torch.randint(64, (1, 32), generator=torch.Generator().manual_seed(0))
+    replies = stream(model, ids, max_new_tokens=2 + tokens)
+    next(replies), next(replies)
+    model.counter.reset()
+    for _ in range(tokens):
+        next(replies)
+    return model.counter.nbytes / tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp, context", [(2, 1), (1, 2), (1, 4), (2, 2)])
+def test_messages_of_a_decoded_token(ranks, tp, context, name):
+    """Those that compare arguments are not counted."""
+    config = config_of(**MODELS[name])
+    messages = [Message("all_reduce", nbytes, tp, count) for nbytes, count in block_outputs(config) if tp > 1]
+    messages += [*exact_sums(config, tp, 1), *attended_tokens(config, 1, tp, context), *chosen_tokens(1, tp, context)]
+    predicted = sum(each.nbytes * each.count for each in messages if each.ranks > 1 and each.nbytes != AGREEMENT_BYTES)
+    assert set(ranks(counted_tokens, tp * context, tp, context, MODELS[name])) == {predicted}
+
+
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", ("mamba", "mamba2, groups", "falcon"))
 def test_the_part_of_a_model_has_the_weights_of_a_rank(name, tp):
@@ -118,13 +147,16 @@ def fabric(alpha=ALPHA, beta=BETA, operations=("all_reduce", "all_gather", "all_
 class Fixed:
     """A device on which every pass takes a second and every token a millisecond, divided by the ranks of a layer."""
 
-    name, memory, itemsize = "fixed", 1e12, 4
+    name, memory, itemsize, wait = "fixed", 1e12, 4, 0.0
 
     def forward(self, config, ranks, batch, tokens, seq):
         return batch * tokens / seq / ranks
 
     def micro_batch(self, config, ranks, batch, tokens, seq):
         return self.forward(config, ranks, batch, tokens, seq), 2 * self.forward(config, ranks, batch, tokens, seq)
+
+    def passing(self, config, ranks, batch, tokens):
+        return 0.125, 0.25
 
     def optimizer(self, config, ranks):
         return 0.0
@@ -175,6 +207,18 @@ def test_what_does_not_fit_is_excluded():
     assert as_json(found)["runner_up"] is as_json(found)["best"] is None
 
 
+def test_gradients_are_sparse_where_their_residuals_fit():
+    """On a slow fabric, where dense sums take most of a step."""
+    config, job = config_of(hidden_size=64), Training(64, 4)
+    found = {(each.tensor, each.data): each for each in training_divisions(config, 2, job, fabric(20.0), Fixed())}
+    usual = found[1, 2]
+    assert usual.gradients == "auto"
+    assert usual.memory == TrainingMemory(config).step(1, 64, has_residuals=True)
+    less = type("Less", (Fixed,), {"memory": usual.memory - 1})()
+    found = {(each.tensor, each.data): each for each in training_divisions(config, 2, job, fabric(20.0), less)}
+    assert found[1, 2].gradients == "dense" and found[1, 2].memory == TrainingMemory(config).step(1, 64)
+
+
 def test_recomputation_where_activations_do_not_fit():
     config = config_of(hidden_size=64, num_layers=8)
     usual = training_divisions(config, 1, Training(512, 4), fabric(), Fixed())[0]
@@ -189,6 +233,10 @@ def test_operations_that_were_not_measured_are_estimated_by_others():
     some = fabric(operations=("all_reduce", "all_gather", "reduce_scatter"))
     assert seconds_of([Message("all_to_all", 1e6, 4)], some) == pytest.approx(ALPHA + BETA * 1e6)
     assert seconds_of([Message("p2p", 1e6, 4)], some) == pytest.approx(ALPHA + BETA * 1e6)
+    only = fabric(operations=("all_reduce",))
+    assert seconds_of([Message("all_to_all", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 1e6) / 2)
+    assert seconds_of([Message("all_gather", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 4e6) / 2)
+    assert seconds_of([Message("p2p", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 2e6) / 2)
     with pytest.raises(ValueError, match="no operation 'all_reduce'"):
         seconds_of([Message("all_reduce", 1e6, 4)], fabric(operations=("p2p",)))
     assert [each.count for each in gradient_sums(60e6, 2)] == [3] and not list(gradient_sums(60e6, 1))

@@ -1,4 +1,4 @@
-"""Single tokens computed by step.c. Oracles: the same model without C kernels, or on the whole sequence at once."""
+"""Tokens computed by step.c. Oracles: the same model without C kernels, or on the whole sequence at once."""
 
 import pytest
 import torch
@@ -71,6 +71,50 @@ def test_native_steps_equal_blocks(ranks, tp, options, family, changes, tmp_path
     for by_steps, again, by_blocks, count in ranks(run, tp):
         assert count == 5 * 2 and torch.equal(by_steps, again)  # tokens and layers
         torch.testing.assert_close(by_steps, by_blocks, rtol=0, atol=atol)
+
+
+CALLS = [  # rows, the tokens that they read, and how many of these are kept
+    ((0, 1), IDS[:, 4:6], (2, 1)), ((1,), IDS[1:, 5:9], (3,)), ((0, 1), IDS[:, 6:8], (1, 1)), ((1,), IDS[1:, :4], (4,)),
+]  # fmt: skip
+
+
+@torch.no_grad()
+def kept(model, ahead):
+    """Logits of the tokens of CALLS that are kept and of another one, and all states then. ahead: by speculative calls."""
+    cache = model.new_cache(2)
+    model.next_logits(IDS[:, :4], cache=cache, prompt=True)
+    logits = []
+    for rows, tokens, counts in CALLS:
+        selected = cache.select(rows)
+        of_rows = model.speculative_logits(tokens, selected) if ahead else [[]] * len(rows)
+        if ahead:
+            selected.accept(counts)
+        for row, ids, count, found in zip(rows, tokens, counts, of_rows, strict=True):
+            alone = cache.select([row])
+            logits += found[:count] if ahead else [model.next_logits(i.view(1, 1), None, alone)[0] for i in ids[:count]]
+    logits.append(model.next_logits(IDS[:, 8:], cache=cache))
+    return [*logits, *(tensor for layer in cache.layers for tensor in (layer.conv, layer.state))]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("options", (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full)), ids=str)
+@pytest.mark.parametrize("family, changes", [*MODELS, ("mamba2", dict(n_groups=1))])
+def test_speculative_calls(ranks, tp, options, family, changes, tmp_path):
+    """Oracles: decoding one by one, of which they have the bits, except in attention; and the same model with hooks."""
+    directory = saved(tmp_path, family, **changes)
+
+    def run(rank):
+        model, count = megatron_ssm.load(directory, dist.group.WORLD, **options), counted(native_step.NativeLayers)
+        by_calls, calls, singly = kept(model, ahead=True), len(count), kept(model, ahead=False)
+        for layer in model.layers:
+            layer.norm.register_forward_hook(lambda *_: None)
+        return by_calls, singly, kept(model, ahead=True), calls
+
+    atol = 0.02 if "dtype" in options else 5e-5
+    for by_calls, singly, by_blocks, calls in ranks(run, tp):
+        assert calls == 5 * 2  # calls and layers
+        torch.testing.assert_close(by_calls, by_blocks, rtol=0, atol=atol)
+        torch.testing.assert_close(by_calls, singly, rtol=0, atol=atol if "zamba" in family else 0)
 
 
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))

@@ -13,7 +13,9 @@ from hf import save_hf
 from megatron_ssm import Engine, load
 from megatron_ssm.inference import speculation
 from megatron_ssm.inference.speculation import History
+from megatron_ssm.native import kernels
 from serving import FAMILIES, VOCAB, attempt, checkpoint, families, ids, on_ranks
+from sparsefusion.native.library import Library
 
 worlds = pytest.mark.parametrize("world", (1, 2))
 
@@ -181,12 +183,20 @@ def test_a_draft_model(ranks, world, family, tmp_path, monkeypatch):
             served(model, requests, slots=2, draft=model, speculate=3),
             served(model, requests, slots=2, draft=other),
             served(model, requests[:1], slots=1),
-            served(model, requests[:1], slots=1, draft=model, speculate=4),
+            served(model, requests[:1], slots=1, draft=model, speculate=3),
         ]
 
     for plain, same, other, alone, ahead in ranks(run, world):
         assert [row[::2] for row in same[0]] == [row[::2] for row in other[0]] == [row[::2] for row in plain[0]]
-        assert alone[0] == ahead[0] and (alone[1], ahead[1]) == (24, 1 + 20 // 5 + 1)
+        assert alone[0] == ahead[0] and (alone[1], ahead[1]) == (24, 8)
+
+
+@pytest.mark.parametrize("family", by_default(("mamba", "mamba2"), FAMILIES))
+def test_without_the_c_library(family, monkeypatch):
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    model = load(checkpoint(family))
+    (plain, steps), (ahead, fewer) = (served(model, REQUESTS[:3], slots=1, speculate=most) for most in (0, 7))
+    assert [row[::2] for row in ahead] == [row[::2] for row in plain] and fewer < steps
 
 
 def test_few_proposals_are_made_where_they_are_wrong(monkeypatch):

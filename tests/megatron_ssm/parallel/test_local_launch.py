@@ -26,3 +26,13 @@ def test_ctrl_c_while_ranks_are_ended_leaves_none_behind():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     for process in processes:
         process.stdout.close()
+
+
+def test_a_rank_that_hangs_when_rank_0_has_ended(monkeypatch):
+    monkeypatch.setattr(local_launch, "GRACE_S", 0.2)
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for program in ("", "import time; time.sleep(60)")]
+    try:
+        assert local_launch._wait(processes, follow_first=True) == 0
+        assert [process.poll() for process in processes] == [0, None]
+    finally:
+        local_launch._end(processes, 0.0)

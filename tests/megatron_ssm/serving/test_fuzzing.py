@@ -95,7 +95,7 @@ def test_random_bodies(running, path, examples):
     running.wait_until_idle()
 
 
-@pytest.mark.parametrize("path", ("/", "/v1", "/v1/completions/", "/v1/models/x/y", "/metrics/../x", "/%00"))
+@pytest.mark.parametrize("path", ("/page.html", "/v1", "/v1/completions/", "/v1/models/x/y", "/metrics/../x", "/%00"))
 @pytest.mark.parametrize("method", ("GET", "POST", "DELETE"))
 def test_other_paths_and_methods(running, path, method):
     reply = httpx.request(method, running.url + path, timeout=LIMIT_S, follow_redirects=False)

@@ -97,10 +97,11 @@ def test_sigint_ends_all_requests(directory, tmp_path, tp):
         assert time.monotonic() - start < 9  # three times the limit
 
 
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 @pytest.mark.parametrize("rank", (1, pytest.param(0, marks=pytest.mark.full)))
-def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, rank):
+def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank, number):
     """Clients get an error, and the server names the cause. If it is rank 0, there is nobody to send the error."""
-    with server(directory, tmp_path / "log", "--slots", 4, tp=2) as running:
+    with server(directory, tmp_path / "log", "--slots", 4, "--lost-rank-timeout", 3, tp=2) as running:
         results, started = [], threading.Barrier(9)
 
         def client_of(number):
@@ -121,7 +122,7 @@ def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, ran
             while running.metric("running") + running.metric("waiting") < 8:
                 time.sleep(0.01)
             start = time.monotonic()
-            os.kill(running.ranks()[rank], signal.SIGKILL)
+            os.kill(running.ranks()[rank], number)
             for future in futures:
                 future.result(LIMIT_S)
             assert time.monotonic() - start < LOST_RANK_S
@@ -136,11 +137,12 @@ def test_a_killed_rank_ends_all_requests_and_the_server(directory, tmp_path, ran
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_while_nothing_runs(directory, tmp_path):
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+def test_a_rank_that_is_lost_while_nothing_runs(directory, tmp_path, number):
     with server(directory, tmp_path / "log", tp=2) as running:
         assert running.post("/v1/completions", SHORT).status_code == 200
-        os.kill(running.ranks()[1], signal.SIGKILL)
-        assert running.process.wait(LOST_RANK_S) == 1
+        os.kill(running.ranks()[1], number)
+        assert running.process.wait(LIMIT_S) == 1
         assert "rank 1 of 2" in running.log.read_text()
 
 

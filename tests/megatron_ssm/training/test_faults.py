@@ -35,7 +35,9 @@ from benchmarks.support.launched import (
 )
 from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
+from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.training import pretraining
+from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
 from ranks import run_agent
@@ -282,6 +284,88 @@ def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
         needed, free = float(numbers[1]), float(numbers[2])
         assert needed == pytest.approx(sum(file.stat().st_size for file in last.iterdir()) / 1e6, rel=0.1)
         assert (needed > free) == (not fault) and half_written("out/checkpoints") == []
+
+
+def folder_bytes(folder):
+    """The bytes of the files in a folder and below."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+WIDE = ["--hidden-size", "128", "--save-interval", "0"]
+COMPLETE = "the checkpoint of step 6 is complete: once the disk can be written, start again with --resume"
+
+
+def fill_before(monkeypatch, kind, name):
+    """Let others fill the disk before a method writes."""
+    write = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda *arguments, **named: (fill_disk(), write(*arguments, **named))[1])
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("engine", ["torch", full("zero-3")])
+def test_a_full_disk_when_the_model_is_written(flags_of, monkeypatch, engine, meanwhile):
+    """One line for all ranks, no part of the model, and --resume writes it once there is room."""
+    more, whole_write = [*flags_of(engine), *WIDE], Writer.write
+    assert train(2, *more, "--out", "straight") == [0, 0]
+    checkpoint, model = folder_bytes("straight/checkpoints"), folder_bytes("straight/model.safetensors")
+    if meanwhile:
+        fill_before(monkeypatch, Writer, "write")
+    with small_disk("out", int(checkpoint + (4 if meanwhile else 0.5) * model) // 1000):
+        assert train(2, *more) == [1, 1]
+        (line,) = lines("err", 2)
+        found = re.fullmatch(rf"pretrain\.py: cannot save to out: (.*); {COMPLETE}", line)
+        assert found, line
+        sizes = r"the disk is full \(No space left on device\): the model needs (\S+) MB, and (\S+) MB were free"
+        numbers = re.fullmatch(sizes, found[1])
+        assert "No space left on device" in found[1] if meanwhile else float(numbers[1]) > float(numbers[2])
+        assert [path.name for path in Path("out").iterdir() if path.name != "filler"] == ["checkpoints"]
+        shutil.copytree("out/checkpoints", "elsewhere/checkpoints")
+    monkeypatch.setattr(Writer, "write", whole_write)
+    assert train(2, *more, "--out", "elsewhere", "--resume") == [0, 0]
+    ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("elsewhere", "straight"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+def test_a_full_disk_when_adapters_are_written(here):
+    assert train(2, *WIDE, "--out", "base") == [0, 0]
+    lora = [*WIDE, "--init-from", "base", "--lora-rank", "4"]
+    assert train(2, *lora, "--out", "straight") == [0, 0]
+    adapters = folder_bytes("straight/adapter_model.safetensors")
+    with small_disk("out", (folder_bytes("straight/checkpoints") + adapters // 2) // 1000):
+        assert train(2, *lora) == [1, 1]
+        (line,) = lines("err", 2)
+        assert re.fullmatch(
+            rf"pretrain\.py: cannot save to out: the disk is full .*: the model needs .*; {COMPLETE}", line
+        )
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("world, engine", [(2, "zero-3"), full(3, "zero-1"), *(full(2, engine) for engine in ZERO)])
+def test_a_full_disk_when_deepspeeds_checkpoint_is_written(flags_of, monkeypatch, world, engine, meanwhile):
+    """The one of before stays, and nothing of the new one. The sizes are those of the files."""
+    more = [*flags_of(engine), *WIDE, "--save-deepspeed"]
+    assert train(world, *more, "--out", "straight") == [0] * world
+    checkpoint, own = folder_bytes("straight/checkpoints"), folder_bytes("straight/deepspeed")
+    if meanwhile:
+        fill_before(monkeypatch, DeepSpeedTrainer, "_save_checkpoint")
+    with small_disk("out", int(checkpoint + (4 if meanwhile else 0.5) * own) // 1000):
+        Path("out/deepspeed").mkdir()
+        Path("out/deepspeed/latest").write_text("before")
+        assert train(world, *more) == [1] * world
+        (line,) = lines("err", world)
+        sizes = r"the checkpoint needs (\S+) MB, and (\S+) MB were free"
+        cause = rf"cannot write out/deepspeed: the disk is full \(No space left on device\): {sizes}"
+        numbers = re.fullmatch(rf"pretrain\.py: {cause}; {COMPLETE}", line)
+        assert numbers, line
+        assert float(numbers[1]) == pytest.approx(own / 1e6, rel=0.1)
+        assert sorted(path.name for path in Path("out").iterdir() if path.name != "filler") == [
+            "checkpoints",
+            "deepspeed",
+        ]
+        assert [path.name for path in Path("out/deepspeed").iterdir()] == ["latest"]
 
 
 def flip_bit(path, place):

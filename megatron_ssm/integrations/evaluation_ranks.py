@@ -1,0 +1,155 @@
+"""What an evaluator asks of a model, on one rank or on several: log-likelihoods of texts, and generated texts.
+
+An evaluator is a program of its own, which runs in one process. With several tensor-parallel ranks, that process is rank 0.
+It starts the others, and writes what it asks as lines of JSON into their standard input; they do the same work.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.sampling import log_probabilities
+from megatron_ssm.models.model import Model
+from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, launched_ranks, replicas, shut_down
+from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank
+
+SCORED = 256  # positions whose log-probabilities are computed at once, to limit memory
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: Model, sequences: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int
+) -> list[tuple[float, bool]]:
+    """(log-likelihood in nats of the last counts[i] tokens of sequence i, whether greedy search gives them), of each.
+
+    The longest sequences are read first, `batch_size` at a time; the logits of counts[i] positions are computed at once.
+    The same on every rank; sends what calls of the model and `log_probabilities` send.
+    """
+    results: dict[int, tuple[float, bool]] = {}
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        lengths = torch.tensor([len(sequences[i]) - 1 for i in rows])
+        longest = int(lengths.max())
+        mask = (torch.arange(longest) >= longest - lengths.unsqueeze(1)).long()
+        ids = torch.zeros_like(mask)
+        ids[mask.bool()] = torch.tensor([token for i in rows for token in sequences[i][:-1]])
+        keep = max(counts[i] for i in rows)
+        local = model.local_logits(ids.to(model.device), mask.to(model.device), None, logits_to_keep=keep)
+        for i, logits in zip(rows, local, strict=True):
+            results[i] = _log_likelihood(
+                model, logits[keep - counts[i] :], sequences[i][len(sequences[i]) - counts[i] :]
+            )
+    return [results[i] for i in range(len(sequences))]
+
+
+def _log_likelihood(model: Model, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
+    """Of tokens, from this rank's logits at their positions (tokens, width)."""
+    targets, total, is_greedy = torch.tensor(tokens), 0.0, True
+    for part, some in zip(logits.split(SCORED), targets.split(SCORED), strict=True):
+        for token, (value, best) in zip(some.tolist(), log_probabilities(part, some, 1, model.ranks), strict=True):
+            total, is_greedy = total + value, is_greedy and best[0][0] == token
+    return total, is_greedy
+
+
+def continuations(model: Model, requests: Sequence[dict[str, Any]], batch_size: int) -> list[list[int]]:
+    """The new tokens of each request, with up to `batch_size` in a batch. requests: arguments of `Engine.add`."""
+    engine = Engine(model, slots=batch_size)
+    added = [engine.add(**request) for request in requests]
+    while engine.is_busy:
+        engine.step(compare_ranks=False)  # `add` has compared, and nothing is added or cancelled later
+    return [request.tokens for request in added]
+
+
+JOBS: dict[str, Callable[..., Any]] = {"log_likelihoods": log_likelihoods, "continuations": continuations}
+
+
+class EvaluatedModel:
+    """A checkpoint, split over `tp` ranks: those of a launcher, or this process and others that it starts.
+
+    options: of `load`, as JSON has them: dtype (a name), device ("cpu" or "cuda"), reduce, weights. ValueError or OSError if
+    the checkpoint cannot be loaded; the other ranks then end.
+    """
+
+    def __init__(self, directory: str | Path, tp: int = 1, **options: Any):
+        self._others: list[subprocess.Popen] = []
+        atexit.register(self.close)
+        if tp > 1 and launched_ranks() == 1 and not dist.is_initialized():
+            self._folder = tempfile.TemporaryDirectory(prefix="megatron-ssm-")  # only this user can read or write it
+            arguments = [f"file://{self._folder.name}/store", str(directory), json.dumps(options)]
+            command = [sys.executable, "-m", "megatron_ssm.integrations.evaluation_ranks", *arguments]
+            for rank in range(1, tp):
+                environment = environment_of_rank(rank, tp)
+                self._others.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True))
+            os.environ.update({k: v for k, v in environment_of_rank(0, tp).items() if k.startswith("GLOO")})
+            _meet(arguments[0], 0, tp, options)
+        self.model = _load(directory, tp, options)
+
+    def run(self, job: str, **arguments: Any) -> Any:
+        """What a function of JOBS returns, computed by all ranks together. arguments: as JSON has them."""
+        for process in self._others:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"job": job, **arguments}) + "\n")
+            process.stdin.flush()
+        return JOBS[job](self.model, **arguments)
+
+    def close(self) -> None:
+        """End the other ranks, and release what the ranks share."""
+        atexit.unregister(self.close)
+        if hasattr(self, "model"):
+            self.model.close()
+        for process in self._others:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._others:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._others:
+            self._others = []
+            shut_down()
+
+
+def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
+    """Make the process group of all ranks, which meet over a file."""
+    backend = "nccl" if options["device"] == "cuda" else "gloo"
+    dist.init_process_group(backend, store, TIMEOUT, rank=rank, world_size=world)
+
+
+def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
+    groups = replicas(tp, options["device"])
+    return load(
+        directory, groups.tensor, None, getattr(torch, options["dtype"]), device_of_rank(options["device"]),
+        options["reduce"], weights=options["weights"],
+    )  # fmt: skip
+
+
+def _serve(store: str, directory: str, options: str) -> None:
+    """What a rank does that rank 0 has started: the jobs that it reads, until rank 0 ends."""
+    settings, world = json.loads(options), launched_ranks()
+    _meet(store, int(os.environ["RANK"]), world, settings)
+    with _load(directory, world, settings) as model:
+        for line in sys.stdin:
+            arguments = json.loads(line)
+            try:
+                JOBS[arguments.pop("job")](model, **arguments)
+            except ValueError:
+                continue  # rank 0 has the same error
+    shut_down()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

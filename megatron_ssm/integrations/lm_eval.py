@@ -1,0 +1,187 @@
+"""The model class `megatron-ssm` of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
+
+lm-eval knows only its own model classes and those that were imported, and has no entry points for others. So this module is
+also a command: `python -m megatron_ssm.integrations.lm_eval` takes lm-eval's arguments, and registers the class first. In
+Python, importing this module registers it.
+
+Texts are tokenized by transformers, truncated and cut at stop sequences as lm-eval's own model class `hf` does it, so that
+results are comparable.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_ssm.inference.text import stop_tokens
+
+from .evaluation_ranks import EvaluatedModel
+
+DEFAULT_BATCH = 8
+GENERATION_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+
+
+@register_model("megatron-ssm")
+class MegatronSsmLM(TemplateLM):
+    """A checkpoint of this package's families on `tp` tensor-parallel ranks of this host, or of a launcher.
+
+    pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is
+    DEFAULT_BATCH. max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048).
+    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. For dtype, reduce and weights see
+    `megatron_ssm.load`.
+
+    ValueError for a model argument or generation option that is not implemented.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        tp: int = 1,
+        dtype: str = "float32",
+        device: str | None = None,
+        reduce: str = "fp32",
+        weights: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+    ):
+        super().__init__()
+        if not Path(pretrained).is_dir():
+            raise ValueError(f"pretrained={pretrained} is not a directory")
+        options = dict(dtype=dtype, device=_device(device), reduce=reduce, weights=weights)
+        self._evaluated = EvaluatedModel(pretrained, tp, **options)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
+        self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
+        self.batch_size = DEFAULT_BATCH if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
+        self.max_gen_toks = max_gen_toks
+        self._add_bos_token, self._end_tokens = add_bos_token, self._read_end_tokens(Path(pretrained))
+
+    def close(self) -> None:
+        """End the ranks that were started; otherwise they end with this process."""
+        self._evaluated.close()
+
+    def _read_end_tokens(self, directory: Path) -> list[int]:
+        """The ids that end a text: the tokenizer's, and those with which transformers generates."""
+        return sorted({self.eot_token_id, *stop_tokens(directory, self._evaluated.model.config)} - {None})
+
+    # Tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What comes before a text without context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text, with the tokenizer's own special tokens unless the text already begins with one."""
+        add = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            add = False
+        options: dict[str, Any] = {} if add is None else {"add_special_tokens": add}
+        return self.tokenizer.encode(string, **options)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A dialogue as a prompt, by the checkpoint's chat template."""
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+
+    # What lm-eval asks
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: (request, context ids, continuation ids)."""
+        sequences = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        counts = [len(continuation) for _, _, continuation in requests]
+        if too_long := next((count for count in counts if count > self.max_length), None):
+            raise ValueError(f"a continuation of {too_long} tokens exceeds max_length={self.max_length}")
+        answers = self._evaluated.run("log_likelihoods", sequences=sequences, counts=counts, batch_size=self.batch_size)
+        for (request, _, _), answer in zip(requests, answers, strict=True):
+            if request is not None:
+                self.cache_hook.add_partial("loglikelihood", request, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in windows of max_length tokens, each of which is predicted once."""
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                )
+            ]
+            for request in requests
+        ]
+        answers = iter(self._loglikelihood_tokens([window for of_text in windows for window in of_text]))
+        totals = [sum(next(answers)[0] for _ in of_text) for of_text in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to its first stop sequence or the end of the text."""
+        calls = [self._generation(index, *request.args) for index, request in enumerate(requests)]
+        results = self._evaluated.run("continuations", requests=calls, batch_size=self.batch_size)
+        texts = []
+        for request, call, tokens in zip(requests, calls, results, strict=True):
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            texts.append(postprocess_generated_text(text, call["stop_strings"], None))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def _generation(self, index: int, context: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `Engine.add` for a context and lm-eval's options. index: the seed, if none is given."""
+        given: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
+        until, most, is_sampled = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
+        if unknown := set(given) - set(GENERATION_OPTIONS):
+            raise ValueError(f"generation options that are not implemented: {', '.join(sorted(unknown))}")
+        if most >= self.max_length:
+            raise ValueError(f"max_gen_toks={most} leaves no room for a context in max_length={self.max_length}")
+        given["temperature"] = given.get("temperature", 1.0) if is_sampled else 0.0
+        stops: Iterable[str] = [until] if isinstance(until, str) else until
+        return {
+            "prompt": self.tok_encode(context)[-(self.max_length - most) :],
+            "max_new_tokens": most,
+            "stop_tokens": self._end_tokens,
+            "stop_strings": [text for text in stops if text],
+            "seed": index,
+            **given,
+        }
+
+
+def _device(name: str | None) -> str:
+    """ "cpu" or "cuda". lm-eval's command line says "cuda:0" where nobody asked for it, also where there is no GPU."""
+    kind = (name or "cpu").split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={name} must be cpu or cuda")
+    return kind if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    """lm-eval's command line, with this model class."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

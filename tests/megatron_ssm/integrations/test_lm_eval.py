@@ -1,0 +1,129 @@
+"""The model class of lm-eval. Oracle: lm-eval's own class `hf`, on tasks made from local files."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chosen import by_default
+
+from serving import FAMILIES, checkpoint
+
+lm_eval = pytest.importorskip("lm_eval")
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = [
+    dict(
+        context="The state", choices=[" of space", " is Überraschung", "s"], answer=1, text="A line.\nAnd another one."
+    ),
+    dict(context="", choices=["Mamba", "Zamba"], answer=0, text="short"),
+    dict(context="2 + 2 = ", choices=["4", "5", "22"], answer=0, text="words, words, words " * 8),
+]
+TASKS = {
+    "local_choice": dict(
+        output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{answer}}", doc_to_text="{{context}}",
+        metric_list=[dict(metric="acc")],
+    ),
+    "local_text": dict(
+        output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
+        metric_list=[dict(metric="byte_perplexity")],
+    ),
+    "local_answer": dict(
+        output_type="generate_until", doc_to_text="{{text}}", doc_to_target="{{context}}",
+        generation_kwargs=dict(until=["a", "\n"], max_gen_toks=20), metric_list=[dict(metric="bypass")],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with the tasks and their documents."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    for name, task in TASKS.items():
+        files = dict(dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(folder / "documents.jsonl"))))
+        (folder / f"{name}.yaml").write_text(json.dumps(dict(task=name, test_split="test", **files, **task)))
+    return folder
+
+
+def answers(tasks, model, **model_args):
+    """{task: what the model answered to each document}."""
+    from lm_eval.tasks import TaskManager
+
+    os.environ["HF_DATASETS_CACHE"] = str(tasks / "cache")
+    results = lm_eval.simple_evaluate(
+        model, model_args, list(TASKS), batch_size=2, log_samples=True, task_manager=TaskManager(include_path=str(tasks)),
+        device="cpu",
+    )  # fmt: skip
+    return {
+        name: [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+        for name, samples in results["samples"].items()
+    }
+
+
+def assert_same(found, expected):
+    """Equal texts and greedy flags, and log-likelihoods to 1e-4, or to float32's digits where they are thousands."""
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same(ours, theirs)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)
+    else:
+        assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("family", by_default(("mamba2",), FAMILIES))
+def test_the_answers_are_those_of_hf(family, tasks):
+    """Also in windows of 24 tokens, which are less than the texts have."""
+    import megatron_ssm.integrations.lm_eval  # noqa: F401
+
+    directory = str(checkpoint(family))
+    for options in ({}, dict(max_length=24)):
+        expected = answers(tasks, "hf", pretrained=directory, dtype="float32", **options)
+        found = answers(tasks, "megatron-ssm", pretrained=directory, **options)
+        assert found.keys() == expected.keys() == TASKS.keys()
+        for name in TASKS:
+            assert_same(found[name], expected[name])
+    assert any(text for document in found["local_answer"] for response in document for text in response)
+
+
+def evaluated(response):
+    """A response as it was before lm-eval wrote its numbers as text."""
+    return ast.literal_eval(response) if isinstance(response, str) else [evaluated(each) for each in response]
+
+
+@pytest.mark.full
+def test_the_command_line_on_two_ranks(tasks, tmp_path):
+    """`tp=2` starts the other rank, and gives the results of one."""
+    results = []
+    for tp in (1, 2):
+        command = [sys.executable, "-m", "megatron_ssm.integrations.lm_eval", "--model", "megatron-ssm"]
+        command += ["--model_args", f"pretrained={checkpoint('zamba2')},tp={tp}", "--tasks", ",".join(TASKS)]
+        command += ["--include_path", str(tasks), "--output_path", str(tmp_path / str(tp)), "--log_samples"]
+        environment = os.environ | dict(PYTHONPATH=str(ROOT), HF_DATASETS_CACHE=str(tasks / "cache"))
+        subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=300)
+        files = sorted((tmp_path / str(tp)).rglob("samples_*.jsonl"))
+        lines = [(file.name, json.loads(line)["resps"]) for file in files for line in file.read_text().splitlines()]
+        results.append([response if "local_answer" in name else evaluated(response) for name, response in lines])
+    assert len(results[0]) == len(TASKS) * len(DOCUMENTS)
+    assert_same(results[1], results[0])
+
+
+def test_what_it_refuses(tasks):
+    from megatron_ssm.integrations.lm_eval import MegatronSsmLM
+
+    with pytest.raises(ValueError, match="pretrained=nowhere is not a directory"):
+        MegatronSsmLM("nowhere")
+    model = MegatronSsmLM(str(checkpoint("mamba2")), max_length=30, batch_size="auto")
+    for options, message in (
+        (dict(num_beams=2, typical_p=0.5), "generation options that are not implemented: num_beams, typical_p"),
+        (dict(max_gen_toks=30), "max_gen_toks=30 leaves no room for a context in max_length=30"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate_until([lm_eval.api.instance.Instance("generate_until", {}, ("a", options), 0)])
+    with pytest.raises(ValueError, match="a continuation of 31 tokens exceeds max_length=30"):
+        model.loglikelihood([lm_eval.api.instance.Instance("loglikelihood", {}, ("a", "b" * 31), 0)])
