@@ -12,7 +12,7 @@ enum {
   LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
   ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
   FEWEST_FOR_TILES = 2,        /* rows of x from which AMX is faster */
-  AHEAD = 6144                 /* bytes by which W is prefetched */
+  AHEAD = 6144                 /* bytes by which W is prefetched; a third of it for float32 */
 };
 
 /* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
@@ -35,9 +35,9 @@ INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_
   return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
 }
 
-/* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. Rows of
-   16-bit weights are short, and the hardware's prefetching stops at their ends; so the next rows, which follow in memory, are
-   prefetched here. (A prefetch beyond the end of W has no effect.) */
+/* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. The
+   hardware's own prefetching is too late on some processors, and stops at the ends of short rows; so what follows in memory
+   is prefetched here. (A prefetch beyond the end of W has no effect.) */
 INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
   const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_per_word(weight_type));
@@ -45,8 +45,8 @@ INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int ba
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
-    for (ptrdiff_t line = 0; weight_type != FLOAT32 && line < lanes * 4; line += 64)
-      __builtin_prefetch((const char *)(w + i) + line + AHEAD);
+    for (ptrdiff_t line = 0; line < lanes * 4; line += 64)
+      __builtin_prefetch((const char *)(w + i) + line + (weight_type == FLOAT32 ? AHEAD / 3 : AHEAD));
     for (int b = 0; b < batch; b++)
 #pragma omp simd
       for (ptrdiff_t k = 0; k < lanes; k++)

@@ -107,8 +107,10 @@ def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`linear` for many rows of x and a bfloat16 or rounded matrix: x is rounded to bfloat16. It needs AMX.
 
-    `in` is a multiple of DEPTH. ValueError for another matrix.
+    `in` is a multiple of DEPTH. ValueError for another matrix; RuntimeError without AMX.
     """
+    if not has_tile_products():
+        raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
     out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
     if columns < 1 or columns % DEPTH or not (is_rounded or values.dtype is torch.bfloat16):
         raise ValueError(f"AMX needs a bfloat16 or rounded matrix whose rows have a multiple of {DEPTH} elements, "

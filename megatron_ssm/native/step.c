@@ -11,7 +11,7 @@ enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
 /* A matrix (out, in), as `linear` takes it. */
 typedef struct {
   const void *values;
-  const float *scales; /* of INT8, otherwise NULL */
+  const float *scales; /* of INT8 and INT4, otherwise NULL */
   ptrdiff_t type;
 } Matrix;
 

@@ -406,6 +406,8 @@ def test_integer_product(variant, format, dtype):
 def test_tile_product(kind, dtype):
     """Only by the installed library, on processors with AMX. Oracle: float64, from x and W rounded to bfloat16."""
     if not products.has_tile_products():
+        with pytest.raises(RuntimeError, match="no AMX"):
+            products.tile_product(torch.ones(1, 64), torch.ones(1, 64, dtype=torch.bfloat16))
         pytest.skip("no AMX")
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 1, 64), (3, 33, 128), (17, 64, 320), (33, 31, 1536), (700, 40, 1536), (0, 5, 64)
