@@ -137,6 +137,7 @@ setup(
         "grammar": ["llguidance>=1.0"],
         "eval": ["lm-eval>=0.4.9", "transformers"],
         "log": ["tensorboard", "wandb"],
+        "peers": ["llama-cpp-python", "gguf"],
         "peft": ["peft"],
         "serve": SERVE,
         "test": [
