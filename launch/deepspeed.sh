@@ -3,7 +3,7 @@
 # Add --engine deepspeed --deepspeed-config examples/deepspeed-zero2.json to train in DeepSpeed's engine too.
 #
 # On one node, the command `deepspeed` passes no signal on, and its ranks would outlive it. So the launcher has a process
-# group of its own here, which gets SIGTERM and SIGINT; this script ends when the whole group has ended.
+# group of its own here, which gets SIGTERM, SIGINT and SIGUSR1; this script ends when the whole group has ended.
 set -euo pipefail
 ranks=${1:?usage: launch/deepspeed.sh RANKS [options of examples/pretrain.py]}
 shift
@@ -18,8 +18,11 @@ set -m # gives a background job a process group of its own
 deepspeed --num_accelerators "$ranks" "$here/examples/pretrain.py" "$@" </dev/null &
 launcher=$!
 set +m
-for signal in TERM INT; do trap "kill -$signal -- -$launcher 2>/dev/null || true" "$signal"; done
+for signal in TERM INT USR1; do trap "kill -$signal -- -$launcher 2>/dev/null || true" "$signal"; done
 code=0
 { wait "$launcher" || code=$?; } 2>/dev/null # a signal ends the wait, too
-while kill -0 -- "-$launcher"; do sleep 0.2; done 2>/dev/null
+# Processes that have ended may stay as zombies (state Z), if the first process of a container does not collect them.
+while ps -A -o pgid= -o stat= | awk -v group="$launcher" '$1 == group && $2 !~ /^Z/ { runs = 1 } END { exit !runs }'; do
+    sleep 0.2
+done
 exit "$code"

@@ -72,15 +72,19 @@ def row(
     fault: Fault,
     lab_name: str | None = None,
     place: contextlib.AbstractContextManager | None = None,
+    done: int = 3,
 ) -> list[str]:
-    """A row of the table: a run with this fault. lab_name: of its network. place: entered in the run's folder."""
+    """A row of the table: a run with this fault.
+
+    lab_name: of its network. place: entered in the run's folder. done: the steps that are trained when the fault strikes.
+    """
     ends = [rank for rank in (0, 1) if rank != fault.rank or fault.action not in (signal.SIGKILL, signal.SIGSTOP)]
     with new_folder(), place or contextlib.nullcontext():
         with launched(2, [*TINY, *DEFAULTS], fault, lab=lab_name, grace=5.0) as run:
             codes, seconds = run.wait(*ends, timeout=60)
         saved = max(step_of(path) for path in find_checkpoints("out/checkpoints"))
     assert codes == [0 if effect == LEAVES else 1] * len(ends), codes
-    return [name, effect, f"{seconds:.1f}", str(max(0, 3 - saved))]
+    return [name, effect, f"{seconds:.1f}", str(max(0, done - saved))]
 
 
 def main() -> None:
@@ -93,7 +97,7 @@ def main() -> None:
         row(
             "rank 0, which has the store, is killed", "the others end with code 1, each with a line", Fault(0, 4, kill)
         ),
-        row("a rank is killed while it saves", NAMED + removed, Fault(1, 4, kill, while_saving=True)),
+        row("a rank is killed while it saves", NAMED + removed, Fault(1, 4, kill, while_saving=True), done=4),
         row("a rank hangs (SIGSTOP)", NAMED, Fault(1, 4, stop)),
     ]
     if namespaces_work():
@@ -102,7 +106,7 @@ def main() -> None:
             rows.append(row("the link to a rank goes down", "both sides end with code 1, each with a line", cut, LAB))
     if disks_work():
         sizes = "all end with code 1, and a line says what was needed and what was free"
-        rows.append(row("the disk is full", sizes, Fault(0, 4, fill_disk), place=small_disk("out", 2000)))
+        rows.append(row("the disk is full", sizes, Fault(0, 4, fill_disk), place=small_disk("out", 2000), done=4))
     rows.append(row("SIGTERM or SIGUSR1 on one rank", LEAVES, Fault(1, 4, term)))
     rows.append(row("SIGTERM while it saves", LEAVES, Fault(1, 4, term, while_saving=True)))
     header = ["fault in step 4", "what happens", "seconds until all ranks are out", "steps lost"]

@@ -45,11 +45,14 @@ def advise(arguments: Namespace) -> None:
         shut_down()
     printer = Printer(is_enabled=int(os.environ.get("RANK", 0)) == 0)
     if arguments.json:
-        content = {"device": device.name, "ranks": ranks, "training": as_json(trains), "generation": as_json(generates)}
+        content = {"device": device.name, "ranks": ranks, "training": as_json(trains, training)}
+        content["generation"] = as_json(generates, generation)
         printer.print(json.dumps(content) + "\n")
         return
     title = f"{config.family} on {ranks} ranks, {device.name}: predictions, the fastest first"
-    printer.print("\n".join([title, training_text(trains), generation_text(generates), ""]))
+    is_bf16 = device.itemsize == 2
+    texts = training_text(trains, training, is_bf16), generation_text(generates, is_bf16)
+    printer.print("\n".join([title, *texts, ""]))
 
 
 def _device(arguments: Namespace, fabric: Fabric) -> Computes:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from .divisions import Division
+from .divisions import Division, Generation, Training
 
 MILLI = 1e3
 
@@ -18,9 +18,13 @@ def why(first: Division, second: Division) -> str:
     return f"{second.sizes} takes {ratio:.2f} times as long: {part} takes {lost[part] * MILLI:.3g} ms more"
 
 
-def as_json(found: list[Division]) -> dict[str, Any]:
-    """The first division, the runner-up, why it lost, and all divisions, in JSON's types; times are seconds."""
-    every = [asdict(each) | {"seconds": each.seconds} for each in found]
+def as_json(found: list[Division], job: Training | Generation) -> dict[str, Any]:
+    """The first division, the runner-up, why it lost, and all divisions, in JSON's types; times are seconds.
+
+    What does not apply to the job is null.
+    """
+    others = ("ttft", "tpot") if isinstance(job, Training) else ("gradients", "recompute")
+    every = [asdict(each) | {"seconds": each.seconds} | dict.fromkeys(others) for each in found]
     possible = [each for each in found if not each.excluded]
     return {
         "best": every[0] if possible else None,
@@ -30,10 +34,16 @@ def as_json(found: list[Division]) -> dict[str, Any]:
     }
 
 
-def training_text(found: list[Division]) -> str:
-    """The advice for training, as lines."""
+def training_text(found: list[Division], job: Training, is_bf16: bool) -> str:
+    """The advice for training, as lines. is_bf16: the device's rates are those of bfloat16."""
     best, *_ = found
     options = [f"--tensor-model-parallel-size {best.tensor}", f"--context-parallel-size {best.context}"]
+    options += [
+        f"--seq-length {job.seq}",
+        f"--global-batch-size {job.global_batch}",
+        f"--micro-batch-size {job.micro_batch}",
+    ]
+    options += ["--bf16"] * is_bf16
     options += [f"--reduce {best.format}"] if best.tensor > 1 and best.format != "fp32" else []
     options += [f"--gradient-mode {best.gradients}"] if best.gradients != "dense" else []
     options += ["--recompute-activations"] if best.recompute else []
@@ -42,11 +52,12 @@ def training_text(found: list[Division]) -> str:
     return _text("training", found, facts, options, "ms per step", lambda each: f"{each.seconds * MILLI:.4g}")
 
 
-def generation_text(found: list[Division]) -> str:
-    """The advice for generation, as lines."""
+def generation_text(found: list[Division], is_bf16: bool) -> str:
+    """The advice for generation, as lines. is_bf16: as for `training_text`."""
     best, *_ = found
     options = [f"--tp {best.tensor}"] + [f"--cp {best.context}"] * (best.context > 1)
     options += [f"--reduce {best.format}"] if best.tensor > 1 and best.format != "fp32" else []
+    options += ["--dtype bfloat16"] * is_bf16
     facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
     facts += [f"{best.data} replicas"] if best.data > 1 else []
     return _text("generation", found, facts, options, "TTFT, TPOT", _reply)

@@ -116,12 +116,22 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
         "between CPUs, otherwise h100)",
     )  # fmt: skip
     advise.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank (default: the device's)")
-    advise.add_argument("--seq-length", type=int, default=2048, metavar="N", help="training: tokens of a sequence")
-    advise.add_argument("--global-batch-size", type=int, default=64, metavar="N", help="training: sequences per step")
-    advise.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="training: at a time on a rank")
-    advise.add_argument("--prompt", type=int, default=1024, metavar="N", help="generation: tokens of a prompt")
-    advise.add_argument("--new-tokens", type=int, default=256, metavar="N", help="generation: tokens of a reply")
-    advise.add_argument("--batch", type=int, default=1, metavar="N", help="generation: prompts at once")
+    advise.add_argument(
+        "--seq-length", type=int, default=2048, metavar="N", help="training: tokens of a sequence (default: 2048)"
+    )
+    advise.add_argument(
+        "--global-batch-size", type=int, default=64, metavar="N", help="training: sequences per step (default: 64)"
+    )
+    advise.add_argument(
+        "--micro-batch-size", type=int, default=1, metavar="N", help="training: at a time on a rank (default: 1)"
+    )
+    advise.add_argument(
+        "--prompt", type=int, default=1024, metavar="N", help="generation: tokens of a prompt (default: 1024)"
+    )
+    advise.add_argument(
+        "--new-tokens", type=int, default=256, metavar="N", help="generation: tokens of a reply (default: 256)"
+    )
+    advise.add_argument("--batch", type=int, default=1, metavar="N", help="generation: prompts at once (default: 1)")
     advise.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -1,6 +1,7 @@
 """A store of small values for ranks of one machine: files in a folder, so that nothing has to listen on a port."""
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -53,7 +54,7 @@ class FolderStore:
             raise RuntimeError(f"{self._folder}: {error.strerror}") from None
 
     def _temporary(self, value: str) -> Path:
-        """A file with the value, whose name is this process's own; only one thread of a process writes."""
-        path = self._folder / f".{os.getpid()}"
+        """A file with the value, whose name is this thread's own."""
+        path = self._folder / f".{os.getpid()}-{threading.get_ident()}"
         path.write_text(value)
         return path

@@ -101,7 +101,8 @@ class _Heartbeat:
         watch.busy = self._busy
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._unanswered = 0  # beats since the store has answered
-        self._failure: str | None = None  # of communication in the training thread
+        self._failure: str | None = None  # of the training thread
+        self._is_of_messages = True  # whether the failure is one of communication
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
         self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
@@ -119,11 +120,12 @@ class _Heartbeat:
         try:
             yield
         finally:
-            self._store.set(f"pause {self.rank}", "0")
+            with contextlib.suppress(RuntimeError):  # the store has ended, which the second thread notices
+                self._store.set(f"pause {self.rank}", "0")
 
     def explain(self, error: RuntimeError) -> None:
         """End the process with the line of the ranks that have stopped; return if none has, so that the error is a bug."""
-        self._failure = _described(error)
+        self._failure, self._is_of_messages = _described(error), _is_of_messages(error)
         self._asked.set()
         self._answered.wait()
         self.stop()
@@ -174,19 +176,22 @@ class _Heartbeat:
     def _compare(self) -> None:
         """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster.
 
-        Ranks that have announced a pause count as lost if no other is silent.
+        Ranks that have announced a pause count as lost if no other is silent, unless this rank asks because of an error that
+        is not one of communication.
         """
         before = [self._beats(rank) for rank in range(self.ranks)]
         for _ in range(ROUNDS):
             self._stopped.wait(self.interval)
             self._store.add(f"beats {self.rank}", 1)
-        silent = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
-        lost = [rank for rank in silent if not self._pause(rank)] or silent
+        after = [self._beats(rank) for rank in range(self.ranks)]
+        silent = [rank for rank in range(self.ranks) if after[rank] == before[rank] < LEFT]
+        lost = [rank for rank in silent if not self._pause(rank)] or (silent if self._is_of_messages else [])
         if lost:
             names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
             cause = self._failure or f"there was no sign of life for {self.limit:g} s"
             line = f"rank {names} has ended, hangs or cannot be reached: {cause}"
-            self._store.compare_set(LOST, "", json.dumps({"lost": lost, "line": line}))
+            running = [rank for rank in range(self.ranks) if rank not in lost and after[rank] < LEFT]
+            self._store.compare_set(LOST, "", json.dumps({"prints": min(running, default=self.rank), "line": line}))
             self._end(json.loads(self._store.get(LOST)))
 
     def _process(self, rank: int) -> str:
@@ -194,11 +199,11 @@ class _Heartbeat:
         return self._store.get(key).decode() if self._store.check([key]) else "not yet started"
 
     def _end(self, found: dict) -> None:
-        """End this process; the first of those that are not lost prints the line.
+        """End this process; the first of those that run prints the line.
 
         It waits before, as launchers end all ranks after the first, and the store may end with this process.
         """
-        if self.rank == min(set(range(self.ranks)) - set(found["lost"]), default=self.rank):
+        if self.rank == found["prints"]:
             _print(found["line"])
         try:
             self._watch.on_loss()
@@ -219,6 +224,11 @@ class _Heartbeat:
             self._unanswered += 1
             if self._unanswered * self.interval > self.limit + ROUNDS * self.interval:
                 self._end_alone(f"{self._place} has not answered for {self.limit:g} s")
+
+
+def _is_of_messages(error: RuntimeError) -> bool:
+    """Whether communication has failed: torch's own errors, and those of gloo, which begin with its source file."""
+    return isinstance(error, dist.DistError) or str(error).startswith("[")
 
 
 def _described(error: RuntimeError) -> str:

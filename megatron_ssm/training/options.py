@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -128,8 +129,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in _MINIMUM.items():
-            if not getattr(self, name) >= least:  # also refuses NaN
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least {least}")
+            if not least <= getattr(self, name) < math.inf:  # also refuses NaN
+                finite = " and finite" if getattr(self, name) == math.inf else ""
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least {least}{finite}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1")
         count, least = self.num_layers // self.hybrid_interval, {"zamba": 2, "zamba2": 1}.get(self.model_type, 0)
         if count < least:  # transformers has no such models
             raise ValueError(

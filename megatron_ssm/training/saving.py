@@ -21,6 +21,7 @@ from megatron_ssm.checkpoints.folders import (
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
+from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
 from .options import Options
@@ -55,11 +56,22 @@ class Saver:
         # Checkpoints after skipped steps would displace those from before.
         is_due_now = is_due(step, options.save_interval) and not self._trainer.skipped_in_a_row
         if is_last or leaves or signal or is_due_now:
+            self._check_parameters(step, interruption)
             self.save(step)
             signal = signal or interruption.on_any_rank()[0]
         if is_last or not (leaves or signal):
             return ""
         return f"on {signal}" if signal else "as --exit-interval says"
+
+    def _check_parameters(self, step: int, interruption: Interruption) -> None:
+        """Failure on every rank if the run ends here with skipped steps, because its parameters are not finite."""
+        trainer = self._trainer
+        if not trainer.skipped_in_a_row:
+            return
+        with trainer.whole_parameters():
+            is_damaged = not all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+        if interruption.on_any_rank(is_damaged)[1]:
+            raise Failure(f"step {step}: parameters are not finite, so they are not saved; earlier checkpoints remain")
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet, unless it is written."""

@@ -298,6 +298,7 @@ def test_json(files):
         assert best["tensor"] * best["context"] * best["data"] == 4
         assert best["seconds"] <= runner_up["seconds"] and runner_up["memory"] > 0 and found[job]["reason"]
     assert 0 < found["generation"]["best"]["tpot"] < found["generation"]["best"]["ttft"]
+    assert found["training"]["best"]["ttft"] is None and found["generation"]["best"]["gradients"] is None
 
 
 def test_text_measured_on_this_machine(files):

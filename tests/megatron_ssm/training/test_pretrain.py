@@ -460,6 +460,8 @@ def refused(capsys, *arguments):
         *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
           for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
+        ("--data text --out out --lr inf", "--lr inf must be at least 0 and finite"),
+        ("--data text --out out --adam-beta2 1.0", "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--data text --out out --lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
         *[(f"--data text --out out --gradient-density {density}",
            f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
@@ -614,6 +616,14 @@ def test_a_loss_that_is_not_finite_ends_with_1_and_one_line(here, capsys):
     err = capsys.readouterr().err
     assert err.startswith("pretrain.py: step 2: loss nan, ") and len(err.splitlines()) == 1
     assert [line["step"] for line in logged()] == [1]
+
+
+def test_parameters_that_are_not_finite_are_not_saved(here, capsys):
+    """The only step is applied and overflows them; the next one is skipped, and with it the run would end."""
+    overflow = "--lr", "1e200", "--params-dtype", "float32"
+    assert run("pretrain.py", lambda: pretrain(options(*overflow, "--train-iters", "2"))) == 1
+    line = "pretrain.py: step 2: parameters are not finite, so they are not saved; earlier checkpoints remain\n"
+    assert capsys.readouterr().err == line and not Path("out/config.json").exists()
 
 
 # In a process of its own

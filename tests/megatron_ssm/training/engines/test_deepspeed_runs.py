@@ -1,5 +1,6 @@
 """Whole runs of examples/pretrain.py in a DeepSpeed engine, and under its launcher. Oracle: the run with torch's engine."""
 
+import ctypes
 import json
 import os
 import random
@@ -153,8 +154,17 @@ def terminated(signal_number, is_ready, *options):
         process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_script_passes_signals_on(monkeypatch, number):
+@pytest.fixture
+def orphans_stay():
+    """Orphans become this process's children, as in a container whose first process does not collect them."""
+    prctl, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 36
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_script_passes_signals_on(monkeypatch, orphans_stay, number):
     """It waits for the ranks, while the launcher ends at once; here both are small scripts."""
     rank = f"""import signal, sys
 signal.signal({int(number)}, lambda *_: sys.exit("rank has saved"))
