@@ -129,7 +129,7 @@ setup(
         "tokenizers",
         "PyYAML",
         "tqdm",
-        "megatron-core>=0.16,<0.21",
+        "megatron-core>=0.16,<0.18",  # 0.18 needs triton to be imported, and shards the batch of context ranks otherwise
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8"],

@@ -185,9 +185,9 @@ def small_disk(path, kilobytes):
         subprocess.run(["umount", path], check=True)
 
 
-def fill_disk(trainer=None):
-    """Write to out/ until there is no room."""
-    with open("out/filler", "wb", buffering=0) as file, suppress(OSError):
+def fill_disk(trainer=None, folder="out"):
+    """Write to a folder until there is no room."""
+    with open(f"{folder}/filler", "wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
 

@@ -28,7 +28,7 @@ from sparsefusion.collectives.counted import Counter
 from .megatron_fields import config_of_layers
 from .megatron_split import MAMBA1_NAMES, MAMBA2_NAMES, SplitModule
 
-try:  # Megatron-Core 0.17 and later
+try:  # Megatron-Core 0.18 and later
     from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronStack
 except ImportError:
     from megatron.core.ssm.mamba_block import MambaStack as MegatronStack

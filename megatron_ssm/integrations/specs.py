@@ -26,7 +26,7 @@ from attention2d import CoreAttention
 
 from .megatron_layers import FUSED_NORMS, HybridLayer, Mamba1, Mamba2, Norm, Refused, Stack
 
-try:  # Megatron-Core 0.17 and later
+try:  # Megatron-Core 0.18 and later
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as StackSubmodules
 except ImportError:
     from megatron.core.ssm.mamba_block import MambaStackSubmodules as StackSubmodules

@@ -4,6 +4,9 @@ A collective with such a rank waits until its time-out, or fails with an error t
 counts beats in a store (torchrun's, rank 0's, or a folder of this machine) and watches the beats of the next rank. The first
 to miss one compares the beats of all ranks, and leaves in the store which have stopped; every rank reads it there. A second
 thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
+
+A long call that holds Python's global lock stops the thread's beats as well. So a rank writes into the store, before such a
+call, for how long it may be silent.
 """
 
 import contextlib
@@ -30,11 +33,18 @@ LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
 LOST = "lost"  # the key under which the ranks that have stopped are written
 
+# Announces that this rank may be silent for a number of seconds, in the block of the context that it returns.
+Busy = Callable[[float], contextlib.AbstractContextManager]
+
 
 @dataclass
 class Watch:
-    """What a program may do when ranks are lost. on_loss: is called in another thread, soon before the process ends."""
+    """What a program tells the watch.
 
+    busy: see `Busy`. on_loss: is called in another thread when ranks are lost, soon before the process ends.
+    """
+
+    busy: Busy = contextlib.nullcontext
     on_loss: Callable[[], None] = lambda: None
 
 
@@ -48,10 +58,16 @@ def watched(limit: float, folder: str | Path | None = None) -> Iterator[Watch]:
     store, at MASTER_ADDR; without a launcher, the ranks are not watched).
     """
     ranks, watch = dist.get_world_size() if dist.is_initialized() else 1, Watch()
-    if ranks == 1 or not limit or (folder is None and "MASTER_ADDR" not in os.environ):
+    if ranks == 1 or (folder is None and "MASTER_ADDR" not in os.environ):
         yield watch
         return
-    store, place = _store_of_launcher(limit) if folder is None else (FolderStore(folder), str(folder))
+    # The launcher's store may have keys of ranks before a restart. This comes before the limit is asked for, since it may be
+    # another one on another rank.
+    start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None) if folder is None else ""
+    if not limit:
+        yield watch
+        return
+    store, place = _store_of_launcher(limit, start) if folder is None else (FolderStore(folder), str(folder))
     heartbeat = _Heartbeat(dist.get_rank(), ranks, limit, store, place, watch)
     try:
         yield watch
@@ -65,15 +81,13 @@ def watched(limit: float, folder: str | Path | None = None) -> Iterator[Watch]:
         heartbeat.stop(leaves=True)
 
 
-def _store_of_launcher(limit: float) -> tuple[dist.Store, str]:
-    """The store in which the ranks have met, and its name in errors; all ranks call it together."""
+def _store_of_launcher(limit: float, start: str) -> tuple[dist.Store, str]:
+    """The store in which the ranks have met, for keys that begin with `start`, and its name in errors."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
     # A connection of its own: the training thread may wait for an answer to its own question.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-    # The store may have keys of ranks before a restart.
-    start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None)
     return dist.PrefixStore(f"heartbeat {start}", store), place
 
 
@@ -84,15 +98,28 @@ class _Heartbeat:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.interval = min(1.0, limit / 10)
         self._store, self._place, self._watch = store, place, watch
+        watch.busy = self._busy
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self._store.add(f"beats {rank}", 1)  # from which on this rank is watched
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of communication in the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
+        self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_store)]
         for thread in self._threads:
             thread.start()
+
+    @contextlib.contextmanager
+    def _busy(self, seconds: float) -> Iterator[None]:
+        """See `Busy`. The pause is added to the limit."""
+        if seconds < self.limit / 2:  # the limit allows for it
+            yield
+            return
+        self._store.set(f"pause {self.rank}", str(seconds))
+        try:
+            yield
+        finally:
+            self._store.set(f"pause {self.rank}", "0")
 
     def explain(self, error: RuntimeError) -> None:
         """End the process with the line of the ranks that have stopped; return if none has, so that the error is a bug."""
@@ -120,7 +147,7 @@ class _Heartbeat:
                 beats = self._beats((self.rank + 1) % self.ranks)
                 missed = missed + 1 if 0 < beats == seen < LEFT else 0
                 seen, self._unanswered = beats, 0
-                if self._asked.is_set() or missed * self.interval >= self.limit:
+                if self._asked.is_set() or self._is_late((self.rank + 1) % self.ranks, missed * self.interval):
                     self._compare()
                     if self._asked.is_set():
                         self._answered.set()
@@ -135,13 +162,26 @@ class _Heartbeat:
     def _beats(self, rank: int) -> int:
         return self._store.add(f"beats {rank}", 0)
 
+    def _is_late(self, rank: int, silent: float) -> bool:
+        """Whether a rank has been silent, for so many seconds, longer than it may."""
+        return silent >= self.limit and silent >= self.limit + self._pause(rank)
+
+    def _pause(self, rank: int) -> float:
+        """The seconds for which a rank has announced to be silent."""
+        key = f"pause {rank}"
+        return float(self._store.get(key)) if self._store.check([key]) else 0.0
+
     def _compare(self) -> None:
-        """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster."""
+        """Find the ranks that do not beat, and leave them in the store for all others, unless another rank was faster.
+
+        Ranks that have announced a pause count as lost if no other is silent.
+        """
         before = [self._beats(rank) for rank in range(self.ranks)]
         for _ in range(ROUNDS):
             self._stopped.wait(self.interval)
             self._store.add(f"beats {self.rank}", 1)
-        lost = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
+        silent = [rank for rank in range(self.ranks) if self._beats(rank) == before[rank] < LEFT]
+        lost = [rank for rank in silent if not self._pause(rank)] or silent
         if lost:
             names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
             cause = self._failure or f"there was no sign of life for {self.limit:g} s"

@@ -1,5 +1,6 @@
 """The text of a training run as tokens, and the tokenizer that made them."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
+from megatron_ssm.parallel.heartbeat import Busy
 
 from .data import Tokens, read_documents, split_documents, tokenize
 from .options import Options
@@ -21,10 +23,11 @@ class Corpus:
     train, held_out: `data.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
     end_of_text_id: follows every document. tokenizer_files: {name: content}, None for the byte tokenizer.
 
-    Every rank reads all of it. ValueError or FileNotFoundError if a file cannot be read or is not what it should be.
+    Every rank reads all of it. busy: announces that this rank may be silent. ValueError or FileNotFoundError if a file
+    cannot be read or is not what it should be.
     """
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, busy: Busy = contextlib.nullcontext):
         documents, held_out = _documents(options)
         source = options.tokenizer_model or options.init_from or "byte"
         self.tokenizer_files: dict[str, bytes] | None = None
@@ -38,8 +41,9 @@ class Corpus:
             }
             self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
             self.end_of_text_id = _end_of_text_id(tokenizer, folder)
-        self.train: Tokens = tokenize(documents, tokenizer, self.end_of_text_id)
-        self.held_out: Tokens | None = tokenize(held_out, tokenizer, self.end_of_text_id) if held_out else None
+        end = self.end_of_text_id
+        self.train: Tokens = tokenize(documents, tokenizer, end, busy)
+        self.held_out: Tokens | None = tokenize(held_out, tokenizer, end, busy) if held_out else None
 
     def new_model_config(self, options: Options) -> Config:
         """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""

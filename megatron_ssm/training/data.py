@@ -1,5 +1,6 @@
 """Training data from text files: documents, tokens, the batch of each step, and measures to compare a model with."""
 
+import contextlib
 import os
 import random
 import re
@@ -10,7 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_ssm.parallel.heartbeat import Busy
+
 IGNORE_INDEX = -100
+TOKENIZED_PER_S = 100_000  # characters; a slow tokenizer on a slow processor
 
 
 # Documents
@@ -102,10 +106,14 @@ class Tokens:
     text_bytes: int  # UTF-8 bytes of the documents: nats per byte = summed loss / text_bytes
 
 
-def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
-    """The tokens of `documents` by a `tokenizers.Tokenizer`."""
-    parts = [tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text_id] for document in documents]
-    ids = torch.cat([torch.tensor(part, dtype=torch.int32) for part in parts])
+def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int, busy: Busy = contextlib.nullcontext) -> Tokens:
+    """The tokens of `documents` by a `tokenizers.Tokenizer`. busy: announces that this rank may be silent meanwhile."""
+    parts = []
+    for document in documents:
+        with busy(len(document) / TOKENIZED_PER_S):
+            part = tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text_id]
+            parts.append(torch.tensor(part, dtype=torch.int32))
+    ids = torch.cat(parts)
     dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if ids.max() <= torch.iinfo(d).max)
     return Tokens(ids.to(dtype), sum(len(document.encode()) for document in documents))
 

@@ -19,17 +19,22 @@ PASSED = {  # keys that DeepSpeed reads as they are
     "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet", "prescale_gradients",
     "gradient_predivide_factor", "communication_data_type",
 }  # fmt: skip
+SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
 UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}  # the optimizer is always torch's AdamW
 COMPARED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
-    "bf16", "fp16", "torch_autocast", "zero_optimization",
+    "scheduler", "bf16", "fp16", "torch_autocast", "zero_optimization",
 }  # fmt: skip
 ZERO_PASSED = {
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
     "allgather_bucket_size", "overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size",
     "log_trace_cache_warnings", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance",
 }  # fmt: skip
+# Whether DeepSpeed's own save_16bit_model gathers weights; this script gathers them itself.
+GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+        "consecutive_hysteresis", "min_loss_scale"}  # fmt: skip
 
 
 def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        given = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -63,6 +68,7 @@ def _read_json(path: str) -> dict[str, Any]:
 
 
 def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
+    given = {key: value for key, value in given.items() if not _changes_nothing(key, value)}
     _refuse_unknown(given, PASSED | UNUSED | COMPARED, "")
     settings = {key: given[key] for key in given.keys() & PASSED}
     for key, value in settings.items():
@@ -112,6 +118,12 @@ def _shared_values(given: dict[str, Any], options: Options, data_ranks: int) -> 
     why = f"--adam-beta1 {betas[0]} --adam-beta2 {betas[1]}"
     yield "optimizer.params.betas", params.get("betas", AUTO), betas, why
     yield "optimizer.params.adam_w_mode", params.get("adam_w_mode", True), True, "the optimizer of this script, AdamW"
+    scheduler = _section(given, "scheduler")
+    _refuse_unknown(scheduler, {"type", "params"}, "scheduler.")
+    style = options.lr_decay_style
+    yield "scheduler.type", scheduler.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
+    values = _section(scheduler, "params", "scheduler.")
+    _refuse_unknown({key: value for key, value in values.items() if value != AUTO}, set(), "scheduler.params.")
     yield from _precisions(given, options)
 
 
@@ -128,6 +140,7 @@ def _precisions(given: dict[str, Any], options: Options) -> Iterator[tuple[str, 
             yield f"{name}.enabled", section.get("enabled", AUTO), options.bf16, why
     dtype = str(_section(given, "torch_autocast").get("dtype", AUTO)).removeprefix("torch.")
     yield "torch_autocast.dtype", dtype, "bfloat16", "--bf16"
+    _refuse_unknown(_section(given, "fp16"), FP16, "fp16.")
     yield "fp16.enabled", _section(given, "fp16").get("enabled", AUTO), False, "the options, which have no loss scale"
 
 
@@ -144,7 +157,7 @@ def _keeps_bf16_parameters(given: dict[str, Any], options: Options) -> bool:
 
 def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """The section zero_optimization, with the sizes that transformers puts in place of "auto"."""
-    given = {key: value for key, value in given.items() if not _is_no_offload(key, value)}
+    given = {key: value for key, value in given.items() if key not in GATHERS and not _is_no_offload(key, value)}
     _refuse_unknown(given, ZERO_PASSED, "zero_optimization.")
     sizes = {
         "reduce_bucket_size": hidden_size**2,
@@ -160,6 +173,11 @@ def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
         raise ValueError(f"zero_optimization.stage {json.dumps(stage)} is not 0, 1, 2 or 3")
     # Otherwise ZeRO 3 replaces torch's linear by one that cannot have empty outputs, such as a part of a small vocabulary.
     return zero | {"memory_efficient_linear": False}
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    """Whether this is an entry, as in files for transformers' Trainer, that asks for nothing."""
+    return key == "activation_checkpointing" and isinstance(value, dict) and not any(value.values())
 
 
 def _is_no_offload(key: str, value: Any) -> bool:

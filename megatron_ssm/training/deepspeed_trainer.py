@@ -132,12 +132,17 @@ class DeepSpeedTrainer(Trainer):
             self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
 
     def _add_pending_gradients(self) -> list[str]:
+        added = []
         for name, parameter in self.named_parameters() if self.pending_gradients else ():
-            pending = self.pending_gradients.get(name)
-            if pending is not None and pending.numel():
-                whole = self._deepspeed.utils.safe_get_full_grad(parameter)
+            if (pending := self.pending_gradients.get(name)) is None:
+                continue
+            if pending.numel():
+                whole = self._deepspeed.utils.safe_get_full_grad(parameter) if self._is_updated(parameter) else None
+                if whole is None:  # it waits for a later step
+                    continue
                 self._deepspeed.utils.safe_set_full_grad(parameter, whole + pending.view_as(whole).to(whole))
-        return list(self.pending_gradients)
+            added.append(name)
+        return added
 
     def _update(self) -> None:
         self._engine.step()
@@ -154,9 +159,9 @@ class DeepSpeedTrainer(Trainer):
                 self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
         self._engine.step()
 
-    def evaluate(self, tokens: Tokens) -> float:
+    def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `trainer.evaluate`. The engine computes the loss, because ZeRO 3 gathers parameters in its forward pass."""
-        return evaluate(self.model, tokens, self.groups, self.options, self._engine)
+        return evaluate(self.model, tokens, self.groups, self.options, self._engine, leaves)
 
     # Checkpoints
 

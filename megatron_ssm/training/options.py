@@ -19,7 +19,10 @@ ENGINES = ("torch", "deepspeed", "megatron")
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field of `Options` with its help text; more: choices, required, flag_alone (the value of a flag without one)."""
+    """A field of `Options` with its help text.
+
+    more: choices, required, flag_alone (the value of a flag without one), metavar (PATH) of a list.
+    """
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -108,7 +111,9 @@ class Options:
 
     lora_rank: int = _option(0, "train LoRA adapters of this rank, and not the model of --init-from (0: the model)")
     lora_alpha: float = _option(16.0, "the adapters' products are multiplied by this / --lora-rank")
-    lora_targets: tuple[str, ...] = _option(("in_proj",), "Hugging Face's names of the linear layers with adapters")
+    lora_targets: tuple[str, ...] = _option(
+        ("in_proj",), "Hugging Face's names of the linear layers with adapters", metavar="NAME"
+    )
 
     keep: int = _option(2, "number of checkpoints to keep, the newest")
     save_deepspeed: bool = _option(False, "at the end, also write DeepSpeed's own checkpoint, to --out/deepspeed")
@@ -135,6 +140,8 @@ class Options:
             raise ValueError("--model-config is for a new model, and --init-from for one that exists")
         if self.lora_rank and not self.init_from:
             raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
+        if self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
         if not self.lora_alpha > 0:
             raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive")
         if self.sequence_parallel and self.reduce != "fp32":
@@ -257,7 +264,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         if isinstance(option.default, bool):
             arguments |= dict(action=argparse.BooleanOptionalAction)
         elif isinstance(option.default, tuple):
-            arguments |= dict(nargs="+", metavar="PATH")
+            arguments |= dict(nargs="+", metavar=option.metadata.get("metavar", "PATH"))
         else:
             arguments |= dict(type=type(option.default), choices=option.metadata.get("choices"))
         if alone := option.metadata.get("flag_alone"):

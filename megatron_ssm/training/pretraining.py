@@ -1,17 +1,9 @@
-"""A whole pretraining run: from text and a tokenizer over checkpoints to a Hugging Face directory.
-
-Every rank reads the inputs. Before training, the ranks compare what they have read: if an input is wrong or unreadable on
-one rank, or differs between ranks, every rank raises the same error.
-"""
+"""A whole pretraining run: from text and a tokenizer over checkpoints to a Hugging Face directory."""
 
 import contextlib
-import json
 import math
-import tempfile
-import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +16,10 @@ from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.peft import save_lora
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
-from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
-from megatron_ssm.models.lora import add_lora, find_modules
+from megatron_ssm.models.lora import add_lora
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
     Groups,
@@ -39,134 +30,49 @@ from megatron_ssm.parallel.groups import (
     launched_ranks,
     shut_down,
 )
-from megatron_ssm.parallel.heartbeat import watched
-from sparsefusion.collectives.agreement import agree
-from sparsefusion.collectives.counted import all_gather_small
+from megatron_ssm.parallel.heartbeat import Busy, watched
 from sparsefusion.foundation.command_line import Failure
 
-from .corpus import Corpus
-from .data import Batches, Tokens
-from .deepspeed_settings import read_settings
+from .inputs import Inputs, read_on_all_ranks
 from .interruption import Interruption
-from .memory_budget import check_memory_budget
 from .options import Options
 from .profiling import Profiler, utilization
-from .progress import Progress, check_log, is_due
-from .saving import Saver, checkpoint_to_resume, resume
-from .tracking import check_trackers
+from .progress import Progress, is_due
+from .saving import Saver, resume
 from .trainer import Trainer
-
-# Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
-LOCAL_OPTIONS = {
-    "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
-    "profile", "tensorboard",
-}  # fmt: skip
 
 
 def pretrain(options: Options) -> None:
     """Train as the options say. Called on every rank that a launcher has started, or alone.
 
     ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on. If a
-    rank is lost while the others train, their processes end (see `parallel.heartbeat`).
+    rank is lost after all have met, the processes of the others end (see `parallel.heartbeat`).
     """
     tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
     check_world(tensor, launched_ranks(), context)
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
     if options.engine == "megatron" and device != "cuda":
         raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
     try:
         join(tensor, device, context=context)
-        inputs = _read_on_all_ranks(options, device_of_rank(device))
-        groups = initialize(tensor, device, context=context)
-        with Interruption(device_of_rank(device)) as interruption, watched(options.lost_rank_timeout):
-            _run(options, inputs, groups, device_of_rank(device), interruption)
+        place = device_of_rank(device)
+        with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
+            inputs = read_on_all_ranks(options, place, watch.busy)
+            groups = initialize(tensor, device, context=context)
+            interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
+            _run(inputs, groups, place, interruption, watch.busy, is_restarted=inputs.options != options)
     finally:
         shut_down()
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads before training begins.
-
-    requirements: what a run that resumes from this one's checkpoints must have in common with it (JSON values). checkpoint:
-    the one from which this run resumes, and its step; None for a new run. deepspeed: the configuration of DeepSpeed's
-    engine; None for another one.
-    """
-
-    out: Path
-    corpus: Corpus
-    config: Config
-    batches: Batches
-    requirements: dict[str, Any]
-    checkpoint: tuple[Path, int] | None
-    deepspeed: dict[str, Any] | None
-
-    @classmethod
-    def read(cls, options: Options) -> "Inputs":
-        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
-        out = _make_output_directory(options.out)
-        corpus = Corpus(options)
-        config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
-        corpus.check_vocabulary(config)
-        config.check_ranks(options.tensor_model_parallel_size)
-        if options.lora_rank:
-            find_modules(config, options.lora_targets)  # ValueError if there are none
-        check_memory_budget(options, config)
-        check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
-        batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
-        deepspeed = None
-        if options.engine == "deepspeed":
-            data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
-            deepspeed = read_settings(options, data_ranks, config.hidden_size)
-        requirements = _resume_requirements(options, config, corpus)
-        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements)
-        if checkpoint and checkpoint[1] > options.train_iters:
-            path, step = checkpoint
-            raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
-        check_log(options.log)
-        check_trackers(options)
-        return cls(out, corpus, config, batches, requirements, checkpoint, deepspeed)
-
-    @property
-    def start(self) -> int:
-        """The number of steps that the checkpoint has done, 0 for a new run."""
-        return self.checkpoint[1] if self.checkpoint else 0
-
-    def fingerprint(self, options: Options) -> dict[str, Any]:
-        """What must be equal on all ranks; what is most likely to differ comes first."""
-        held_out = self.corpus.held_out
-        training_text = self.requirements["training_tokens"], self.requirements["training_text"]
-        return {
-            "training tokens, checksum": training_text,
-            "held-out tokens, checksum": held_out and (len(held_out.ids), _checksum(held_out)),
-            "resumed step": self.start,
-            "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
-            "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
-            "requirements": self.requirements,
-            "DeepSpeed's configuration": self.deepspeed,
-        }
-
-
-def _read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
-    """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs.
-
-    Gathers 16 bytes over the default group.
-    """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    inputs: list[Inputs] = []
-
-    def fingerprint() -> dict[str, Any]:
-        inputs.append(Inputs.read(options))
-        return inputs[0].fingerprint(options)
-
-    agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
-    return inputs[0]
-
-
-def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption) -> None:
+def _run(
+    inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption, busy: Busy, is_restarted: bool
+) -> None:
     """Build or load the model, train it, and write it."""
+    options = inputs.options
     torch.manual_seed(options.seed)
     with make_model(options, inputs.config, groups, device) as model:
         progress = Progress(options)
@@ -174,9 +80,14 @@ def _run(options: Options, inputs: Inputs, groups: Groups, device: torch.device,
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
         progress.print_line(_summary(model, groups, inputs))
+        if is_restarted:
+            progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
         inputs = _resume(trainer, inputs, progress)
+        if options.profile and (last := options.profile_step_end) <= inputs.start:
+            passed = f"--profile-step-end {last} is not after step {inputs.start}, from which the run continues"
+            progress.print_line(f"--profile writes no trace: {passed}")
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
-        step = _train(trainer, inputs, progress, interruption)
+        step = _train(trainer, inputs, progress, interruption, busy)
         try:
             trainer.write_own_format(inputs.out, step)
             if step == options.train_iters:
@@ -225,11 +136,11 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     return replace(inputs, checkpoint=checkpoint)
 
 
-def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption) -> int:
+def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption, busy: Busy) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
-    profiler = Profiler(options, trainer.groups.rank)
+    profiler = Profiler(options, trainer.groups.rank, inputs.start, busy)
     try:
         for step in range(inputs.start + 1, options.train_iters + 1):
             with profiler.step(step):
@@ -237,10 +148,13 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             is_last = step == options.train_iters
             held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
             progress.end_step(step, result, is_logged=held_out is not None)
+            reason = saver.end_step(step, interruption)
             if held_out is not None:
-                progress.add_evaluation(step, trainer.evaluate(held_out))
+                nats = trainer.evaluate(held_out, lambda: bool(interruption.on_any_rank()[0]))
+                progress.add_evaluation(step, nats)
+                reason = saver.end_step(step, interruption) if nats is None else reason
             progress.write_log()
-            if reason := saver.end_step(step, interruption):
+            if reason:
                 progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
                 break
         profiler.close()
@@ -295,37 +209,10 @@ def _context_of(options: Options, config: Config, groups: Groups) -> dict[str, A
     return {"context": schedule_of(name, groups.context, config, *sizes), "exchange_channels": exchange}
 
 
-def _make_output_directory(path: str) -> Path:
-    """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
-    out = Path(path)
-    for folder in (out, out / "checkpoints"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
-    return out
-
-
-def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
-    shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
-    run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
-    if options.lora_rank:
-        run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
-    text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
-    return json.loads(json.dumps({**shape, **run, **text}))
-
-
 def _exchange_of(model: Model) -> str:
     """How its context ranks share a sequence."""
     exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
     return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
-
-
-def _checksum(tokens: Tokens) -> int:
-    array: Any = tokens.ids.numpy()
-    return zlib.crc32(array)
 
 
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:

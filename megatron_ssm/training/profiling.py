@@ -1,7 +1,9 @@
 """How fast a run is: its share of the devices' peak, and a trace that Perfetto and chrome://tracing show."""
 
 import contextlib
+import errno
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from torch.profiler import ProfilerActivity
 from megatron_ssm.checkpoints.agreement import run_on_rank_0
 from megatron_ssm.models.lora import adapter_parameters
 from megatron_ssm.models.model import Model
+from megatron_ssm.parallel.groups import TIMEOUT
+from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.flops import known_peak, training_flops
 
 from .options import Options
@@ -29,14 +33,17 @@ class Profiler:
     """Records the steps from --profile-step-start to --profile-step-end on rank 0, and writes the trace to --profile.
 
     It ends with the run, if that ends earlier. All ranks call it together. Failure on every rank if rank 0 cannot write the
-    trace.
+    trace. start: the step after which the run begins. busy: announces that rank 0 may be silent, because the profiler holds
+    Python's global lock while it writes.
     """
 
-    def __init__(self, options: Options, rank: int):
-        self._first, self._last = options.profile_step_start, min(options.profile_step_end, options.train_iters)
+    def __init__(self, options: Options, rank: int, start: int = 0, busy: Busy = contextlib.nullcontext):
+        self._first = max(options.profile_step_start, start + 1)
+        self._last = min(options.profile_step_end, options.train_iters)
         self._path = Path(options.profile) / f"steps-{self._first}-{self._last}.json" if options.profile else None
-        self._records = self._path is not None and rank == 0
+        self._records = self._path is not None and rank == 0 and self._first <= self._last
         self._profile: torch.profiler.profile | None = None
+        self._busy = busy
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -56,8 +63,11 @@ class Profiler:
 
     def _write(self) -> None:
         if self._profile is not None and self._path is not None:
-            self._profile.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()  # an OSError, where the profiler would only warn
-            self._profile.export_chrome_trace(str(self._path))
+            with self._busy(TIMEOUT.total_seconds()):  # the others wait no longer
+                self._profile.stop()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.touch()  # an OSError, where the profiler would only warn
+                self._profile.export_chrome_trace(str(self._path))
+                if not self._path.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._profile = None

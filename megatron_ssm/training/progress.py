@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +16,7 @@ from tqdm import tqdm
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from sparsefusion.foundation.command_line import Printer
 
-from .options import Options
+from .options import Options, flag
 from .tracking import Trackers
 from .trainer import Step
 
@@ -45,10 +47,9 @@ class Progress:
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
-        if options.tensorboard or options.wandb:
-            failure = "cannot begin to write for --tensorboard or --wandb"
-            make = Trackers if self._is_first_rank else lambda options, start: None
-            self._trackers = run_on_every_rank(lambda: make(options, start), failure)
+        if (options.tensorboard or options.wandb) and self._is_first_rank:
+            self._trackers = Trackers(options)
+        self._run_trackers(lambda trackers: trackers.begin(start))
 
     @property
     def _log_error(self) -> str:
@@ -100,34 +101,42 @@ class Progress:
         if result.is_skipped:
             self._line["skipped"] = True
 
-    def add_evaluation(self, step: int, nats: float) -> None:
-        """Print the held-out loss after a logged step and add it to the line. Its time does not count as training."""
-        self.print_line(f"step {step:>5}/{self.options.train_iters}  held-out {nats:.4f} nats/byte")
+    def add_evaluation(self, step: int, nats: float | None) -> None:
+        """Print the held-out loss after a logged step and add it to the line. Its time does not count as training.
+
+        nats: None if a signal has ended the evaluation.
+        """
+        found = "not evaluated because of a signal" if nats is None else f"{nats:.4f} nats/byte"
+        self.print_line(f"step {step:>5}/{self.options.train_iters}  held-out {found}")
         assert self._line is not None
-        self._line["held_out_nats_per_byte"] = nats
+        if nats is not None:
+            self._line["held_out_nats_per_byte"] = nats if math.isfinite(nats) else None
         self._throughput.read()
 
     def write_log(self) -> None:
         """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
-        options = self.options
-        if self._line and (options.log or options.tensorboard or options.wandb):
-            run_on_every_rank(self._write_line, self._log_error)
+        if line := self._line:
+            if self.options.log:
+                run_on_every_rank(lambda: self._write_line(line), self._log_error)
+            self._run_trackers(lambda trackers: trackers.write(line))
         self._line = None
 
-    def _write_line(self) -> None:
+    def _write_line(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(self._line) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        if self._trackers is not None and self._line is not None:
-            self._trackers.write(self._line)
+
+    def _run_trackers(self, action: Callable[[Trackers], object]) -> None:
+        """Let rank 0's trackers do something; all ranks learn whether they could."""
+        if self.options.tensorboard or self.options.wandb:
+            run_on_every_rank(lambda: self._trackers and action(self._trackers), "cannot write what people watch")
 
     def close(self) -> None:
-        """End the progress bar and close the log."""
+        """End the progress bar and close the log. Failure on every rank if rank 0 cannot write what is left."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        self._run_trackers(Trackers.close)
 
 
 class Throughput:
@@ -151,14 +160,19 @@ class Throughput:
         return rate, left
 
 
-def check_log(path: str) -> None:
-    """ValueError if the log cannot be written."""
-    if path:
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).open("a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --log {path}: {error.strerror}") from None
+def check_places(options: Options) -> None:
+    """ValueError if the log, or a folder of --tensorboard or --profile, cannot be written."""
+    name = "log"
+    try:
+        if options.log:
+            Path(options.log).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.log).open("a").close()
+        for name in ("tensorboard", "profile"):
+            if folder := getattr(options, name):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"cannot write to {flag(name)} {getattr(options, name)}: {error.strerror}") from None
 
 
 def is_due(step: int, interval: int) -> bool:

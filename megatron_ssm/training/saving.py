@@ -1,7 +1,9 @@
 """The checkpoints of a run: writing them, at once or in the background, and resuming from the newest intact one."""
 
 import functools
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
 
 from .interruption import Interruption
+from .options import Options
 from .progress import is_due
 from .trainer import Trainer
+
+BEGUN = ".begun"  # a file beside the checkpoints: the id of the torchrun whose run has begun there
 
 
 class Saver:
@@ -35,9 +40,13 @@ class Saver:
     def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any]):
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
         self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
+        self._saved: int | None = None  # the step of the last checkpoint of this run
 
     def end_step(self, step: int, interruption: Interruption) -> str:
-        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
+        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or "".
+
+        A step may end twice: a signal during the evaluation after it may be a reason to save and to leave.
+        """
         signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
         if has_failed:
             self.finish()  # raises the error on every rank
@@ -53,7 +62,10 @@ class Saver:
         return f"on {signal}" if signal else "as --exit-interval says"
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet."""
+        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet, unless it is written."""
+        if step == self._saved:
+            return
+        self._saved = step
         if self._background is None:
             self._snapshot(step).write()
         else:
@@ -70,6 +82,32 @@ class Saver:
         """Wait until no checkpoint is under way."""
         if self._background is not None:
             self._background.wait()
+
+
+def options_after_restart(options: Options, directory: Path, restarts: int) -> Options:
+    """The options of a run that torchrun has restarted so often: it continues from its own checkpoints in the directory.
+
+    Without checkpoints, or with those of an earlier run only, the options are as they were given. Otherwise --resume is
+    auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is removed.
+    """
+    mark = directory / BEGUN
+    if not restarts:
+        mark.unlink(missing_ok=True)
+        return options
+    is_own = mark.is_file() and mark.read_text(encoding="utf-8") == os.environ.get("TORCHELASTIC_RUN_ID")
+    return replace(options, resume="auto") if is_own and find_checkpoints(directory) else options
+
+
+def mark_begun(directory: Path) -> None:
+    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `resume`."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+
+    def write() -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / BEGUN).write_text(str(run), encoding="utf-8")
+
+    if run is not None:
+        run_on_rank_0(write, f"cannot write to {directory}")
 
 
 def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
@@ -122,6 +160,7 @@ def resume(
         run_on_rank_0(report_incomplete, f"cannot read {directory}")
     if checkpoint is None:
         set_aside(directory)
+        mark_begun(directory)
         return None
     falls_back = trainer.options.resume == "auto"
     while (error := _load(trainer, *checkpoint)) is not None:
@@ -133,6 +172,7 @@ def resume(
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
     if is_deepspeed(checkpoint[0]):
         set_aside(directory)
+    mark_begun(directory)
     return checkpoint
 
 

@@ -1,9 +1,15 @@
 """What people watch besides the log: TensorBoard and Weights & Biases. Rank 0 writes them."""
 
+import contextlib
 import importlib.util
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from megatron_ssm.checkpoints.agreement import first_line
+from sparsefusion.foundation.command_line import Failure
 
 from .options import Options, flag
 
@@ -16,38 +22,71 @@ def check_trackers(options: Options) -> None:
 
 
 class Trackers:
-    """The trackers that the options ask for. OSError if one cannot write.
+    """The trackers that the options ask for. Failure, with the option's name, if one cannot write."""
 
-    start: the step after which the run begins. TensorBoard then hides later steps that were written to the directory before.
-    Weights & Biases continues the run of before, whose id is in OUT/wandb/run-id; a run that begins at 0 is a new one.
-    """
-
-    def __init__(self, options: Options, start: int):
+    def __init__(self, options: Options):
+        self._options = options
         self._tensorboard: Any = None
         self._wandb: Any = None
-        if options.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(options.tensorboard, purge_step=start + 1)
+    def begin(self, start: int) -> None:
+        """The run begins after step `start`.
+
+        TensorBoard then hides later steps that were written to the directory before. Weights & Biases continues the run of
+        before, whose id is in OUT/wandb/run-id; a run that begins at 0 is a new one.
+        """
+        options = self._options
+        if options.tensorboard:
+            with _named(f"--tensorboard {options.tensorboard}"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                threading.excepthook = _without_tensorboard(threading.excepthook)
+                self._tensorboard = SummaryWriter(options.tensorboard, purge_step=start + 1)
         if options.wandb:
-            self._wandb = _wandb_run(options, Path(options.out, "wandb", "run-id"), start)
+            with _named("--wandb"):
+                self._wandb = _wandb_run(options, Path(options.out, "wandb", "run-id"), start)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of a logged step, which are those of the log."""
         values = {name: value for name, value in line.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, line["step"])
-            self._tensorboard.flush()
+            with _named(f"--tensorboard {self._options.tensorboard}"):
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, line["step"])
+                self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log(values, step=line["step"])
+            with _named("--wandb"):
+                self._wandb.log(values, step=line["step"])
 
     def close(self) -> None:
         """Write what is left."""
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with _named(f"--tensorboard {self._options.tensorboard}"):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+@contextlib.contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Failure with the name of the place instead of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"cannot write to {place}: {first_line(error)}") from None
+
+
+def _without_tensorboard(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A threading.excepthook that is silent about the threads of TensorBoard's writer.
+
+    A writer whose thread cannot write raises the thread's error when it is called the next time.
+    """
+
+    def report(what: Any) -> None:
+        if not type(what.thread).__module__.startswith("tensorboard."):
+            hook(what)
+
+    return report
 
 
 def _wandb_run(options: Options, id_file: Path, start: int) -> Any:

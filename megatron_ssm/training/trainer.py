@@ -229,9 +229,9 @@ class Trainer:
         self._discard_gradients()
         return result
 
-    def evaluate(self, tokens: Tokens) -> float:
+    def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `evaluate`."""
-        return evaluate(self.model, tokens, self.groups, self.options)
+        return evaluate(self.model, tokens, self.groups, self.options, leaves=leaves)
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
         """What `Snapshot.of` takes as the optimizer; all ranks call it together."""
@@ -301,11 +301,19 @@ class Trainer:
 
 
 @torch.no_grad()
-def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options, loss: nn.Module | None = None) -> float:
-    """Nats per byte of a held-out text, the same on every rank.
+def evaluate(
+    model: Model,
+    tokens: Tokens,
+    groups: Groups,
+    options: Options,
+    loss: nn.Module | None = None,
+    leaves: Callable[[], bool] | None = None,
+) -> float | None:
+    """Nats per byte of a held-out text, the same on every rank; None if it was not read to its end.
 
     The text is read in windows of seq_length tokens, each from an empty state. Replicas share the windows; all ranks call it
-    together with the same tokens. loss: the module that computes the loss (None: `SequenceLoss`).
+    together with the same tokens. loss: the module that computes the loss (None: `SequenceLoss`). leaves: whether to stop,
+    the same on all ranks; it is asked before each batch of windows.
     """
     loss = loss or SequenceLoss(model, options.bf16)
     inputs, labels = windows(tokens, options.seq_length)
@@ -315,6 +323,8 @@ def evaluate(model: Model, tokens: Tokens, groups: Groups, options: Options, los
     labels = nn.functional.pad(labels, (0, 0, 0, missing), value=IGNORE_INDEX)
     nats = 0.0
     for start in range(0, len(inputs), rows * ranks):
+        if leaves is not None and leaves():
+            return None
         mine = slice(start + groups.data_rank * rows, start + (groups.data_rank + 1) * rows)
         mean = loss(inputs[mine].to(model.device), labels[mine].to(model.device))
         nats += float(mean) * int((labels[start : start + rows * ranks] != IGNORE_INDEX).sum())

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from gradients import assert_near, shifted, transformers_loss, whole
 
 import megatron_ssm
+from attention2d import CoreAttention
 from cases import Oracle
 from megatron_cpu import CPU, gradients_of, join
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model
-from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec
+from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec, with_core_attention
 
 EXACT = 5e-11
 CASES = {
@@ -108,11 +109,16 @@ def config_of(layers, tp, cp):
     )  # fmt: skip
 
 
-def hybrid(tp=1, cp=1):
-    """A MambaModel of PATTERN with the parameters that Megatron and we initialize, the same for all numbers of ranks."""
+def hybrid(tp=1, cp=1, **grid):
+    """A MambaModel of PATTERN with the parameters that Megatron and we initialize, the same for all numbers of ranks.
+
+    grid: of its attention.
+    """
     from megatron.core.models.mamba import MambaModel
 
-    return MambaModel(config_of(4, tp, cp), mamba_stack_spec, VOCAB, SEQ, hybrid_override_pattern=PATTERN)
+    spec = copy.deepcopy(mamba_stack_spec)
+    spec.submodules.attention_layer = with_core_attention(spec.submodules.attention_layer, **grid)
+    return MambaModel(config_of(4, tp, cp), spec, VOCAB, SEQ, hybrid_override_pattern=PATTERN)
 
 
 def tokens():
@@ -172,11 +178,11 @@ class TorchCoreAttention(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
 
 
-def gpt(tp=1, cp=1, is_plain=False):
+def gpt(tp=1, cp=1, is_plain=False, **grid):
     """A GPTModel of gpt_layer_spec; is_plain: with torch's attention instead of ours. Megatron makes its norms in fp32."""
     from megatron.core.models.gpt import GPTModel
 
-    spec = copy.deepcopy(gpt_layer_spec)
+    spec = with_core_attention(gpt_layer_spec, **grid)
     if is_plain:
         spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     return GPTModel(config_of(2, tp, cp), spec, VOCAB, SEQ, position_embedding_type="none").double()
@@ -193,13 +199,15 @@ def is_split(parameter):
     return getattr(parameter, "tensor_model_parallel", False)
 
 
-@pytest.mark.parametrize("tp, cp", [(1, 1), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("tp, cp, grid", [(1, 1, {}), (2, 1, {}), (1, 4, {}), (2, 2, {}), (1, 4, dict(rows=2, cols=2))])
 @pytest.mark.parametrize("make", (hybrid, gpt))
-def test_megatrons_own_layers_beside_ours(ranks, make, tp, cp, plain, plain_gpt):
+def test_megatrons_own_layers_beside_ours(ranks, make, tp, cp, grid, plain, plain_gpt):
     """A hybrid pattern with attention and MLP layers, and a GPTModel with the 2-D core attention."""
 
     def run(rank):
-        model = make(tp, cp)
+        model = make(tp, cp, **grid)
+        schedules = [each.schedule for each in model.modules() if isinstance(each, CoreAttention)]
+        assert schedules and all(getattr(each.grid, name) == grid[name] for each in schedules for name in grid)
         loss, found = gradients_of(model, *tokens())
         return loss, found, {name: p.partition_dim for name, p in model.named_parameters() if is_split(p)}
 

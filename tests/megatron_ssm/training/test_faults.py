@@ -4,6 +4,7 @@ With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a d
 `pretrain` is told to use it there.
 """
 
+import ctypes
 import functools
 import json
 import math
@@ -36,10 +37,11 @@ from benchmarks.support.launched import (
 from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
-from megatron_ssm.training import pretraining
+from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.trainer import SequenceLoss
 from ranks import run_agent
 from sparsefusion.foundation import command_line
 
@@ -190,6 +192,59 @@ def test_rank_0_is_stopped(here):
     assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 2.5 s: so .*", line)
 
 
+def on_rank(rank, kind, name, action, monkeypatch):
+    """Let one rank do something when it calls a function."""
+    function = getattr(kind, name)
+
+    def wrapped(*arguments, **named):
+        if os.environ["RANK"] == str(rank):
+            action()
+        return function(*arguments, **named)
+
+    monkeypatch.setattr(kind, name, wrapped)
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_lost_while_it_reads(here, monkeypatch, world, number):
+    """While it tokenizes, also if it has announced a pause of some seconds for that."""
+    fault = Fault(world - 1, 0, number)
+    on_rank(world - 1, corpus._ByteTokenizer, "encode", fault.strike, monkeypatch)
+    for characters_per_s in (data.TOKENIZED_PER_S, 300):
+        monkeypatch.setattr(data, "TOKENIZED_PER_S", characters_per_s)
+        line = survivors(world, fault, "--lost-rank-timeout", "1")
+        assert re.match(NAMED.format(rank=world - 1, world=world), line)
+
+
+# Ranks that hold Python's global lock, as the profiler and tokenizers do
+
+
+def hold_the_lock(seconds=3):
+    """Wait with the lock, so that no other thread of this process runs."""
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+
+
+PROFILE = ["--profile", "trace", "--profile-step-start", "2", "--profile-step-end", "2", "--lost-rank-timeout", "1"]
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+def test_a_rank_that_writes_a_trace_is_not_lost(here, monkeypatch, world):
+    on_rank(0, torch.profiler.profile, "export_chrome_trace", hold_the_lock, monkeypatch)
+    assert train(world, *PROFILE) == [0] * world, lines("err", world)
+    assert [path.name for path in Path("trace").iterdir()] == ["steps-2-2.json"]
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, world):
+    """With a pause that depends on the length: without one, the rank counts as lost."""
+    on_rank(world - 1, corpus._ByteTokenizer, "encode", hold_the_lock, monkeypatch)
+    assert 1 in train(world, "--lost-rank-timeout", "1")
+    line = texts("err", world)[0][0]
+    assert re.match(NAMED.format(rank=world - 1, world=world), line)
+    monkeypatch.setattr(data, "TOKENIZED_PER_S", 100)
+    assert train(world, "--lost-rank-timeout", "1") == [0] * world, lines("err", world)
+
+
 # Signals
 
 
@@ -215,6 +270,36 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
     assert checkpoints() == ["step-000002", "step-000004"] and not Path("out/config.json").exists()
     assert train(world, "--resume", *more) == [0] * world
     assert_as_undisturbed(engine, world, *more)
+
+
+@pytest.mark.parametrize(
+    "engine, world, step, last",
+    [("torch", 2, 3, 3), full("torch", 1, 4, 4), full("zero-3", 2, 3, 3), ("torch", 2, 6, 0)],
+)
+def test_a_signal_during_an_evaluation(flags_of, monkeypatch, engine, world, step, last):
+    """It is abandoned after the batch, and the step's checkpoint is written; at its end, the run still writes the model."""
+    more = [*flags_of(engine), "--valid-data-path", "text/a", "--eval-interval", str(step)]
+    expected = undisturbed(engine, world, *more)
+    forward = SequenceLoss.forward
+
+    def interrupted(self, *batch):
+        if not torch.is_grad_enabled() and os.environ["RANK"] == str(world - 1):
+            with Path("windows").open("a") as file:
+                file.write("window\n")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *batch)
+
+    monkeypatch.setattr(SequenceLoss, "forward", interrupted)
+    assert train(world, *more) == [0] * world and lines("err", world) == []
+    assert Path("windows").read_text() == "window\n"
+    said = texts("out", world)[0]
+    assert f"step {step:>5}/6  held-out not evaluated because of a signal" in said
+    assert any(line.startswith("leaving after step") for line in said) == bool(last)
+    assert checkpoints()[-1] == f"step-{step:06d}" and Path("out/config.json").exists() == (not last)
+    monkeypatch.setattr(SequenceLoss, "forward", forward)
+    assert train(world, *more, "--resume") == [0] * world
+    ours = load_file("out/model.safetensors")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected[1].items())
 
 
 # Steps that are not finite
@@ -476,18 +561,59 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-def test_torchrun_restarts_a_run_that_continues_by_itself(here):
-    """Rank 1 kills itself once in step 4. Both ranks begin again after step 2, and end as if nothing had happened."""
+def restarted(folder, world, *more, step=4):
+    """What the ranks print of a run in which rank 1 kills itself once, and torchrun starts all again.
+
+    step: in which it does so (0: before the first one, while it reads the text).
+    """
 
     def run():
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-            inject(Fault(1, 4, signal.SIGKILL))
-        options = parse_options([*TINY, "--resume", "auto"])
+            fault = Fault(1, step, signal.SIGKILL)
+            if step:
+                inject(fault)
+            else:
+                corpus._ByteTokenizer.encode = lambda *_, **__: fault.strike()
+        options = parse_options([*TINY, *more])
         sys.exit(command_line.run("pretrain.py", lambda: pretraining.pretrain(options)))
 
-    assert run_agent(run, 2, here, restarts=1), texts("err", 2)
-    said = "\n".join(lines("out", 2))
+    assert run_agent(run, world, folder, restarts=1), texts("err", world)
+    if step:  # before, torchrun may end the others first
+        (line,) = lines("err", world)
+        assert re.match(NAMED.format(rank=1, world=world), line)
+    return "\n".join(lines("out", world))
+
+
+OWN = "torchrun has restarted the ranks: they continue from their own checkpoints"
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+@pytest.mark.parametrize("resume", [["--resume", "auto"], []])
+def test_torchrun_restarts_a_run_that_continues_by_itself(here, world, resume):
+    """All ranks begin again after step 2, and end as if nothing had happened."""
+    said = restarted(here, world, *resume)
     assert "writing out" in said and "resuming out/checkpoints/step-000002" in said
-    (line,) = lines("err", 2)
-    assert re.match(NAMED.format(rank=1, world=2), line)
+    assert (OWN in said) == (not resume)
+    assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_torchrun_restarts_a_run_that_had_not_begun(here, step):
+    """It saved no checkpoint, and takes none of the run before it in the same folder."""
+    assert train(2) == [0, 0]
+    said = restarted(here, 2, step=step)
+    assert "resuming" not in said and OWN not in said
     assert_as_undisturbed("torch", 2)
+
+
+def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
+    """From its own checkpoint of step 4, and not from DeepSpeed's of step 2 once more."""
+    zero = flags_of("zero-1")
+    assert train(2, *zero, "--save-deepspeed", "--exit-interval", "2", "--out", "before") == [0, 0]
+    folder = ["--resume", "before/deepspeed", *zero]
+    said = restarted(Path.cwd(), 2, *folder, step=5)
+    assert said.count("resuming before/deepspeed") == 1 and said.count("resuming out/checkpoints/step-000004") == 1
+    assert OWN in said
+    assert train(2, *folder, "--out", "straight") == [0, 0]
+    ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())

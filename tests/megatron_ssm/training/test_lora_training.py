@@ -101,3 +101,10 @@ def test_wrong_options(here, arguments, message, capsys):
     with pytest.raises((ValueError, SystemExit)) as error:
         pretrain(parse_options([*RUN, "--out", "out", *arguments]))
     assert message in str(error.value) + capsys.readouterr().err
+
+
+def test_the_help_says_that_targets_are_names(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--lora-targets NAME [NAME ...]" in text and "--data PATH [PATH ...]" in text

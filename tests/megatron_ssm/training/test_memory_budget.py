@@ -8,8 +8,7 @@ import pytest
 import tiny
 from megatron_ssm import Config
 from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.training.memory_budget import check_memory_budget, needed_memory
-from megatron_ssm.training.pretraining import Inputs
+from megatron_ssm.training.inputs import Inputs, check_memory_budget, needed_memory
 
 RUN = tiny.options(seq_length=30_000, params_dtype="float32")
 CONFIG = Config.from_dict(RUN.new_config(tiny.VOCAB, 0))

@@ -460,6 +460,7 @@ def refused(capsys, *arguments):
         *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
           for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
+        ("--data text --out out --lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
         *[(f"--data text --out out --gradient-density {density}",
            f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
         ("--data text --out out --seed 18446744073709551616", "--seed 18446744073709551616 is not a 64-bit integer"),

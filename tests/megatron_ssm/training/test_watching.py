@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from benchmarks.support.launched import TINY, Fault, launched, lines, write_text
+from benchmarks.support.launched import TINY, Fault, disks_work, fill_disk, launched, lines, small_disk, write_text
 from megatron_ssm.configs.config import Config
 from megatron_ssm.models.lora import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
@@ -174,11 +175,65 @@ def test_a_missing_package(here, capsys, monkeypatch, name):
     assert capsys.readouterr().err == line
 
 
-def test_a_trace_that_cannot_be_written(here, capsys):
-    Path("trace").write_text("")
-    options = tiny_options("--profile", "trace", "--profile-step-start", "1", "--profile-step-end", "1")
-    assert run("pretrain.py", lambda: pretrain(options)) == 1
-    assert capsys.readouterr().err == "pretrain.py: cannot write to --profile trace: File exists\n"
+@pytest.mark.parametrize("name", ["profile", "tensorboard"])
+def test_a_folder_that_cannot_be_written(here, capsys, name):
+    """It is an error before anything is computed."""
+    Path("folder").write_text("")
+    options = replace(tiny_options("--profile-step-start", "1"), **{name: "folder"})
+    assert run("pretrain.py", lambda: pretrain(options)) == 2
+    assert capsys.readouterr().err == f"pretrain.py: cannot write to --{name} folder: File exists\n"
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+@pytest.mark.parametrize("name", ["tensorboard", "profile"])
+def test_a_full_disk_under_what_is_watched(here, world, name):
+    """One line names the option, and TensorBoard's thread prints nothing."""
+    pytest.importorskip("tensorboard")
+
+    def fill(trainer):
+        fill_disk(folder="watched")
+
+    arguments = [*TINY, f"--{name}", "watched", "--profile-step-start", "3", "--train-iters", "40"]
+    with small_disk("watched", 100), launched(world, arguments, Fault(0, 2, fill)) as run:
+        assert run.wait(*range(world))[0] == [1] * world
+        said = [line for line in lines("err", world) if not line.startswith(("USDT:", "ERROR:"))]  # of torch's profiler
+        assert said == [f"pretrain.py: cannot write to --{name} watched: No space left on device"]
+
+
+def test_an_evaluation_that_is_not_finite(here):
+    """It is null in the log, which stays JSON."""
+
+    def spoil(trainer):
+        trainer.model.layers[0].mixer.D.data.fill_(math.nan)
+
+    with launched(1, [*TINY, "--eval-interval", "3"], Fault(0, 3, spoil)) as run:
+        assert run.wait(0)[0] == [0], lines("err", 1)
+
+    def refuse(name):
+        raise ValueError(name)
+
+    log = [json.loads(line, parse_constant=refuse) for line in Path("log.jsonl").read_text().splitlines()]
+    assert [line["held_out_nats_per_byte"] for line in log if "held_out_nats_per_byte" in line] == [None, None]
+
+
+@pytest.mark.parametrize("last, written", [(3, []), (5, ["steps-5-5.json"])])
+def test_a_run_that_continues_after_the_first_step_of_a_trace(here, capsys, last, written):
+    """The trace has the steps that are left; if there are none, a line says so."""
+    flags = ["--profile", "trace", "--profile-step-start", "2", "--profile-step-end", str(last)]
+    pretrain(tiny_options("--exit-interval", "4"))
+    capsys.readouterr()
+    pretrain(tiny_options("--resume", *flags))
+    said = "--profile writes no trace: --profile-step-end 3 is not after step 4, from which the run continues\n"
+    assert (said in capsys.readouterr().out) == (not written)
+    assert [path.name for path in Path("trace").iterdir()] == written
+
+
+def test_cuda_where_there_is_none(here, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    assert run("pretrain.py", lambda: pretrain(tiny_options("--device", "cuda"))) == 2
+    assert capsys.readouterr().err == "pretrain.py: --device cuda: torch finds no CUDA device\n"
 
 
 def test_a_trace_of_no_steps():

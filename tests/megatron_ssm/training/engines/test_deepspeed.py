@@ -10,7 +10,12 @@ from chosen import by_default
 import tiny
 from fp32_runs import FP32, MODELS, close, one_rank, run_of
 from megatron_ssm.checkpoints.training import Snapshot
+from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.data import Tokens
+from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.pretraining import make_model, make_trainer
 from megatron_ssm.training.trainer import evaluate
 from sparsefusion.foundation.command_line import Failure
 
@@ -25,6 +30,26 @@ def deepspeed():
     package = pytest.importorskip("deepspeed")
     package.utils.logger.setLevel("ERROR")
     return package
+
+
+@pytest.mark.parametrize("world, stage", [(2, 0), (2, 1), (3, 2), (2, 3)])
+def test_pending_gradients_wait_for_a_gradient(ranks, tmp_path, world, stage):
+    """Those of a parameter that has none stay; the others are added once."""
+    ranks(lambda rank: add_pending_gradients(run_of(stage, folder=tmp_path, global_batch_size=6)), world)
+
+
+def add_pending_gradients(run):
+    groups = initialize(1)
+    config = Config.from_dict(run.new_config(tiny.VOCAB, 0))
+    model = make_model(run, config, groups, torch.device("cpu"))
+    frozen, trained = model.layers[0].mixer.D, model.layers[1].mixer.D
+    frozen.requires_grad_(False)
+    trainer = make_trainer(model, groups, run, read_settings(run, groups.data_ranks, config.hidden_size))
+    names = {parameter: name for name, parameter in trainer.named_parameters()}
+    size = math.prod(field_of(trained).shape)
+    trainer.pending_gradients = {names[each]: torch.ones(size) for each in (frozen, trained)}
+    tiny.curve(trainer, 2)
+    assert list(trainer.pending_gradients) == [names[frozen]]
 
 
 # Curves

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,8 @@ import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
-SCRIPT = Path(__file__).resolve().parents[4] / "examples" / "pretrain.py"
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT, LAUNCHER = ROOT / "examples" / "pretrain.py", ROOT / "launch" / "deepspeed.sh"
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 4 --log-interval 1 --device cpu --data text""".split()
 
@@ -136,6 +139,46 @@ def test_under_the_deepspeed_launcher(monkeypatch):
     assert "2 tensor x 1 data-parallel ranks" in done.stdout and "saved out\n" in done.stdout
     pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
     assert losses("out") == pytest.approx(losses("alone"), abs=1e-5)
+
+
+def terminated(signal_number, is_ready, *options):
+    """The exit code of launch/deepspeed.sh, and what it prints, after a signal once `is_ready(line)` of a line of stdout."""
+    process = subprocess.Popen([LAUNCHER, "2", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = [next(line for line in process.stdout if is_ready(line))]
+        process.send_signal(signal_number)
+        said += process.communicate(timeout=100)[0].splitlines()
+        return process.returncode, said
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_script_passes_signals_on(monkeypatch, number):
+    """It waits for the ranks, while the launcher ends at once; here both are small scripts."""
+    rank = f"""import signal, sys
+signal.signal({int(number)}, lambda *_: sys.exit("rank has saved"))
+print("ready", flush=True)
+signal.pause()
+"""
+    Path("bin").mkdir()
+    Path("bin/rank.py").write_text(rank)
+    Path("bin/deepspeed").write_text(f"#!/bin/bash\n{sys.executable} bin/rank.py &\nwait\n")
+    Path("bin/deepspeed").chmod(0o755)
+    monkeypatch.setenv("PATH", "bin", prepend=os.pathsep)
+    code, said = terminated(number, lambda line: line == "ready\n")
+    assert (code, said) == (128 + number, ["ready\n", "rank has saved"])
+
+
+@pytest.mark.full
+def test_a_signal_under_the_deepspeed_launcher(monkeypatch):
+    """All ranks write a last checkpoint before the script ends."""
+    more = ["--out", "out", "--train-iters", "100000", "--save-interval", "0", *flags(2)]
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    code, said = terminated(signal.SIGTERM, lambda line: line.startswith("step "), *TINY, *more)
+    assert code == 128 + signal.SIGTERM
+    assert any(re.match("leaving after step .*, on SIGTERM", line) for line in said), said
+    assert len([*Path("out/checkpoints").glob("step-*/training.json")]) == 1
 
 
 @pytest.mark.full

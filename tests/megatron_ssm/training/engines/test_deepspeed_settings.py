@@ -82,6 +82,21 @@ def test_where_bf16_is(tmp_path, section, given, kept):
     assert settings(tmp_path, both, bf16=True)["bf16"] == {"enabled": False}
 
 
+HARMLESS = {  # as in files for transformers' Trainer
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_lr": "auto", "total_num_steps": "auto"}},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None, "profile": False},
+    "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2,
+             "initial_scale_power": 16, "min_loss_scale": 1},
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"},
+}  # fmt: skip
+
+
+def test_what_changes_nothing_is_accepted(tmp_path):
+    """And not passed on. The file may begin with a byte order mark, as some editors write it."""
+    found = settings(tmp_path, "\ufeff" + json.dumps(HARMLESS))
+    assert found == settings(tmp_path, {"zero_optimization": {"stage": 3}})
+
+
 def params(**changed):
     return {"optimizer": {"type": "AdamW", "params": changed}}
 
@@ -121,7 +136,13 @@ def params(**changed):
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {},
          "zero_optimization.offload_optimizer is not supported by examples/pretrain.py"),
         ({"zero_optimization": True}, {}, "zero_optimization true is not an object"),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler is not supported by examples/pretrain.py"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, 'scheduler.type "WarmupLR" contradicts --lr-decay-style cosine'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, dict(lr_decay_style="constant"),
+         "scheduler.params.warmup_num_steps is not supported by examples/pretrain.py"),
+        ({"activation_checkpointing": {"partition_activations": True}}, {},
+         "activation_checkpointing is not supported by examples/pretrain.py"),
+        ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, {},
+         "fp16.fp16_master_weights_and_grads is not supported by examples/pretrain.py"),
         ({"pipeline": {}}, {}, "pipeline is not supported by examples/pretrain.py"),
         (params(momentum=1), {}, "optimizer.params.momentum is not supported by examples/pretrain.py"),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),

@@ -1,0 +1,193 @@
+"""What a training run reads before training begins: text, configurations, the checkpoint to resume from; and its checks.
+
+Every rank reads it. Before training, the ranks compare what they have read: if an input is wrong or unreadable on one rank,
+or differs between ranks, every rank raises the same error.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import zlib
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attention2d.layout.token_order import local_length
+from megatron_ssm.checkpoints.agreement import all_gather_pickled
+from megatron_ssm.configs.config import Config
+from megatron_ssm.context.blocks import check_sequence_length
+from megatron_ssm.models.lora import find_modules
+from megatron_ssm.parallel.groups import launched_ranks
+from megatron_ssm.parallel.heartbeat import Busy
+from megatron_ssm.sizing.activations import TrainingMemory
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import all_gather_small
+
+from .corpus import Corpus
+from .data import Batches, Tokens
+from .deepspeed_settings import read_settings
+from .options import Options
+from .progress import check_places
+from .saving import checkpoint_to_resume, options_after_restart
+from .tracking import check_trackers
+
+GB = 10**9
+# Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
+LOCAL_OPTIONS = {
+    "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
+    "profile", "tensorboard",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before training begins.
+
+    options: those of the run (see `options_after_restart`). requirements: what a run that resumes from this one's
+    checkpoints must have in common with it (JSON values). checkpoint: the one from which this run resumes, and its step;
+    None for a new run. deepspeed: the configuration of DeepSpeed's engine; None for another one.
+    """
+
+    options: Options
+    out: Path
+    corpus: Corpus
+    config: Config
+    batches: Batches
+    requirements: dict[str, Any]
+    checkpoint: tuple[Path, int] | None
+    deepspeed: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, options: Options, busy: Busy = contextlib.nullcontext, restarts: int = 0) -> "Inputs":
+        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written.
+
+        restarts: how often torchrun has restarted the ranks.
+        """
+        out = _make_output_directory(options.out)
+        options = options_after_restart(options, out / "checkpoints", restarts)
+        corpus = Corpus(options, busy)
+        config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
+        corpus.check_vocabulary(config)
+        config.check_ranks(options.tensor_model_parallel_size)
+        if options.lora_rank:
+            find_modules(config, options.lora_targets)  # ValueError if there are none
+        check_memory_budget(options, config)
+        check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
+        batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
+        deepspeed = None
+        if options.engine == "deepspeed":
+            data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
+            deepspeed = read_settings(options, data_ranks, config.hidden_size)
+        requirements = _resume_requirements(options, config, corpus)
+        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements)
+        if checkpoint and checkpoint[1] > options.train_iters:
+            path, step = checkpoint
+            raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
+        check_places(options)
+        check_trackers(options)
+        return cls(options, out, corpus, config, batches, requirements, checkpoint, deepspeed)
+
+    @property
+    def start(self) -> int:
+        """The number of steps that the checkpoint has done, 0 for a new run."""
+        return self.checkpoint[1] if self.checkpoint else 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal on all ranks; what is most likely to differ comes first."""
+        options, held_out = self.options, self.corpus.held_out
+        training_text = self.requirements["training_tokens"], self.requirements["training_text"]
+        return {
+            "training tokens, checksum": training_text,
+            "held-out tokens, checksum": held_out and (len(held_out.ids), _checksum(held_out)),
+            "resumed step": self.start,
+            "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
+            "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
+            "requirements": self.requirements,
+            "DeepSpeed's configuration": self.deepspeed,
+        }
+
+
+def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inputs:
+    """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
+    inputs. busy: announces that this rank may be silent.
+
+    Gathers how often torchrun has restarted each rank, which may differ between nodes, and 16 bytes over the default group.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
+    inputs: list[Inputs] = []
+
+    def fingerprint() -> dict[str, Any]:
+        inputs.append(Inputs.read(options, busy, restarts))
+        return inputs[0].fingerprint()
+
+    agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
+    return inputs[0]
+
+
+def _make_output_directory(path: str) -> Path:
+    """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
+    out = Path(path)
+    for folder in (out, out / "checkpoints"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
+    return out
+
+
+def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
+    shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
+    run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
+    if options.lora_rank:
+        run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
+    text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
+    return json.loads(json.dumps({**shape, **run, **text}))
+
+
+def _checksum(tokens: Tokens) -> int:
+    array: Any = tokens.ids.numpy()
+    return zlib.crc32(array)
+
+
+# The memory of a step
+
+
+def needed_memory(options: Options, config: Config, context_ranks: int) -> int:
+    """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
+
+    Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
+    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB). The activations are those of the
+    C kernels in the parameters' dtype.
+    """
+    ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
+    memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
+    tokens = local_length("zigzag", options.seq_length, context_ranks)
+    return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
+
+
+def check_memory_budget(options: Options, config: Config) -> None:
+    """ValueError if a step needs more than --memory-budget; it names the fewest context ranks that would be enough."""
+    if not options.memory_budget:
+        return
+    used, budget = options.context_parallel_size, options.memory_budget * GB
+    needed = needed_memory(options, config, used)
+    if needed <= budget:
+        return
+    # A block has at least one token, and as many as the history of the convolution. More ranks never need more memory.
+    most = options.seq_length // (2 * max(1, config.conv_kernel - 1))
+    enough = 1 + bisect_left(
+        range(1, most + 1), True, key=lambda ranks: needed_memory(options, config, ranks) <= budget
+    )
+    hint = "no number of context ranks is enough" if enough > most else f"--context-parallel-size {enough} is enough"
+    raise ValueError(
+        f"{options.micro_batch_size} x {options.seq_length} tokens on {used} context ranks need {needed / GB:.2f} GB on "
+        f"each rank, more than --memory-budget {options.memory_budget:g}; {hint}"
+    )
