@@ -137,6 +137,7 @@ setup(
         "grammar": ["llguidance>=1.0"],
         "eval": ["lm-eval>=0.4.9", "transformers"],
         "log": ["tensorboard", "wandb"],
+        "peers": ["llama-cpp-python[server]", "gguf"],
         "peft": ["peft"],
         "serve": SERVE,
         "test": [
@@ -155,7 +156,7 @@ setup(
         ],
         "lint": ["ruff", "mypy", "pre-commit"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2", "ruff"],
-        "bench": ["transformers", "matplotlib"],
+        "bench": ["transformers", "matplotlib", "httpx"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
         # mamba-ssm before 2.3.2 has 32-bit offsets in the selective scan.
