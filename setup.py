@@ -135,7 +135,7 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
         "grammar": ["llguidance>=1.0"],
-        "eval": ["lm-eval>=0.4.9", "transformers"],
+        "eval": ["lm-eval>=0.4.12", "transformers"],  # before it, every rank of torchrun writes the results
         "log": ["tensorboard", "wandb"],
         "peers": ["llama-cpp-python[server]", "gguf"],
         "peft": ["peft"],

@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -15,12 +14,6 @@ from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
 NEW, PROMPTS = 24, 20
 ERROR_S = 30  # three times the longest that clients may wait for an error after a rank has died
-
-
-def resident(server):
-    """The memory of each rank's process, in pages."""
-    pids = server.ranks() or [server.process.pid]
-    return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
 
 
 async def sent(client, number):
@@ -68,14 +61,14 @@ def test_a_thousand_requests_at_twice_the_sustainable_rate(tp, tmp_path):
     with server(directory, tmp_path / "log", *flags, tp=tp) as running:
         rate = asyncio.run(sustained(running, 100, 16))
         asyncio.run(at_rate(running, 300, 2 * rate))  # the allocator has its memory afterwards
-        before = resident(running)
+        before = running.resident()
         refused = running.metric("requests_total", 'status="429"')
         replies = asyncio.run(at_rate(running, 1000, 2 * rate))
         statuses = Counter(status for _, status, _ in replies)
         assert sum(statuses.values()) == statuses[200] + statuses[429] == 1000 and min(statuses.values()) > 100
         assert all(tokens == alone[prompt] for prompt, status, tokens in replies if status == 200)
         assert running.metric("requests_total", 'status="429"') == refused + statuses[429]
-        assert resident(running) == pytest.approx(before, rel=0.02)
+        assert running.resident() == pytest.approx(before, rel=0.02)
         running.wait_until_idle()
         code, log = running.end()
         assert code == 0 and "Traceback" not in log, log
