@@ -21,7 +21,8 @@ from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import convolution, scan
-from megatron_ssm.ops.matrices import Int8Weight, linear
+from megatron_ssm.ops.matrices import linear
+from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
 
 REPETITIONS, STREAM = 15, 256 * 2**20  # bytes read to measure the bandwidth
 INNER, STATE, HEADS, HEAD_DIM, STATE_2 = 1536, 16, 24, 64, 128
@@ -64,12 +65,13 @@ def operations() -> dict[str, dict[str, Callable[[], Any]]]:
 def products() -> dict[str, tuple[int, Callable[[], Any], Callable[[], Any] | None]]:
     """{dtype: (bytes of the matrix, C's function, torch's or None)} for the product of the head with one token."""
     weight, x = torch.randn(50280, 768), torch.randn(1, 768)
-    narrow, x_narrow, rounded = weight.bfloat16(), x.bfloat16(), Int8Weight.of(weight)
-    nbytes = rounded.values.nbytes + rounded.scales.nbytes
+    narrow, x_narrow = weight.bfloat16(), x.bfloat16()
+    int8, int4 = Int8Weight.of(weight), Int4Weight.of(weight)
     return {
         "fp32": (weight.nbytes, lambda: linear(x, weight), lambda: F.linear(x, weight)),
         "bf16": (narrow.nbytes, lambda: linear(x_narrow, narrow), lambda: F.linear(x_narrow, narrow)),
-        "int8": (nbytes, lambda: rounded.linear(x), None),
+        "int8": (int8.values.nbytes + int8.scales.nbytes, lambda: linear(x, int8), None),
+        "int4": (int4.values.nbytes + int4.scales.nbytes, lambda: linear(x, int4), None),
     }
 
 

@@ -1,4 +1,4 @@
-"""Predictions with bf16 and int8 weights against float32, by trained Mamba-1 and Mamba-2 on held-out text (about 3 min).
+"""Predictions with bf16, int8 and int4 weights, by trained Mamba-1 and Mamba-2 on held-out text (about 3 min).
 
 Two byte-level models are trained on Python's documentation (examples/demo.yaml). Then they read whole held-out topics. At
 every position the most likely tokens are compared with those of the same model in float32, as in
@@ -18,6 +18,8 @@ FORMATS = {
     "bf16": dict(dtype=torch.bfloat16),
     "int8 weights": dict(weights="int8"),
     "int8 weights, bf16": dict(dtype=torch.bfloat16, weights="int8"),
+    "int4 weights": dict(weights="int4"),
+    "int4 weights, bf16": dict(dtype=torch.bfloat16, weights="int4"),
 }
 
 

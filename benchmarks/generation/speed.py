@@ -21,7 +21,12 @@ from benchmarks.support.tables import interleaved, markdown, publish
 from megatron_ssm.native import kernels
 
 NEW, REPETITIONS = 16, 10
-FORMATS = {"fp32": {}, "bf16": dict(dtype=torch.bfloat16), "int8": dict(weights="int8")}
+FORMATS = {
+    "fp32": {},
+    "bf16": dict(dtype=torch.bfloat16),
+    "int8": dict(weights="int8"),
+    "int4": dict(weights="int4"),
+}
 LIBRARY = kernels.LIBRARY.functions
 
 
@@ -97,7 +102,17 @@ def main() -> None:
         for phase in ("prefill", "decode"):
             times = interleaved({name: phases[phase] for name, phases in engines.items()}, REPETITIONS)
             rows.append(row(shape, phase, times))
-    header = ["shape", f"prompt {PROMPT}", "transformers", "torch only", "fp32", "bf16", "int8 weights", "spread"]
+    header = [
+        "shape",
+        f"prompt {PROMPT}",
+        "transformers",
+        "torch only",
+        "fp32",
+        "bf16",
+        "int8 weights",
+        "int4 weights",
+        "spread",
+    ]
     publish("speed", markdown(header, rows))
 
 

@@ -16,8 +16,9 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of, hf_shapes
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
-from megatron_ssm.native.kernels import BLOCK
-from megatron_ssm.ops.matrices import prefer_huge_pages, quantize
+from megatron_ssm.native.products import BLOCK
+from megatron_ssm.ops.huge_pages import prefer_huge_pages
+from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from sparsefusion import FORMATS
@@ -57,7 +58,8 @@ def load(
     reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
     `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
 
-    weights: "int8" keeps the matrices in 8 bits, for a model that only generates on a CPU; None keeps them in `dtype`.
+    weights: "int8" or "int4" keeps the matrices in 8 or 4 bits, for a model that only generates on a CPU; None keeps them in
+    `dtype`.
 
     shared_memory: whether ranks on one host sum CPU tensors through memory that they share, if they all have the C kernels;
     `auto` then is fp32, and `model.close()` releases the memory. False: always through the group's backend.
@@ -118,8 +120,8 @@ def _check_arguments(
         raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
-    if weights not in (None, "int8"):
-        raise ValueError(f"weights={weights!r} is neither None nor 'int8'")
+    if weights not in (None, *ROUNDED_FORMATS):
+        raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(ROUNDED_FORMATS)}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
     if not Path(directory).is_dir():
@@ -185,15 +187,15 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
 
 
 def _fill(module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None) -> list[bool]:
-    """Read a module's parameters, then its children's. With weights="int8" each matrix is quantized as soon as it is read.
+    """Read a module's parameters, then its children's. With `weights`, each matrix is rounded as soon as it is read.
 
     Returns, for each matrix of a quantizable layer, whether it was quantized.
     """
     for parameter in module.parameters(recurse=False):
         read(parameter)
     quantized = [done for child in module.children() for done in _fill(child, read, weights)]
-    if weights == "int8" and isinstance(module, QUANTIZABLE):
-        quantized.append(quantize(module))
+    if weights is not None and isinstance(module, QUANTIZABLE):
+        quantized.append(quantize(module, weights))
     return quantized
 
 

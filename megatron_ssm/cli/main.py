@@ -46,7 +46,9 @@ def parser() -> Parser:
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded and computed."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--weights", choices=("int8",), help="keep the matrices in 8 bits (default: in --dtype)")
+    parser.add_argument(
+        "--weights", choices=("int8", "int4"), help="keep the matrices in 8 or 4 bits (default: in --dtype)"
+    )
     parser.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 

@@ -16,10 +16,10 @@ from megatron_ssm.layers.cache import BatchInfo, LayerCache, Rows
 from megatron_ssm.layers.mamba1 import Convolution, MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
 from megatron_ssm.layers.pending_tokens import KeptTokens
-from megatron_ssm.native import kernels
+from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
-from megatron_ssm.ops.matrices import Int8Weight
+from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
@@ -34,20 +34,21 @@ INLINED_MODULES = (  # step.c computes what these do, so their forward is not ca
     Convolution,
     Packed,
     Int8Weight,
+    Int4Weight,
 )
 
 
 class _Matrix(ctypes.Structure):
-    """step.c's `Matrix`: a floating-point matrix, or an `Int8Weight`."""
+    """step.c's `Matrix`: a floating-point matrix, or a `RoundedMatrix`."""
 
     _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
 
     @classmethod
-    def of(cls, weight: Tensor | Int8Weight) -> "_Matrix":
-        """The struct of a tensor or an Int8Weight."""
+    def of(cls, weight: Tensor | RoundedMatrix) -> "_Matrix":
+        """The struct of a tensor or a RoundedMatrix."""
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
-        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[torch.int8])
+        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
 
 
 class _Sum(ctypes.Structure):
@@ -317,16 +318,16 @@ def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
 
 
 def _is_supported(
-    typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | Int8Weight], batch: int
+    typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | RoundedMatrix], batch: int
 ) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
     weights = [t for m in matrices.values() for t in ([m] if isinstance(m, torch.Tensor) else [m.values])]
-    floating = [weight for weight in weights if weight.dtype is not torch.int8]
-    scales = [m.scales for m in matrices.values() if isinstance(m, Int8Weight)]
-    products = [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
+    floating = [weight for weight in weights if weight.dtype not in products.ROUNDED]
+    scales = [m.scales for m in matrices.values() if isinstance(m, RoundedMatrix)]
+    multiplied = [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
     return (
         usable(typed["norm"], *typed.values(), *floating) and are_float32(*float32.values(), *scales)
         and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE
-        and all(kernels.is_faster_than_torch(batch, weight) for weight in products)
+        and all(products.is_faster_than_torch(batch, weight) for weight in multiplied)
         and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values(), *scales))
     )  # fmt: skip

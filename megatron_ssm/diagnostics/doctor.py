@@ -23,6 +23,7 @@ PACKAGES = (
     "apex",
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
+NOT_TRAINED = "none: rounded matrices are not trained"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
@@ -100,7 +101,7 @@ def versions() -> dict[str, Any]:
     machine = {
         "python": platform.python_version,
         "platform": platform.platform,
-        "CPU": _cpu_model,
+        "CPU": cpu_model,
         "cores for this process": usable_cores,
         "torch build": torch_build,
     }
@@ -109,7 +110,7 @@ def versions() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The processor's name where Linux knows it, and the architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
@@ -193,11 +194,11 @@ def _on_cuda() -> list[tuple]:
             "causal_conv1d_update",
             f"float64, not {taps} taps, channels not a multiple of {vector}, one token in training",
         ),
-        "matrix product": ("torch", "torch", "cuBLAS"),
         "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
         "AdamW": ("none: it trains", adamw, why or "float64: torch"),
         "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
     }
+    rows |= {name: ("torch", training, "cuBLAS") for name, _, training, _ in _many_rows()}
     return [(name, *rows.get(name, _torch_on_cuda(training))) for name, _, training, _ in _on_cpu()]
 
 
@@ -237,35 +238,50 @@ def _on_cpu() -> list[tuple]:
         ("SSD", inference, training, f"torch: float64, states of more than {state} values"),
         ("convolution", inference, training, f"torch: float64, more than {taps} taps, training in bfloat16"),
         ("RMS norm", inference, "torch", "torch: float64; the C kernel has no gradient"),
-        *_products(library, {dtype: kernels.most_rows(dtype) for dtype in kernels.ROWS}),
+        *_few_rows(library),
     ]
     rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
     rows += [
-        ("matrix product", *_matrix_product(kernels)),
+        *_many_rows(),
         ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
         ("AdamW", "none: it trains", "torch", "torch's fused AdamW"),
     ]
     return [*rows, ("all-reduce between ranks", *_all_reduce())]
 
 
-def _products(library: Library, most_rows: dict[Any, int]) -> list[tuple]:
-    """A row for matrix-vector products with each dtype of the matrix."""
+def _few_rows(library: Library) -> list[tuple]:
+    """A row for the product of few tokens with each kind of matrix."""
+    from megatron_ssm.native import products
+
     rows = []
-    for dtype, count in most_rows.items():
-        name = _name(dtype)
-        training = "none: int8 is not trained" if name == "int8" else "torch"
-        runs = f"C (up to {count} rows)" if library else "torch"
+    for stored in products.ROWS:
+        runs = f"C (up to {products.most_rows(stored)} rows)" if library else "torch"
+        name, training = _matrix_name(stored), "torch" if stored not in products.ROUNDED else NOT_TRAINED
         rows.append((f"matrix-vector product, {name}", runs, training, "C reads each weight once; it has no gradient"))
     return rows
 
 
-def _matrix_product(kernels: Any) -> tuple[str, str, str]:
-    """(inference, training, why) of products with more rows than the C kernels take."""
-    widened = [_name(dtype) for dtype in kernels.HALVES if kernels.is_faster_in_float32(dtype)]
-    if not widened:
-        return "torch", "torch", "with more rows, torch is faster"
-    names = " and ".join(widened)
-    return f"torch ({names} in float32)", "torch", f"this processor has no instructions for {names}"
+def _many_rows() -> list[tuple]:
+    """A row for the product of many tokens with each kind of matrix: in which form it is computed, and the times of all."""
+    import torch
+
+    from megatron_ssm.ops import matrices
+
+    rows: list[tuple] = [("matrix product, float32", "torch", "torch", "with more rows, torch is faster")]
+    for stored in (*matrices.HALVES, *matrices.KINDS):
+        x = stored if stored in matrices.HALVES else torch.float32
+        form = matrices.product_form(stored, x, matrices.MANY)
+        times = matrices.product_times(stored, x, matrices.ROW_COUNTS[-1], torch.get_num_threads())
+        why = "measured: " + ", ".join(f"{name} {seconds * 1e3:.2g} ms" for name, seconds in times.items())
+        training = NOT_TRAINED if stored in matrices.KINDS else "torch"
+        runs = f"C ({form})" if form in (matrices.INTEGERS, matrices.TILES) else f"torch ({form})"
+        rows.append((f"matrix product, {_matrix_name(stored)}", runs, training, why))
+    return rows
+
+
+def _matrix_name(stored: Any) -> str:
+    """The name of a matrix's dtype: the 4-bit numbers are stored in bytes."""
+    return {"uint8": "int4"}.get(_name(stored), _name(stored))
 
 
 def _all_reduce() -> tuple[str, str, str]:

@@ -7,7 +7,6 @@ own, in float32. A function that overwrites a state returns that tensor. A shape
 a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,14 +26,11 @@ from .arguments import (
     without_gaps,
 )
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # their codes in native.h
+# Their codes in native.h. Bytes hold two numbers of 4 bits.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3, torch.uint8: 4}
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
-HALVES = (torch.bfloat16, torch.float16)
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # taps of a convolution; N of a recurrence
 CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd.c)
-BLOCK = 64  # elements of an int8 weight that share a scale (linear.c)
-ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36}  # of x: beyond, torch is faster; by the weight's dtype
-ROWS_IF_WIDENED = 24  # the same for bfloat16, where torch would multiply in float32
 
 SIGNATURES = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -47,6 +43,11 @@ SIGNATURES = {
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
+    "integer_product": [POINTER] * 5 + [SIZE] * 3 + [INT] * 3,
+    "has_integer_products": [],
+    "tile_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
+    "has_tile_products": [],
+    "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
     "has_products_of": [INT],
     "decode": [POINTER, INT],
     "keep_tokens": [POINTER, POINTER, INT],
@@ -289,60 +290,3 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float | N
         groups, width // groups, eps or 0.0, eps is not None, TYPES[y.dtype],
     ))  # fmt: skip
     return out, squares
-
-
-@cache
-def _has_products_of(dtype: torch.dtype) -> bool:
-    return bool(functions().has_products_of(TYPES[dtype]))
-
-
-def is_faster_in_float32(dtype: torch.dtype) -> bool:
-    """Whether matrix products are faster in float32 than in dtype, because the processor lacks instructions for the dtype.
-
-    torch then takes two to ten times as long for them. Without the library this is not known: False, torch's own choice.
-    """
-    return dtype in HALVES and LIBRARY.functions is not None and not _has_products_of(dtype)
-
-
-def most_rows(dtype: torch.dtype) -> int:
-    """The rows of x up to which `linear` with a weight of this dtype is faster than torch."""
-    return ROWS_IF_WIDENED if dtype is torch.bfloat16 and is_faster_in_float32(dtype) else ROWS.get(dtype, 0)
-
-
-def is_faster_than_torch(rows: int, weight: Tensor) -> bool:
-    """Whether `linear` of so many rows of x and a weight (a matrix, or the int8 values of one) is faster than torch."""
-    dtype = weight.dtype
-    return (
-        rows <= most_rows(dtype)
-        and weight.is_contiguous()
-        and (dtype is not torch.bfloat16 or weight.shape[1] % 2 == 0)
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def should_multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear` supports this product and is faster than torch: few rows of x, outside autocast."""
-    typed = usable(x, bias) if weight.dtype is torch.int8 else usable(x, weight, bias)
-    return typed and x.shape[-1] == weight.shape[1] > 0 and is_faster_than_torch(x.numel() // x.shape[-1], weight)
-
-
-def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """x (..., in) W^T + bias (out,) -> (..., out), for few rows of x; x and bias are typed.
-
-    weight: (out, in), without gaps: of x's dtype, with an even `in` if that is bfloat16; or int8, with an `in` that is a
-    multiple of BLOCK, and scales (out, in / BLOCK) in float32.
-    """
-    out, columns = weight.shape
-    is_int8 = weight.dtype is torch.int8
-    multiple = BLOCK if is_int8 else 2 if weight.dtype is torch.bfloat16 else 1
-    if columns < 1 or columns % multiple or not weight.is_contiguous() or is_int8 != (scales is not None):
-        raise ValueError(f"the C kernel needs a weight without gaps whose rows have a multiple of {multiple} elements, "
-                         f"with scales if it is int8; not {weight.dtype} {tuple(weight.shape)}")  # fmt: skip
-    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // multiple)), bias=(bias, (out,)))
-    x, scales, bias = without_gaps(x, scales, bias)
-    y = x.new_empty(*x.shape[:-1], out)
-    raise_if_failed(functions().linear(
-        weight.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
-        columns, columns, TYPES[weight.dtype], TYPES[x.dtype], torch.get_num_threads(),
-    ))  # fmt: skip
-    return y

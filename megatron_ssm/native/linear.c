@@ -1,5 +1,5 @@
-/* y = x W^T + b for few rows of x. W, (out, in), is read from memory once, and this determines the time: float32, bfloat16,
-   or int8 with scales. See `linear` in kernels.py. */
+/* y = x W^T + b for few rows of x. W, (out, in), is read from memory once, and this determines the time: float32 or bfloat16
+   here, 8 or 4 bits in rounded.c. See `linear` in kernels.py. */
 #include <stdlib.h>
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -10,17 +10,15 @@
 enum {
   BATCH = 4,                   /* rows of x that are multiplied at once */
   LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
-  BLOCK = 64,                  /* int8 weights that share a scale (BLOCK in kernels.py) */
-  BLOCK_WORDS = BLOCK / 4,     /* the 32-bit words that hold a block */
   ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
-  AHEAD = 6144                 /* bytes by which W is prefetched */
+  FEWEST_FOR_TILES = 2,        /* rows of x from which AMX is faster */
+  AHEAD = 6144                 /* bytes by which W is prefetched; a third of it for float32 */
 };
 
-/* W is read in words of 32 bits, of 1, 2 or 4 columns. x is unpacked accordingly ("planes"): first the columns that come
-   first in their word, then those that come second, and so on. So consecutive words meet consecutive elements of x. */
+/* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
+   in their word, then those that come second. So consecutive words meet consecutive elements of x. */
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
-  const float *scales;  /* (out, in / BLOCK), for INT8 only */
   const void *bias;     /* (out) of `type`, or NULL */
   const float *x;       /* (batch, in), in planes */
   void *y;              /* (batch, out) of `type` */
@@ -29,47 +27,36 @@ typedef struct {
 } Linear;
 
 /* Columns of W in a 32-bit word. */
-INLINE ptrdiff_t columns_per_word(int weight_type) {
-  return weight_type == INT8 ? 4 : weight_type == BFLOAT16 ? 2 : 1;
-}
+INLINE ptrdiff_t columns_per_word(int weight_type) { return weight_type == BFLOAT16 ? 2 : 1; }
 
-/* 2^24 times the int8 in a byte of a word: as the highest byte it needs neither a shift to the right nor a sign extension.
-   In return x is multiplied by 2^-24. */
-INLINE float scaled_byte(uint32_t word, int place) {
-  return (float)(int32_t)(word << (24 - 8 * place) & 0xff000000u);
-}
-
-/* The product of a word of W and x, whose planes have `count` elements; that of INT8 lacks its scale. */
+/* The product of a word of W and x, whose planes have `count` elements. */
 INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_type) {
   if (weight_type == FLOAT32) return float_of_bits(word) * x[0];
-  if (weight_type == BFLOAT16) return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
-  return scaled_byte(word, 0) * x[0] + scaled_byte(word, 1) * x[count] + scaled_byte(word, 2) * x[2 * count] +
-         scaled_byte(word, 3) * x[3 * count];
+  return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
 }
 
-/* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. Rows of
-   16-bit and 8-bit weights are short, and the hardware's prefetching stops at their ends; so the next rows, which follow in
-   memory, are prefetched here. (A prefetch beyond the end of W has no effect.) */
+/* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. The
+   hardware's own prefetching is too late on some processors, and stops at the ends of short rows; so what follows in memory
+   is prefetched here. (A prefetch beyond the end of W has no effect.) */
 INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
   const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_per_word(weight_type));
-  const float *x = a->x + first * a->x_stride, *scales = weight_type == INT8 ? a->scales + row * (a->in / BLOCK) : NULL;
+  const float *x = a->x + first * a->x_stride;
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
-    for (ptrdiff_t line = 0; weight_type != FLOAT32 && line < lanes * 4; line += 64)
-      __builtin_prefetch((const char *)(w + i) + line + AHEAD);
+    for (ptrdiff_t line = 0; line < lanes * 4; line += 64)
+      __builtin_prefetch((const char *)(w + i) + line + (weight_type == FLOAT32 ? AHEAD / 3 : AHEAD));
     for (int b = 0; b < batch; b++)
 #pragma omp simd
       for (ptrdiff_t k = 0; k < lanes; k++)
-        sums[b][k] += (weight_type == INT8 ? scales[i / BLOCK_WORDS] : 1) *
-                      product(w[i + k], x + b * a->x_stride + i + k, count, weight_type);
+        sums[b][k] += product(w[i + k], x + b * a->x_stride + i + k, count, weight_type);
   }
   for (int b = 0; b < batch; b++) {
     float total = 0, bias = a->bias ? get(a->bias, row, a->type) : 0;
 #pragma omp simd reduction(+ : total)
     for (ptrdiff_t k = 0; k < lanes; k++) total += sums[b][k];
-    for (ptrdiff_t k = i; k < count; k++) /* INT8 leaves no words here */
+    for (ptrdiff_t k = i; k < count; k++)
       total += product(w[k], x + b * a->x_stride + k, count, weight_type);
     put(a->y, (first + b) * a->y_stride + row, total + bias, a->type);
   }
@@ -91,11 +78,9 @@ FOR_EACH_BATCH(long_float32_, FLOAT32, LANES)
 FOR_EACH_BATCH(short_float32_, FLOAT32, FEW_LANES)
 FOR_EACH_BATCH(long_bfloat16_, BFLOAT16, LANES)
 FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
-FOR_EACH_BATCH(int8_, INT8, BLOCK_WORDS)
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
-  if (weight_type == INT8) return int8_;
   if (weight_type == BFLOAT16) return in < 4 * LANES ? short_bfloat16_ : long_bfloat16_;
   return in < 2 * LANES ? short_float32_ : long_float32_;
 }
@@ -111,35 +96,36 @@ static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdi
     }
 }
 
-/* A row of x as float32 in planes, multiplied by 2^-24 for int8 weights. */
+/* A row of x as float32 in planes. */
 INLINE void unpack_row(const void *x, float *to, ptrdiff_t in, int type, int planes) {
   for (int k = 0; k < planes; k++, to += in / planes)
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < in / planes; i++) to[i] = get(x, planes * i + k, type) * (planes == 4 ? 0x1p-24f : 1);
+    for (ptrdiff_t i = 0; i < in / planes; i++) to[i] = get(x, planes * i + k, type);
 }
 
 CLONES static void unpack(const void *x, float *to, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type,
                           int weight_type) {
   for (ptrdiff_t b = 0; b < batch; b++, to += in, x = at(x, x_stride, type))
     if (weight_type == FLOAT32) unpack_row(x, to, in, BFLOAT16, 1);
-    else if (weight_type == BFLOAT16 && type == FLOAT32) unpack_row(x, to, in, FLOAT32, 2);
-    else if (weight_type == BFLOAT16) unpack_row(x, to, in, BFLOAT16, 2);
-    else if (type == FLOAT32) unpack_row(x, to, in, FLOAT32, 4);
-    else unpack_row(x, to, in, BFLOAT16, 4);
+    else if (type == FLOAT32) unpack_row(x, to, in, FLOAT32, 2);
+    else unpack_row(x, to, in, BFLOAT16, 2);
 }
 
 /* `linear` with gaps between the rows of W and y. `type` is that of x, bias and y. `in` and weight_stride are even for
-   BFLOAT16 weights; for INT8 weights `in` is a multiple of BLOCK, and weight_stride is `in`. */
-int strided_linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride,
-                   int weight_type, int type, int threads) {
+   BFLOAT16 weights. */
+int strided_linear(const void *weight, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
+                   ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int weight_type, int type,
+                   int threads) {
   float *unpacked = NULL;
   if (!out || !batch) return 0;
+  if (weight_type == BFLOAT16 && batch >= FEWEST_FOR_TILES && in % 32 == 0 && weight_stride == in && y_stride == out &&
+      has_tile_products())
+    return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   if (weight_type != FLOAT32 || type != FLOAT32) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
-  Linear a = {weight, scales, bias, unpacked ? unpacked : x, y, batch, out, in, weight_stride, unpacked ? in : x_stride,
+  Linear a = {weight, bias, unpacked ? unpacked : x, y, batch, out, in, weight_stride, unpacked ? in : x_stride,
               y_stride, type};
   MultiplyRows *const *functions = functions_for(weight_type, in);
   ptrdiff_t share = (out + threads - 1) / threads;
@@ -154,7 +140,9 @@ int strided_linear(const void *weight, const float *scales, const void *bias, co
 
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
            ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  return strided_linear(weight, scales, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
+  if (weight_type == INT8 || weight_type == INT4)
+    return rounded_linear(weight, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
+  return strided_linear(weight, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
 }
 
 /* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On

@@ -11,7 +11,7 @@ enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
 /* A matrix (out, in), as `linear` takes it. */
 typedef struct {
   const void *values;
-  const float *scales; /* of INT8, otherwise NULL */
+  const float *scales; /* of INT8 and INT4, otherwise NULL */
   ptrdiff_t type;
 } Matrix;
 
@@ -81,7 +81,7 @@ static int mamba_in(const Layer *l, const void *hidden, int threads) {
               l->taps, 2 * tokens * channels, 2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
   for (ptrdiff_t h = 0; h < l->heads; h++)
-    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, NULL, at(w.x, h * per_head, type),
+    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, at(w.x, h * per_head, type),
                              at(l->parameters, h * width, type), rows, width, per_head, channels, channels,
                              l->heads * width, type, type, threads);
   return failed;
@@ -115,7 +115,7 @@ static int mamba_out(const Layer *l, void *parameters, int threads) {
       }
   int failed = 0;
   for (ptrdiff_t h = 0; h < heads; h++)
-    failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, NULL, at(parameters, h * width, l->type),
+    failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, at(parameters, h * width, l->type),
                              at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, l->type,
                              l->type, threads);
   mamba_scan(l, parameters, 0, l->batch, l->tokens, at(w.xz, channels, l->type), l->next_state, l->next_stride, threads);

@@ -1,166 +1,163 @@
-"""Products with matrices (`linear`), and matrices that are stored as 8-bit integers (`Int8Weight`).
+"""Products with matrices (`linear`): in the form that a measurement found fastest.
 
 A decoding step reads every weight once, so its time is determined by the memory's bandwidth and by the size of the weights.
-For a few tokens the C kernel comes close to that bandwidth. In int8, blocks of 64 elements of a row share a float32 scale,
-max(abs(w)) / 127. Only weights are rounded: activations and sums are as in a model without int8. Such a model can be neither
-trained nor saved.
+For a few tokens the C kernels come close to that bandwidth.
+
+For many tokens the time is that of the multiplications, and their form matters: one processor multiplies bfloat16 ten times
+as fast as float32, another takes several times as long. So some products are timed in each form, once in a process, and the
+fastest is used; another form than the first must be faster by 5 % at least. The forms of a product are:
+
+- x's own dtype, and another dtype, in torch's library. The matrix is converted some rows at a time, and not kept;
+- INTEGERS: x is rounded to 8 bits, for a rounded matrix;
+- TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix.
 """
 
-import ctypes
 import math
-import sys
-from collections.abc import Callable, Iterable
+import time
+from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_ssm.native import kernels
+from megatron_ssm.native import products
 from megatron_ssm.native.arguments import are_float32
+from megatron_ssm.native.kernels import usable
 
-PAGE, MADV_HUGEPAGE = 4096, 14  # Linux: bytes of a page; the advice to use huge pages
-LARGE = 4 * 2**20  # bytes of a tensor from which huge pages are worth asking for
-ROWS_OF_X = 12  # rows of x per call of the int8 kernel: they stay in the first-level cache
+from .rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
+
 NUMBERS = 2**20  # elements of a matrix that are converted to another dtype at a time: they stay in the last-level cache
 TOKENS = 1024  # tokens whose activations are converted at a time, to limit memory
 FEW = 8  # rows of x up to which converting the matrix takes longer than it saves
 
+HALVES = (torch.bfloat16, torch.float16)
+KINDS: dict[torch.dtype, type[RoundedMatrix]] = {torch.int8: Int8Weight, torch.uint8: Int4Weight}
+INTEGERS, TILES = "int8 by VNNI", "bfloat16 by AMX"  # forms; the others are names of dtypes
+SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
+MANY = 48  # rows of x from which the measurement with many applies
+REPETITIONS, MARGIN = 5, 0.95  # another form must take less than this share of the first one's time
 
-def linear(x: Tensor, weight: "Tensor | Int8Weight", bias: Tensor | None = None) -> Tensor:
-    """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or an Int8Weight.
 
-    Without gradients, few rows of x are multiplied by a C kernel, which reads W once. Everything else is torch's product: in
-    float32 where this processor has no instructions for x's dtype (`kernels.is_faster_in_float32`), otherwise in that dtype.
+def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or a RoundedMatrix.
+
+    Without gradients, few rows of x are multiplied by a C kernel, which reads W once, and many in the fastest form
+    (`product_form`). With gradients it is torch's product in x's dtype.
     """
-    if isinstance(weight, Int8Weight):
-        return weight.linear(x, bias)
+    if isinstance(weight, RoundedMatrix):
+        return _rounded_linear(x, weight, bias)
     if torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    if kernels.should_multiply(x, weight, bias):
-        return kernels.linear(x, weight, None, bias)
-    widened = x.dtype is weight.dtype and _product_dtype(x) is not x.dtype
-    if widened and x.numel() > FEW * x.shape[-1]:
-        return _linear_in_pieces(x, weight, bias)
+    if products.should_multiply(x, weight, bias):
+        return products.linear(x, weight, None, bias)
+    if x.dtype in HALVES and x.dtype is weight.dtype and x.numel() > FEW * x.shape[-1]:
+        return _linear_in_form(_form_for(x, x.dtype), x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch multiplies x fastest."""
-    left_to_torch = not x.is_cpu or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
-    return torch.float32 if not left_to_torch and kernels.is_faster_in_float32(x.dtype) else x.dtype
+def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Tensor:
+    """`linear` with a RoundedMatrix."""
+    values, scales = weight.values, weight.scales
+    if torch.is_grad_enabled():
+        return _linear_in_pieces(x, weight, bias, x.dtype)
+    if are_float32(scales) and products.should_multiply(x, values, bias):
+        return products.linear(x, values, scales, bias)
+    return _linear_in_form(_form_for(x, values.dtype), x, weight, bias)
 
 
-def _linear_in_pieces(x: Tensor, weight: "Tensor | Int8Weight", bias: Tensor | None) -> Tensor:
-    """`linear` by torch; some tokens of x and some rows of the matrix at a time are converted to the product's dtype."""
+def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
+    """`linear` in a form, or in x's dtype if the C kernels do not support these tensors."""
+    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    if form == TILES and not (products.has_tile_products() and weight.shape[1] % products.DEPTH == 0):
+        form = _name(x.dtype)
+    if form in (INTEGERS, TILES) and not usable(x, bias):
+        form = _name(x.dtype)
+    if form == TILES:
+        return products.tile_product(x, values, scales, bias)
+    if form == INTEGERS and scales is not None:
+        return products.integer_product(x, values, scales, bias)
+    dtype = getattr(torch, form)
+    return F.linear(x, values, bias) if values.dtype is dtype else _linear_in_pieces(x, weight, bias, dtype)
+
+
+def _linear_in_pieces(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`linear` by torch in `dtype`; some tokens of x and some rows of the matrix at a time are converted to it."""
     out, columns = weight.shape
-    dtype, tokens = _product_dtype(x), x.reshape(-1, columns)
+    tokens = x.reshape(-1, columns)
     pieces, at_once = (math.ceil(out * columns / NUMBERS), TOKENS) if x.is_cpu else (1, len(tokens))
     rows = max(1, math.ceil(out / max(1, pieces)))
+    is_narrower = torch.promote_types(dtype, x.dtype) is not dtype
     y: Tensor | None = None
     for first in range(0, max(1, len(tokens)), max(1, at_once)):
         some = tokens[first : first + at_once].to(dtype)
         for start in range(0, max(1, out), rows):
             piece = slice(start, start + rows)
-            part = weight.rows(piece, dtype) if isinstance(weight, Int8Weight) else weight[piece].to(dtype)
-            product = F.linear(some, part, None if bias is None else bias[piece].to(dtype))
+            part = weight.rows(piece, dtype) if isinstance(weight, RoundedMatrix) else weight[piece].to(dtype)
+            product = F.linear(some, part, None if bias is None or is_narrower else bias[piece].to(dtype))
             if y is None:  # under autocast, the product has autocast's dtype
                 y = product.new_empty(len(tokens), out, dtype=product.dtype if dtype is x.dtype else x.dtype)
             y[first : first + len(some), piece] = product
     assert y is not None  # both loops run at least once
+    if bias is not None and is_narrower:
+        y += bias
     return y.view(*x.shape[:-1], out)
 
 
-def rows_at(weight: "Tensor | Int8Weight", index: Tensor) -> Tensor:
+def rows_at(weight: Tensor | RoundedMatrix, index: Tensor) -> Tensor:
     """The rows of a matrix (out, in) at an index (...) of int64 -> (..., in): an embedding."""
-    return weight.rows(index) if isinstance(weight, Int8Weight) else F.embedding(index, weight)
+    return weight.rows(index) if isinstance(weight, RoundedMatrix) else F.embedding(index, weight)
 
 
-class Int8Weight(nn.Module):
-    """A matrix W (out, in) in 8 bits: `values` int8 (out, in), `scales` float32 (out, in / 64).
+# The form of a product
 
-    dtype: the activations' dtype, in which `rows` returns rows.
+
+def _form_for(x: Tensor, stored: torch.dtype) -> str:
+    """The form in which x is multiplied by a matrix that is stored in the dtype `stored`."""
+    if not x.is_cpu or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return _name(x.dtype)
+    return product_form(stored, x.dtype, x.numel() // max(1, x.shape[-1]))
+
+
+def product_form(stored: torch.dtype, x: torch.dtype, rows: int) -> str:
+    """The fastest form of a product of `rows` rows of dtype x with a matrix that is stored in the dtype `stored`."""
+    seconds = product_times(stored, x, ROW_COUNTS[rows >= MANY], torch.get_num_threads())
+    first, fastest = next(iter(seconds)), min(seconds, key=lambda form: seconds[form])
+    return fastest if seconds[fastest] < MARGIN * seconds[first] else first
+
+
+@cache
+def product_times(stored: torch.dtype, x: torch.dtype, rows: int, threads: int) -> dict[str, float]:
+    """{form: seconds} of a product with a matrix of SHAPE in each form that could be fastest; x's own dtype comes first.
+
+    It is measured by the first call in a process, and takes some milliseconds. With only one form nothing is measured.
     """
-
-    values: Tensor
-    scales: Tensor
-
-    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype):
-        super().__init__()
-        self.register_buffer("values", values)
-        self.register_buffer("scales", scales)
-        self.dtype = dtype
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, weight: Tensor) -> "Int8Weight":
-        """A floating-point matrix (out, in), rounded; `in` is a multiple of 64. A block of zeros has the scale 0."""
-        blocks = weight.float().view(len(weight), -1, kernels.BLOCK)
-        scales = blocks.abs().amax(-1) / 127
-        divisors = scales.where(scales > 0, 1).unsqueeze(-1)
-        values = torch.empty_like(weight, dtype=torch.int8)
-        prefer_huge_pages([values])
-        values.view_as(blocks).copy_((blocks / divisors).round_().clamp_(-127, 127))
-        return cls(values, scales, weight.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        """(out, in)."""
-        return self.values.shape
-
-    @property
-    def device(self) -> torch.device:
-        """The device of values and scales."""
-        return self.values.device
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Weight":
-        """For `.to()`, `.bfloat16()` and the like: changes the activations' dtype, while the scales stay float32."""
-        scales = self.scales
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        self.scales = scales.to(self.values.device)
-        return self
-
-    def forward(self) -> "Int8Weight":
-        """Returns itself, as `Packed` returns its matrix; so it can replace a `Packed`."""
-        return self
-
-    def rows(self, index: Tensor | slice, dtype: torch.dtype | None = None) -> Tensor:
-        """Some rows in a floating-point dtype (None: the activations'): index (...) -> (..., in)."""
-        blocks = self.values[index].unflatten(-1, (-1, kernels.BLOCK)) * self.scales[index].unsqueeze(-1)
-        return blocks.flatten(-2).to(dtype or self.dtype)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., in) W^T + bias -> (..., out): by a C kernel for few rows of x, otherwise by torch."""
-        if not torch.is_grad_enabled() and are_float32(self.scales) and kernels.should_multiply(x, self.values, bias):
-            rows = x.reshape(-1, x.shape[-1]).split(ROWS_OF_X)
-            parts = [kernels.linear(piece, self.values, self.scales, bias) for piece in rows]
-            return torch.cat(parts).view(*x.shape[:-1], len(self.values))
-        return _linear_in_pieces(x, self, bias)
+    forms = _forms_to_try(stored, x)
+    if len(forms) == 1:
+        return {forms[0]: 0.0}
+    with torch.inference_mode():
+        matrix = torch.linspace(-1, 1, math.prod(SHAPE)).view(SHAPE)
+        weight = KINDS[stored].of(matrix) if stored in KINDS else matrix.to(stored)
+        given, seconds = torch.ones(rows, SHAPE[1], dtype=x), dict.fromkeys(forms, math.inf)
+        for _ in range(REPETITIONS):
+            for form in forms:
+                start = time.perf_counter()
+                _linear_in_form(form, given, weight, None)
+                seconds[form] = min(seconds[form], time.perf_counter() - start)
+    return seconds
 
 
-def prefer_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Ask Linux for pages of 2 MB for large tensors that nothing was written to yet; other systems are not asked.
+def _forms_to_try(stored: torch.dtype, x: torch.dtype) -> list[str]:
+    """The forms in which rows of dtype x could be multiplied by such a matrix; x's own dtype comes first."""
+    forms, is_rounded = [x], stored in KINDS
+    if x in HALVES:
+        forms.append(torch.float32)
+    elif x is torch.float32 and is_rounded:
+        forms.append(torch.bfloat16)
+    has_kernels = x in (torch.float32, torch.bfloat16)
+    integers = [INTEGERS] if has_kernels and is_rounded and products.has_integer_products() else []
+    tiles = [TILES] if has_kernels and stored is not torch.float16 and products.has_tile_products() else []
+    return [*map(_name, forms), *integers, *tiles]
 
-    With the usual small pages, looking up their addresses makes reading the weights about a twentieth slower.
-    """
-    if sys.platform != "linux":
-        return
-    advise = ctypes.CDLL(None).madvise
-    for tensor in tensors:
-        start = -(-tensor.data_ptr() // PAGE) * PAGE
-        if tensor.is_cpu and tensor.nbytes >= LARGE:
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start), MADV_HUGEPAGE)
 
-
-def quantize(module: nn.Module) -> bool:
-    """Replace the module's own `weight`, a matrix or a `Packed`, by an Int8Weight.
-
-    False, and nothing is done, if the length of its rows is not a multiple of 64. A matrix without rows stays as it is.
-    """
-    weight: Tensor = module.weight() if isinstance(module.weight, nn.Module) else module.weight
-    if weight.shape[1] % kernels.BLOCK:
-        return False
-    if len(weight):
-        del module.weight
-        module.weight = Int8Weight.of(weight)
-    return True
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -307,5 +307,5 @@ class VocabularyParallel(nn.Module):
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local
 
 
-# Layers whose `weight` may be an Int8Weight.
+# Layers whose `weight` may be a RoundedMatrix.
 QUANTIZABLE = (ColumnParallelLinear, RowParallelLinear, VocabularyParallel)

@@ -46,6 +46,7 @@ from .trainer import (
     decay_groups,
     entries,
     evaluate,
+    gathered_state,
     grad_norm,
     torch_adamw,
     unfilled_state,
@@ -172,19 +173,11 @@ class DeepSpeedTrainer(Trainer):
         return self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
-        """See `Trainer.checkpoint_state`.
-
-        With ZeRO, the ranks that hold the same part of the model gather its tensors one by one, in fp32, and each keeps its
-        share of them on the CPU.
-        """
+        """See `Trainer.checkpoint_state`. With ZeRO, the tensors are gathered one by one, in fp32."""
         if not self._stage:
             return self.optimizer
-        state, groups = {}, self.groups
-        for index, parameter in enumerate(self.model.parameters()):
-            tensors = self._gathered(parameter)
-            if index % groups.data_context_ranks == groups.data_context_rank:
-                state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
-        return GatheredState(state, int(self.optimizer.state[self._partitions()[0]]["step"]))
+        steps = int(self.optimizer.state[self._partitions()[0]]["step"])
+        return gathered_state(self.model, self.groups, self._gathered, steps)
 
     def _gathered(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The parameter and its moments, whole on every rank that holds this part of the model."""

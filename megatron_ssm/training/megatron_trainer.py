@@ -17,7 +17,17 @@ from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.parallel.groups import join_alone
 from megatron_ssm.parallel.megatron_ddp import megatron_ddp, megatron_optimizer
 
-from .trainer import Gradients, SequenceLoss, Trainer, adamw, clip_gradients, grad_norm, torch_adamw, unfilled_state
+from .trainer import (
+    Gradients,
+    SequenceLoss,
+    Trainer,
+    adamw,
+    clip_gradients,
+    gathered_state,
+    grad_norm,
+    torch_adamw,
+    unfilled_state,
+)
 
 
 class MegatronTrainer(Trainer):
@@ -104,29 +114,23 @@ class DividedMegatronTrainer(MegatronTrainer):
         return self._divided._get_main_param_and_optimizer_states(parameter) if part.stop > part.start else {}
 
     def checkpoint_state(self) -> GatheredState:
-        """See `Trainer.checkpoint_state`.
-
-        The ranks that hold the same part of the model all-reduce the moments of each parameter, in which each has filled its
-        own elements. Each keeps its share of the parameters on the CPU.
-        """
-        state, groups = {}, self.groups
-        for index, parameter in enumerate(self.model.parameters()):
-            tensors = {"model": parameter.detach(), **(self._gathered(parameter) if parameter.requires_grad else {})}
-            if index % groups.data_context_ranks == groups.data_context_rank:
-                state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        """See `Trainer.checkpoint_state`."""
         steps = (int(held["step"]) for held in self.optimizer.state.values())
-        return GatheredState(state, next(steps, 0))
+        return gathered_state(self.model, self.groups, self._gathered, next(steps, 0))
 
     def _gathered(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Both moments of a parameter, whole on every rank that holds this part of the model."""
-        whole = {name: torch.zeros_like(parameter) for name in MOMENTS}
-        mine = self._moments(parameter)
+        """The parameter and its moments, whole on every rank that holds this part of the model.
+
+        The ranks all-reduce the moments, in which each has filled its own elements.
+        """
+        whole = {name: torch.zeros_like(parameter) for name in MOMENTS if parameter.requires_grad}
+        mine = self._moments(parameter) if parameter.requires_grad else {}
         for name, moment in whole.items():
             if mine:
                 moment.view(-1)[self._part(parameter)] = mine[name]
             if self.groups.data_context is not None:
                 dist.all_reduce(moment, group=self.groups.data_context)
-        return whole
+        return {"model": parameter.detach(), **whole}
 
     @torch.no_grad()
     def load(self, path: Path, step: int) -> None:

@@ -136,6 +136,22 @@ def unfilled_state(model: Model, groups: Groups) -> GatheredState:
     return GatheredState({p: {name: torch.empty(shape) for name in entries(p)} for p, shape in shapes.items()})
 
 
+def gathered_state(
+    model: Model, groups: Groups, gather: Callable[[nn.Parameter], dict[str, torch.Tensor]], steps: int
+) -> GatheredState:
+    """What `Snapshot.of` takes from an engine that divides the optimizer's state: this rank's share of the parameters.
+
+    gather: returns the whole tensors of a parameter, by the names of `entries`; the ranks that hold the same part of the
+    model call it together, and each keeps its share on the CPU. steps: how many the optimizer has done.
+    """
+    state = {}
+    for index, parameter in enumerate(model.parameters()):
+        tensors = gather(parameter)
+        if index % groups.data_context_ranks == groups.data_context_rank:
+            state[parameter] = {name: tensor.cpu() for name, tensor in tensors.items()}
+    return GatheredState(state, steps)
+
+
 def entries(parameter: nn.Parameter) -> tuple[str, ...]:
     """The names of what a checkpoint has of a parameter."""
     return ("model", *MOMENTS) if parameter.requires_grad else ("model",)

@@ -11,9 +11,17 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES)
+#define HAS_CLONES
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_INTRINSICS /* of x86, in functions with these attributes */
+#define TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define TARGET_AVX512_VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")))
+#define TARGET_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -23,8 +31,32 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
+/* The instruction set of the kernels that run: of the clones on this processor, or else of the whole library. */
+enum { BASELINE, AVX2, AVX512 };
+INLINE int level(void) {
+#if defined(HAS_CLONES)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("x86-64-v4") ? AVX512 : __builtin_cpu_supports("x86-64-v3") ? AVX2 : BASELINE;
+#elif defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+  return AVX512;
+#elif defined(__AVX2__) && defined(__FMA__)
+  return AVX2;
+#else
+  return BASELINE;
+#endif
+}
+
+/* Whether kernels may use instructions beyond the level. */
+#if defined(HAS_CLONES)
+INLINE int has_avx512_bf16(void) { return level() == AVX512 && __builtin_cpu_supports("avx512bf16"); }
+INLINE int has_avx512_vnni(void) { return level() == AVX512 && __builtin_cpu_supports("avx512vnni"); }
+#else
+INLINE int has_avx512_bf16(void) { return 0; }
+INLINE int has_avx512_vnni(void) { return 0; }
+#endif
+
 /* Element types of tensors; the Python modules that call the kernels have the same numbers. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3, INT4 = 4 /* two in a byte */ };
 
 INLINE float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }

@@ -1,5 +1,6 @@
 """`python -m megatron_ssm doctor` as a process. Oracles: importlib.metadata's versions, files put where it looks."""
 
+import itertools
 import json
 import os
 import re
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from megatron_ssm.diagnostics import doctor, known_problems
-from megatron_ssm.native import kernels
-from megatron_ssm.ops import cuda_kernels, fused_adam
+from megatron_ssm.native import kernels, products
+from megatron_ssm.ops import cuda_kernels, fused_adam, matrices
 from megatron_ssm.ops.optional_imports import OptionalImport
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,7 +86,9 @@ def test_the_page_and_the_json_say_the_same():
     assert text.count("\n") == 1 and text.isascii()
     for part in ("versions", "launchers", "threads"):
         assert all(lines_of(page, name, value) for name, value in found[part].items()), part
-    assert all(lines_of(page, *row.values()) for row in found["operations"])
+    # Each run measures times of its own.
+    lasting = [row for row in found["operations"] if not row["why"].startswith("measured")]
+    assert len(lasting) >= 12 and all(lines_of(page, *row.values()) for row in lasting)
     assert all(lines_of(page, line) for line in found["warnings"] or ["none"])
     for package, library in found["kernels"].items():
         assert re.search(rf"^  {package} +(C|torch) \(.*{re.escape(library['file'] or '')}$", page, re.MULTILINE)
@@ -94,23 +97,27 @@ def test_the_page_and_the_json_say_the_same():
 def test_each_operation_has_one_row_on_this_machine():
     rows = json.loads(healthy("--json"))["operations"]
     names = [row["operation"] for row in rows if row["device"] == "cpu"]
-    assert len(set(names)) == len(names) == 11
+    assert len(set(names)) == len(names) == 16
     runs = {row["operation"]: row["inference"] for row in rows if row["device"] == "cpu"}
     native = bool(kernels.LIBRARY)
     assert runs["selective scan"] == ("C (float32, bfloat16)" if native else "torch")
-    rows_of_int8 = kernels.ROWS[torch.int8]
-    assert runs["matrix-vector product, int8"] == (f"C (up to {rows_of_int8} rows)" if native else "torch")
+    for name, dtype in (("int8", torch.int8), ("int4", torch.uint8)):
+        most = products.most_rows(dtype)
+        assert runs[f"matrix-vector product, {name}"] == (f"C (up to {most} rows)" if native else "torch")
     assert all(row["why"] for row in rows)
 
 
-@pytest.mark.parametrize("widened", ((), kernels.HALVES[:1], kernels.HALVES), ids=len)
-def test_the_type_of_matrix_products(widened, monkeypatch):
-    """Of a processor that multiplies 16-bit numbers, only float16, or neither."""
-    monkeypatch.setattr(kernels, "is_faster_in_float32", lambda dtype: dtype in widened)
-    (row,) = (row for row in doctor.operations_on("cpu") if row["operation"] == "matrix product")
-    names = " and ".join(("bfloat16", "float16")[: len(widened)])
-    assert row["inference"] == (f"torch ({names} in float32)" if widened else "torch") and row["training"] == "torch"
-    assert names in row["why"]
+@pytest.mark.parametrize("fastest", ("float32", "bfloat16", matrices.TILES))
+def test_the_form_of_matrix_products(fastest, monkeypatch):
+    """The fastest that was measured."""
+    times = {"float32": 2e-3, "bfloat16": 2e-3} | {fastest: 1.234e-3}
+    monkeypatch.setattr(matrices, "product_times", lambda *_: times)
+    rows = {row["operation"]: row for row in doctor.operations_on("cpu")}
+    for name in ("bfloat16", "float16", "int8", "int4"):
+        row = rows[f"matrix product, {name}"]
+        engine = "C" if fastest == matrices.TILES else "torch"
+        assert row["inference"] == f"{engine} ({fastest})" and f"{fastest} 1.2 ms" in row["why"]
+        assert row["training"] == ("torch" if "float" in name else "none: rounded matrices are not trained")
 
 
 def with_kernels(monkeypatch, adams=(), **whys):
@@ -143,7 +150,8 @@ def test_on_cuda_without_optional_kernels_torch_does_everything(monkeypatch):
     rows = on_cuda()
     assert rows.pop("all-reduce between ranks")[:2] == ("NCCL", "NCCL")
     assert rows.pop("AdamW")[1:] == ("torch", "transformer-engine is not installed; apex is not installed")
-    assert rows.pop("matrix-vector product, int8")[:2] == ("torch", "none: int8 is not trained")
+    for operation, format in itertools.product(("matrix-vector product", "matrix product"), ("int8", "int4")):
+        assert rows.pop(f"{operation}, {format}")[:2] == ("torch", "none: rounded matrices are not trained")
     assert {row[:2] for row in rows.values()} == {("torch", "torch")}
     assert rows["selective scan"][2] == rows["SSD"][2] == NO_MAMBA and rows["convolution"][2] == NO_CONV
     line = doctor.kernels_line("cuda:1", torch.float32, "NCCL")

@@ -25,8 +25,12 @@ def generated(rank, directory, ids, format):
         return logits, tokens, sum(len(rows.steps) for rows in model._graphs._of_thread.kept)
 
 
-@pytest.mark.parametrize("name", ("mamba", "falcon", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group"))
-@pytest.mark.parametrize("world, format", [(2, "fp32"), (4, "fp32"), (2, "int8")])
+EXACT = ("mamba", "falcon", "mamba2-2-groups", "zamba-4-heads-grouped-untied", "zamba2-1-group")
+QUANTIZED = ("mamba", "mamba2-2-groups")  # the logits of the other random models depend more on small changes
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("format, name", [("fp32", name) for name in EXACT] + [("int8", name) for name in QUANTIZED])
 def test_logits_and_tokens(world, format, name, oracle):
     ids = oracle(name).ids[:, :20]
     with megatron_ssm.load(oracle(name).directory) as model:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from cases import oracle
 from megatron_ssm import generate, load
-from megatron_ssm.native import kernels
-from megatron_ssm.ops.matrices import Int8Weight, linear
+from megatron_ssm.native import kernels, products
+from megatron_ssm.ops import matrices
+from megatron_ssm.ops.matrices import linear
+from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int8Weight
 from megatron_ssm.parallel.layers import RMSNorm
 from native_variants import MARKED, ROOT, library_path
 from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
@@ -304,15 +306,15 @@ def test_products_of_wrong_shapes_are_errors(variant):
     int8 = Int8Weight.of(weight)
     for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
         with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
-            kernels.linear(x, *arguments)
+            products.linear(x, *arguments)
     narrow = x.bfloat16()
     for given, arguments in (
         (narrow[:, :3], (weight[:, :3].bfloat16(),)),
         (x, (int8.values,)),
         (x, (torch.ones(5, 130)[:, 1:129],)),
     ):
-        with pytest.raises(ValueError, match="needs a weight without gaps whose rows have a multiple of"):
-            kernels.linear(given, *arguments)
+        with pytest.raises(ValueError, match="needs a matrix without gaps whose rows have a multiple of"):
+            products.linear(given, *arguments)
 
 
 @kinds
@@ -334,33 +336,103 @@ def is_close(ours, exact, tolerance):
 
 
 COLUMNS = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
-BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % kernels.BLOCK == 0)
-LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS, "int8 in float32": BLOCK_COLUMNS, "int8 in bfloat16": BLOCK_COLUMNS}
+BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % products.BLOCK == 0)
+LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS} | {
+    f"{format} in {dtype}": BLOCK_COLUMNS for format in ROUNDED_FORMATS for dtype in ("float32", "bfloat16")
+}
+
+
+def rounded_rows(x, largest):
+    """x (..., in) rounded to integers of -largest to largest times a scale for each block of 64, in float64."""
+    blocks = x.float().unflatten(-1, (-1, 64))
+    most = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(most, largest) / most  # torch would compute largest / most with two roundings
+    return ((blocks * inverse).round().nan_to_num().double() * (most / largest).double()).flatten(-2)
 
 
 @pytest.mark.parametrize("kind, columns", [(kind, columns) for kind in LINEAR for columns in LINEAR[kind]])
 @torch.no_grad()
-def test_linear(variant, kind, columns):
-    """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch."""
-    dtype, int8 = torch.bfloat16 if "bfloat16" in kind else torch.float32, "int8" in kind
+def test_linear(variant, monkeypatch, kind, columns):
+    """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch.
+
+    The kernels for rounded matrices round x to 16 bits, or with AMX both factors to bfloat16.
+    """
+    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(columns)
-    for out in (1, 5, 100) if int8 else (0, 1, 5, 100):
+    for out in (1, 5, 100) if format else (0, 1, 5, 100):
         padded = F.pad(torch.randn(out, columns, generator=generator).to(dtype), (0, 0, 1, 1), value=float("nan"))
         stored = given = padded[1 : out + 1]
         exact_weight = stored.double()
-        if int8:
-            given = Int8Weight.of(stored)
-            stored = given.values
-            exact_weight = stored.double() * given.scales.double().repeat_interleave(kernels.BLOCK, 1)
+        if format:
+            given = format.of(stored)
+            stored, exact_weight = given.values, given.rows(slice(None), torch.float64)
         for batch in (*range(1, 26), 36):
             x = torch.randn(batch, 1, columns + 1, generator=generator).to(dtype)[..., 1:]
             bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
-            fits = batch <= kernels.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
-            assert kernels.should_multiply(x, stored, bias) == fits
-            y, exact = linear(x, given, bias), x.double() @ exact_weight.T + (0 if bias is None else bias.double())
+            fits = batch <= products.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
+            assert products.should_multiply(x, stored, bias) == fits
+            exact_x, exact_w = rounded_rows(x, 32767) if format and fits else x.double(), exact_weight
+            if format and batch >= products.FEWEST_FOR_TILES and products.has_tile_products():
+                exact_x, exact_w = x.bfloat16().double(), given.rows(slice(None), torch.bfloat16).double()
+            y, exact = linear(x, given, bias), exact_x @ exact_w.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype
             tolerance = TOLERANCE[dtype] * (1 if fits else 2)  # torch rounds more than once
             assert is_close(y, exact, tolerance), (batch, out)
+
+
+@dtypes
+@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+@torch.no_grad()
+def test_integer_product(variant, format, dtype):
+    """Oracle: the same rounding of x to 8 bits in float64, where the integer sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    for batch, out, columns, has_bias in ((1, 1, 64, True), (3, 33, 128, False), (6, 64, 320, True), (0, 5, 64, False)):
+        matrix = format.of(torch.randn(out, columns, generator=generator))
+        x = (10 * torch.randn(batch, columns, generator=generator)).to(dtype)
+        x[:1, :64] = 0
+        bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
+        exact = rounded_rows(x, 127) @ matrix.rows(slice(None), torch.float64).T + (
+            0 if bias is None else bias.double()
+        )
+        y = products.integer_product(x, matrix.values, matrix.scales, bias)
+        assert y.dtype == dtype and is_close(y, exact, 10 * TOLERANCE[dtype])
+        assert is_close(y, x.double() @ matrix.rows(slice(None), torch.float64).T + (0 if bias is None else bias), 0.02)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", (None, *ROUNDED_FORMATS.values()))
+@torch.no_grad()
+def test_tile_product(kind, dtype):
+    """Only by the installed library, on processors with AMX. Oracle: float64, from x and W rounded to bfloat16."""
+    if not products.has_tile_products():
+        with pytest.raises(RuntimeError, match="no AMX"):
+            products.tile_product(torch.ones(1, 64), torch.ones(1, 64, dtype=torch.bfloat16))
+        pytest.skip("no AMX")
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 1, 64), (3, 33, 128), (17, 64, 320), (33, 31, 1536), (700, 40, 1536), (0, 5, 64)
+    for (batch, out, columns), has_bias in product(shapes, (True, False)):
+        weight = torch.randn(out, columns, generator=generator)
+        matrix = weight.bfloat16() if kind is None else kind.of(weight)
+        values, scales = (matrix, None) if kind is None else (matrix.values, matrix.scales)
+        wide = matrix.double() if kind is None else matrix.rows(slice(None), torch.bfloat16).double()
+        x = torch.randn(batch, columns, generator=generator).to(dtype)
+        bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
+        y = products.tile_product(x, values, scales, bias)
+        exact = x.bfloat16().double() @ wide.T + (0 if bias is None else bias.double())
+        assert y.dtype == dtype and is_close(y, exact, 2 * TOLERANCE[dtype]), (batch, out, columns)
+    with pytest.raises(ValueError, match="rows have a multiple of 32 elements"):
+        products.tile_product(torch.ones(2, 48), torch.ones(2, 48, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+def test_widened_matrices(variant, format):
+    """In float32 and bfloat16; oracle: torch's conversion of the values."""
+    for out, columns in ((1, 64), (7, 192), (33, 128)):
+        matrix = format.of(torch.randn(out, columns, generator=torch.Generator().manual_seed(out)))
+        exact = matrix.rows(torch.arange(out), torch.float32)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(products.widened(matrix.values, matrix.scales, dtype), exact.to(dtype))
 
 
 @dtypes
@@ -403,8 +475,8 @@ def test_gated_norm(variant, seq, dtype):
 THREADED = """
 import sys, torch
 sys.path.insert(0, "tests/helpers")
-from megatron_ssm.native import kernels
-from megatron_ssm.ops.matrices import Int8Weight
+from megatron_ssm.native import kernels, products
+from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
 from scans import KINDS, error, everything, inputs_of
 
 def results(threads, kind):
@@ -412,10 +484,14 @@ def results(threads, kind):
     if kind == "linear":
         torch.manual_seed(0)
         weight, x, bias = torch.randn(101, 192), torch.randn(3, 192), torch.randn(101)
-        int8 = Int8Weight.of(weight)
-        products = dict(float32=(weight,), int8=(int8.values, int8.scales))
-        results = {name: kernels.linear(x, *w, bias=bias) for name, w in products.items()}
-        return results | dict(bfloat16=kernels.linear(x.bfloat16(), weight.bfloat16()))
+        rounded = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
+        given = dict(float32=(weight,)) | {name: (each.values, each.scales) for name, each in rounded.items()}
+        results = {name: products.linear(x, *w, bias=bias) for name, w in given.items()}
+        results |= {f"wide {name}": each.rows(slice(None)) for name, each in rounded.items()}
+        if products.has_tile_products():
+            results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
+        results |= {f"{n} integers": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
+        return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
     return everything(KINDS[kind][0], inputs_of(kind, seq=40, channels=200, size=20, dtype=torch.float32))
 
 assert kernels.LIBRARY

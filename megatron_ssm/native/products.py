@@ -1,0 +1,137 @@
+"""Products of few rows with a matrix by the C kernels, and the conditions under which they are faster than torch's.
+
+A matrix (out, in) is a tensor of x's dtype, or rounded: `values`, int8 (out, in) or two 4-bit numbers in each byte, uint8
+(out, in / 2); and `scales`, float32 (out, in / BLOCK). `ops.rounded_matrices` makes them. The general remarks of `kernels`
+hold here too.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .arguments import address, check_shapes, without_gaps
+from .kernels import TYPES, functions, raise_if_failed, usable
+
+BLOCK = 64  # elements of a rounded matrix that share a scale (rounded.c)
+DEPTH = 32  # columns of a tile of AMX (tile_product.c)
+ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
+# Rows of x beyond which torch is faster, by the dtype of the matrix.
+ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36, torch.uint8: 36}
+ROWS_IF_WIDENED = 24  # the same for bfloat16, on processors without instructions for it
+ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors with AMX
+FEWEST_FOR_TILES = 6  # rows of x from which `linear` with a rounded matrix uses AMX, and so rounds x to bfloat16
+
+
+@cache
+def _has_products_of(dtype: torch.dtype) -> bool:
+    return bool(functions().has_products_of(TYPES[dtype]))
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """The rows of x up to which `linear` with a matrix of this dtype is faster than torch."""
+    if dtype in (torch.bfloat16, *ROUNDED) and has_tile_products():
+        return ROWS_IF_TILES
+    widened = dtype is torch.bfloat16 and kernels.LIBRARY.functions is not None and not _has_products_of(dtype)
+    return ROWS_IF_WIDENED if widened else ROWS.get(dtype, 0)
+
+
+def columns_of(values: Tensor) -> int:
+    """The columns `in` of a matrix."""
+    return values.shape[1] * (2 if values.dtype is torch.uint8 else 1)
+
+
+def is_faster_than_torch(rows: int, values: Tensor) -> bool:
+    """Whether `linear` of so many rows of x and a matrix is faster than torch."""
+    dtype = values.dtype
+    return (
+        rows <= most_rows(dtype)
+        and values.is_contiguous()
+        and (dtype is not torch.bfloat16 or values.shape[1] % 2 == 0)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def should_multiply(x: Tensor, values: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `linear` supports this product and is faster than torch: few rows of x, outside autocast."""
+    typed = usable(x, bias) and values.is_cpu if values.dtype in ROUNDED else usable(x, values, bias)
+    return typed and x.shape[-1] == columns_of(values) > 0 and is_faster_than_torch(x.numel() // x.shape[-1], values)
+
+
+def linear(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) W^T + bias (out,) -> (..., out), for few rows of x; x and bias are typed.
+
+    values: a matrix without gaps, of x's dtype, with an even `in` if that is bfloat16; or rounded, with an `in` that is a
+    multiple of BLOCK, and with scales.
+    """
+    out, columns = len(values), columns_of(values)
+    is_rounded = values.dtype in ROUNDED
+    multiple = BLOCK if is_rounded else 2 if values.dtype is torch.bfloat16 else 1
+    if columns < 1 or columns % multiple or not values.is_contiguous() or is_rounded != (scales is not None):
+        raise ValueError(f"the C kernel needs a matrix without gaps whose rows have a multiple of {multiple} elements, "
+                         f"with scales if it is rounded; not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // multiple)), bias=(bias, (out,)))
+    x, scales, bias = without_gaps(x, scales, bias)
+    y = x.new_empty(*x.shape[:-1], out)
+    raise_if_failed(functions().linear(
+        values.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
+        columns, columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    return y
+
+
+def has_integer_products() -> bool:
+    """Whether this processor has the instructions that make `integer_product` worth using."""
+    return kernels.LIBRARY.functions is not None and bool(functions().has_integer_products())
+
+
+def has_tile_products() -> bool:
+    """Whether this processor has AMX, without which there is no `tile_product`."""
+    return kernels.LIBRARY.functions is not None and bool(functions().has_tile_products())
+
+
+def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` for many rows of x and a rounded matrix: x is rounded to 8 bits, in blocks of BLOCK."""
+    out, columns = len(values), columns_of(values)
+    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
+    x, values, scales, bias = without_gaps(x, values, scales, bias)
+    y = x.new_empty(*x.shape[:-1], out)
+    raise_if_failed(functions().integer_product(
+        values.data_ptr(), scales.data_ptr(), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
+        columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    return y
+
+
+def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """`linear` for many rows of x and a bfloat16 or rounded matrix: x is rounded to bfloat16. It needs AMX.
+
+    `in` is a multiple of DEPTH. ValueError for another matrix; RuntimeError without AMX.
+    """
+    if not has_tile_products():
+        raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
+    out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
+    if columns < 1 or columns % DEPTH or not (is_rounded or values.dtype is torch.bfloat16):
+        raise ValueError(f"AMX needs a bfloat16 or rounded matrix whose rows have a multiple of {DEPTH} elements, "
+                         f"not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
+    x, values, scales, bias = without_gaps(x, values, scales, bias)
+    y = x.new_empty(*x.shape[:-1], out)
+    raise_if_failed(functions().tile_product(
+        values.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
+        columns, columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    return y
+
+
+def widened(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """A rounded matrix without gaps, times its scales -> (out, in) of float32 or bfloat16."""
+    out, columns = len(values), columns_of(values)
+    check_shapes(scales=(scales, (out, columns // BLOCK)))
+    matrix = scales.new_empty(out, columns, dtype=dtype)
+    functions().widen(
+        values.data_ptr(), scales.data_ptr(), matrix.data_ptr(), out, columns, TYPES[values.dtype], TYPES[dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return matrix

@@ -1,0 +1,160 @@
+"""Matrices that are stored in 8 or 4 bits. A model with them can be neither trained nor saved.
+
+Blocks of 64 elements of a row share a float32 scale, so an element takes 8.5 or 4.5 bits. `matrices.linear` multiplies by
+them. Few rows of x are rounded to 16 bits for that, and many possibly to bfloat16 (see `matrices`).
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ssm.native import products
+from megatron_ssm.native.arguments import are_float32
+from megatron_ssm.native.kernels import usable
+from megatron_ssm.native.products import BLOCK
+
+from .huge_pages import prefer_huge_pages
+
+ROWS_AT_ONCE = 2**20  # elements of a matrix that are rounded to 4 bits at a time, to limit memory
+# Divisors of a block's extreme element that give the scales to try in 4 bits: a larger scale clips nothing, a smaller one
+# has finer steps.
+DIVISORS = (8.0, 7.5, 6.9, 6.3)
+
+
+class RoundedMatrix(nn.Module):
+    """A matrix W (out, in): `values` of `bits` bits, and `scales` float32 (out, in / 64), by which blocks are multiplied.
+
+    dtype: the activations' dtype, in which `rows` returns rows.
+    """
+
+    bits: ClassVar[int]
+    values: Tensor
+    scales: Tensor
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype):
+        super().__init__()
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
+        self.dtype = dtype
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor) -> "RoundedMatrix":
+        """A floating-point matrix (out, in), rounded; `in` is a multiple of 64. A block of zeros has the scale 0."""
+        out, columns = weight.shape
+        dtype = torch.int8 if cls.bits == 8 else torch.uint8
+        values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
+        scales = torch.empty(out, columns // BLOCK, device=weight.device)
+        prefer_huge_pages([values])
+        step = max(1, ROWS_AT_ONCE // columns)
+        for start in range(0, out, step):
+            rows = slice(start, start + step)
+            values[rows], scales[rows] = cls._round(weight[rows].float().unflatten(1, (-1, BLOCK)))
+        return cls(values, scales, weight.dtype)
+
+    @staticmethod
+    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """(values, scales) of some rows (rows, blocks, 64) in float32."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _integers(values: Tensor) -> Tensor:
+        """The integers (..., blocks, 64) that stored values (..., bytes) stand for."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in)."""
+        return torch.Size((len(self.values), products.columns_of(self.values)))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of values and scales."""
+        return self.values.device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RoundedMatrix":
+        """For `.to()`, `.bfloat16()` and the like: changes the activations' dtype, while the scales stay float32."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.scales = scales.to(self.values.device)
+        return self
+
+    def forward(self) -> "RoundedMatrix":
+        """Returns itself, as `Packed` returns its matrix; so it can replace a `Packed`."""
+        return self
+
+    def rows(self, index: Tensor | slice, dtype: torch.dtype | None = None) -> Tensor:
+        """Some rows in a floating-point dtype (None: the activations'): index (...) -> (..., in)."""
+        values, scales, dtype = self.values[index], self.scales[index], dtype or self.dtype
+        if isinstance(index, slice) and are_float32(scales) and usable(torch.empty(0, dtype=dtype)):
+            return products.widened(values, scales, dtype)
+        return (self._integers(values) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+class Int8Weight(RoundedMatrix):
+    """A matrix in 8 bits: `values` int8 (out, in). A block's scale is max(abs(w)) / 127."""
+
+    bits = 8
+
+    @staticmethod
+    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        scales = blocks.abs().amax(-1) / 127
+        divisors = scales.where(scales > 0, 1).unsqueeze(-1)
+        return (blocks / divisors).round_().clamp_(-127, 127).flatten(1).to(torch.int8), scales
+
+    @staticmethod
+    def _integers(values: Tensor) -> Tensor:
+        return values.unflatten(-1, (-1, BLOCK))
+
+
+class Int4Weight(RoundedMatrix):
+    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/rounded.c describes.
+
+    A block's scale is the one of DIVISORS with the least sum of squared errors.
+    """
+
+    bits = 4
+
+    @staticmethod
+    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        best = torch.full_like(extreme, float("inf"))
+        integers, scales = torch.zeros_like(blocks), torch.zeros_like(extreme)
+        for divisor in DIVISORS:
+            scale = extreme / -divisor
+            rounded = (blocks / scale.where(scale != 0, 1)).round_().clamp_(-8, 7)
+            error = (rounded * scale - blocks).square_().sum(-1, keepdim=True)
+            is_better = error < best
+            best, scales = best.where(~is_better, error), scales.where(~is_better, scale)
+            integers = integers.where(~is_better, rounded)
+        quarters = (integers.to(torch.int8) & 15).view(torch.uint8).unflatten(-1, (4, 16))
+        low = quarters[..., 0, :] | quarters[..., 1, :] << 4
+        high = quarters[..., 2, :] | quarters[..., 3, :] << 4
+        return torch.stack([low, high], dim=-1).flatten(1), scales.squeeze(-1)
+
+    @staticmethod
+    def _integers(values: Tensor) -> Tensor:
+        words = values.unflatten(-1, (-1, 16, 2)).unsqueeze(-1)
+        parts = torch.cat([words & 15, words >> 4], dim=-1)  # (..., blocks, 16, 2, 2): word, byte, half
+        unsigned = parts.flatten(-2).transpose(-1, -2).flatten(-2).to(torch.int8)
+        return unsigned - 16 * (unsigned > 7)
+
+
+ROUNDED_FORMATS: dict[str, type[RoundedMatrix]] = {"int8": Int8Weight, "int4": Int4Weight}  # by the names in `load`
+
+
+def quantize(module: nn.Module, format: str) -> bool:
+    """Replace the module's own `weight`, a matrix or a `Packed`, by a RoundedMatrix of a format of ROUNDED_FORMATS.
+
+    False, and nothing is done, if the length of its rows is not a multiple of 64. A matrix without rows stays as it is.
+    """
+    weight: Tensor = module.weight() if isinstance(module.weight, nn.Module) else module.weight
+    if weight.shape[1] % BLOCK:
+        return False
+    if len(weight):
+        del module.weight
+        module.weight = ROUNDED_FORMATS[format].of(weight)
+    return True
