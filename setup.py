@@ -135,9 +135,9 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
         "grammar": ["llguidance>=1.0"],
-        "eval": ["lm-eval>=0.4.9", "transformers"],
+        "eval": ["lm-eval>=0.4.12", "transformers"],  # before it, every rank of torchrun writes the results
         "log": ["tensorboard", "wandb"],
-        "peers": ["llama-cpp-python", "gguf"],
+        "peers": ["llama-cpp-python[server]", "gguf"],
         "peft": ["peft"],
         "serve": SERVE,
         "test": [
@@ -156,7 +156,7 @@ setup(
         ],
         "lint": ["ruff", "mypy", "pre-commit"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2", "ruff"],
-        "bench": ["transformers", "matplotlib"],
+        "bench": ["transformers", "matplotlib", "httpx"],
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
         # mamba-ssm before 2.3.2 has 32-bit offsets in the selective scan.

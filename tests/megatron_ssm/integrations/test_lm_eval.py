@@ -98,19 +98,22 @@ def evaluated(response):
 
 @pytest.mark.full
 def test_the_command_line_on_two_ranks(tasks, tmp_path):
-    """`tp=2` starts the other rank, and gives the results of one."""
+    """`tp=2` starts the other rank, and gives the results of one; so does torchrun, and only one rank writes them."""
     results = []
-    for tp in (1, 2):
-        command = [sys.executable, "-m", "megatron_ssm.integrations.lm_eval", "--model", "megatron-ssm"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, tp, launcher in (("one", 1, []), ("two", 2, []), ("torchrun", 2, torchrun)):
+        command = [sys.executable, *launcher, "-m", "megatron_ssm.integrations.lm_eval", "--model", "megatron-ssm"]
         command += ["--model_args", f"pretrained={checkpoint('zamba2')},tp={tp}", "--tasks", ",".join(TASKS)]
-        command += ["--include_path", str(tasks), "--output_path", str(tmp_path / str(tp)), "--log_samples"]
+        command += ["--include_path", str(tasks), "--output_path", str(tmp_path / name), "--log_samples"]
         environment = os.environ | dict(PYTHONPATH=str(ROOT), HF_DATASETS_CACHE=str(tasks / "cache"))
         subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=300)
-        files = sorted((tmp_path / str(tp)).rglob("samples_*.jsonl"))
+        assert len(list((tmp_path / name).rglob("results_*.json"))) == 1
+        files = sorted((tmp_path / name).rglob("samples_*.jsonl"))
         lines = [(file.name, json.loads(line)["resps"]) for file in files for line in file.read_text().splitlines()]
-        results.append([response if "local_answer" in name else evaluated(response) for name, response in lines])
+        results.append([response if "local_answer" in file else evaluated(response) for file, response in lines])
     assert len(results[0]) == len(TASKS) * len(DOCUMENTS)
     assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_what_it_refuses(tasks):

@@ -56,21 +56,44 @@ class Server:
 
     def wait_until_idle(self):
         """Wait until no request has a slot or waits for one; fails after LIMIT_S."""
+        self.wait_until(lambda: self.metric("running") == self.metric("waiting") == 0, "slots have leaked")
+
+    def wait_until(self, is_so, otherwise):
+        """Wait until `is_so()` is true; fails after LIMIT_S with the message `otherwise`."""
         for _ in range(50 * LIMIT_S):
-            if self.metric("running") == self.metric("waiting") == 0:
+            if is_so():
                 return
             time.sleep(0.02)
-        raise AssertionError("slots have leaked")
+        raise AssertionError(otherwise)
 
     def ranks(self):
         """The processes of the ranks that the started process has started, rank 0 first."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(child) for child in children.read_text().split()]
 
+    def resident(self):
+        """The memory of each rank's process, in pages."""
+        return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self._processes()]
+
+    def sockets(self):
+        """How many sockets each rank's process has open."""
+        return [sum(map(_is_socket, Path(f"/proc/{pid}/fd").iterdir())) for pid in self._processes()]
+
+    def _processes(self):
+        return self.ranks() or [self.process.pid]
+
     def end(self, number=signal.SIGTERM):
         """Send a signal; returns the exit code and what was logged."""
         self.process.send_signal(number)
         return self.process.wait(LIMIT_S), self.log.read_text()
+
+
+def _is_socket(link):
+    """Whether a link in /proc/PID/fd is to a socket; False if it was closed in the meantime."""
+    try:
+        return os.readlink(link).startswith("socket:")
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -110,7 +133,8 @@ def with_template(family):
 
 
 @cache
-def _model(directory):
+def model_of(directory):
+    """The model of a checkpoint, in float32 on one rank."""
     return load(directory)
 
 
@@ -118,13 +142,13 @@ def expected(directory, prompt, new, seed=None, index=0, **options):
     """`generate`'s tokens for the reply `index` to a prompt, a text or token ids, in float32 on one rank."""
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
     seed = None if seed is None else seed + index
-    return generate(_model(directory), torch.tensor([ids]), None, new, seed=seed, **options)[0].tolist()
+    return generate(model_of(directory), torch.tensor([ids]), None, new, seed=seed, **options)[0].tolist()
 
 
 @torch.no_grad()
 def log_probabilities(directory, ids):
     """(len(ids), vocab): those of the token after each of `ids`."""
-    return _model(directory)(torch.tensor([ids]))[0].log_softmax(-1)
+    return model_of(directory)(torch.tensor([ids]))[0].log_softmax(-1)
 
 
 def text_of(tokens):

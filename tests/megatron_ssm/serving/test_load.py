@@ -1,10 +1,11 @@
 """More requests than a server can answer. Oracles: `generate`, the metrics, the memory that the kernel reports."""
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,12 +13,7 @@ import pytest
 from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
 NEW, PROMPTS = 24, 20
-
-
-def resident(server):
-    """The memory of each rank's process, in pages."""
-    pids = server.ranks() or [server.process.pid]
-    return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+ERROR_S = 30  # three times the longest that clients may wait for an error after a rank has died
 
 
 async def sent(client, number):
@@ -65,14 +61,39 @@ def test_a_thousand_requests_at_twice_the_sustainable_rate(tp, tmp_path):
     with server(directory, tmp_path / "log", *flags, tp=tp) as running:
         rate = asyncio.run(sustained(running, 100, 16))
         asyncio.run(at_rate(running, 300, 2 * rate))  # the allocator has its memory afterwards
-        before = resident(running)
+        before = running.resident()
         refused = running.metric("requests_total", 'status="429"')
         replies = asyncio.run(at_rate(running, 1000, 2 * rate))
         statuses = Counter(status for _, status, _ in replies)
         assert sum(statuses.values()) == statuses[200] + statuses[429] == 1000 and min(statuses.values()) > 100
         assert all(tokens == alone[prompt] for prompt, status, tokens in replies if status == 200)
         assert running.metric("requests_total", 'status="429"') == refused + statuses[429]
-        assert resident(running) == pytest.approx(before, rel=0.02)
+        assert running.resident() == pytest.approx(before, rel=0.02)
         running.wait_until_idle()
         code, log = running.end()
         assert code == 0 and "Traceback" not in log, log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_rank_killed_under_load(rank, tmp_path):
+    """Every client has a reply, or gets an error in time. If it is rank 0, the error is a connection that ends."""
+
+    async def status(client, number):
+        try:
+            return (await sent(client, number))[1]
+        except httpx.TransportError:
+            return None
+
+    async def visit(running):
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=running.url, timeout=LIMIT_S, limits=limits) as client:
+            tasks = [asyncio.create_task(status(client, number)) for number in range(60)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(running.ranks()[rank], signal.SIGKILL)
+            return await asyncio.wait_for(asyncio.gather(*tasks), ERROR_S)
+
+    with server(with_template("mamba2"), tmp_path / "log", "--slots", 8, tp=2) as running:
+        statuses = Counter(asyncio.run(visit(running)))
+        assert running.process.wait(ERROR_S) == 1
+    assert set(statuses) == {200, 503 if rank else None} and statuses[200] < 40, statuses
