@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from commir.ir.checks import check_memory
 from commir.ir.mesh import Mesh
 from commir.lowering.plan import Plan
 from commir.scheduling.loop_nest import Illegal
@@ -76,6 +77,7 @@ def search_graph(
     input does not fit what its producer makes, `allowed` names no operator or no loops, or no layouts fit together.
     """
     check_graph(operators, mesh, allowed or {})
+    check_memory(memory)
     options = _all_options(operators, mesh, memory, allowed or {})
     relayouts, by_name = Relayouts(mesh), {each.name: each for each in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}

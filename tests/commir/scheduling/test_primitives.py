@@ -40,6 +40,7 @@ def test_tiles_and_joins():
     "transform, message",
     [
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
+        (lambda s: s.tile("rows", True), r"tile\(rows, True\): True does not divide rows"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
         (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
         (
