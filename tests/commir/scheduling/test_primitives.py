@@ -216,3 +216,17 @@ def test_what_is_placed():
     assert is_placed(chunks) and is_placed(in_chunks(ring, "heads", 2))
     assert not is_placed(ring.tile("q.i", 2).tile("q.i.i", 2).chunk("q.i.i.o"))
     assert not is_placed(chunks.reorder("kv.o", "heads.i"))
+
+
+@pytest.mark.parametrize(
+    "placements, message",
+    [
+        (dict(x="q", node="kv"), "place: the mesh has no axis 'node'; it has x"),
+        (dict(x="query"), "place: attention has no loop 'query'; it has batch, heads, q, kv"),
+        (dict(x=Placement("dim")), "place: attention has no loop 'dim'"),
+        ({}, "mesh axis x has no placement"),
+    ],
+)
+def test_placements_of_what_does_not_exist(placements, message):
+    with pytest.raises(Illegal, match=message):
+        place(attention(), **placements)
