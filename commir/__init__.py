@@ -12,6 +12,8 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "Mesh": "ir.mesh",
     "Schedule": "lowering.lower",
     "Plan": "lowering.plan",
+    "place": "scheduling.placements",
+    "Placement": "scheduling.placements",
     "interpret": "execution.interpreter",
     "execute": "execution.executor",
     "verify": "execution.verifier",

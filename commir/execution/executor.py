@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed import ProcessGroup
 
+from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
@@ -26,12 +27,13 @@ def execute(
     of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, shapes and dtypes.
     A plan of attention2d's family is computed by attention2d, and differentiable; other plans have no gradient
     (`differentiable` gives attention one). count: counts what this rank sends and holds, of a plan whose steps are taken one
-    by one, which it therefore asks for. counter: counts messages as `sparsefusion.collectives` does.
+    by one, which it therefore asks for; all ranks have a count, or none has. counter: counts messages as
+    `sparsefusion.collectives` does.
 
-    ValueError on every rank: an input is missing or has the wrong shape on one rank, the ranks' plans differ, or the group
-    has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes.
+    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans differ, some
+    have a count and others none, or the group has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes.
     """
-    compare(plan, local_inputs, group)
+    compare(plan, local_inputs, group, "no count" if count is None else "a count")
     grid = grid_of(plan) if count is None else None
     if grid is not None:
         return attend(plan, grid, local_inputs, group, counter)
@@ -39,18 +41,21 @@ def execute(
         return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
 
 
-def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes."""
+def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: object) -> None:
+    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
+
+    others: arguments that must be equal on all ranks too.
+    """
 
     def arguments() -> object:
         """Check this rank's arguments; what must be equal on all ranks."""
+        check_type("execute", plan, Plan)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
-        if not isinstance(local_inputs, Mapping):
-            raise ValueError(f"inputs are {{name: tensor}}, not {local_inputs!r}")
         plan.check(local_inputs, is_local=True)
-        return str(plan.schedule), plan.hash, [(name, str(x.dtype)) for name, x in sorted(local_inputs.items())]
+        dtypes = [(name, str(x.dtype)) for name, x in sorted(local_inputs.items())]
+        return *others, str(plan.schedule), plan.hash, dtypes
 
     given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
     device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))

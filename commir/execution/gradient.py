@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commir.ir.checks import check_type
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import attention, is_self_attention
@@ -28,6 +29,7 @@ def backward_plan(plan: Plan) -> Plan:
     the plan is not one of attention, was not made by `place` (and `in_chunks`), or keeps q, k, v or out elsewhere than the
     program does.
     """
+    check_type("differentiable", plan, Plan)
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
         raise ValueError(f"{program.name} has no backward program; only `programs.attention` has")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 
 from .rank_steps import take_steps
@@ -21,10 +22,12 @@ class Stuck(RuntimeError):
 def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
     """The outputs of a plan for whole inputs: {output: whole tensor}. All ranks are simulated, in one process and dtype.
 
-    inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent and held. ValueError: an
-    input is missing or has the wrong shape. Stuck: the plan's messages do not match, which a lowered plan's always do.
+    Outputs have no gradient. inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent
+    and held. ValueError as in `Plan.check`. Stuck: the plan's messages do not match, which a lowered plan's always do.
     """
-    return plan.unshard(run_ranks(plan, plan.shard_all(inputs), counts))
+    check_type("interpret", plan, Plan)
+    with torch.no_grad():
+        return plan.unshard(run_ranks(plan, plan.shard_all(inputs), counts))
 
 
 def run_ranks(

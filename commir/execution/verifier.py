@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Axis, Operand, Program, Result
 from commir.lowering.layouts import block_sizes
 from commir.lowering.plan import Plan
@@ -43,6 +44,7 @@ def verify(plan: Plan, seed: int = 0) -> None:
 
     Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
     """
+    check_type("verify", plan, Plan)
     try:
         _check_rounding(plan)
         _check_blocks(plan)

@@ -236,8 +236,11 @@ class Program:
         return replace(self, axes=axes)
 
     def with_options(self, **options: Any) -> "Program":
-        """The same program with other options of its tile."""
-        return replace(self, options=tuple((dict(self.options) | options).items()))
+        """The same program with other values of its options. ValueError: it has no such option."""
+        known = dict(self.options)
+        if unknown := [name for name in options if name not in known]:
+            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        return replace(self, options=tuple((known | options).items()))
 
     def reduced_axes(self, result: Result) -> tuple[str, ...]:
         """The axes over which partial results of `result` are combined: loops that do not index its outputs."""

@@ -152,11 +152,11 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """The plan that `to_json` wrote. ValueError: it is something else, or was changed.
 
-        What was measured or predicted is not saved: `on_mesh` and `with_tile` give the speeds of the mesh and the times of a
-        tile again.
+        What was measured or predicted is not saved, nor is the reason of the choice: `on_mesh` and `with_tile` give the
+        speeds of the mesh and the times of a tile again.
         """
         schedule, steps, expected = parse(text)
-        plan = Plan(schedule, steps)
+        plan = Plan(schedule, steps, reason="not recorded, as the plan was read from JSON")
         if plan.hash != expected:
             raise ValueError(
                 f"this plan was changed after it was saved: its hash is {plan.hash[:12]}, not {str(expected)[:12]}"
@@ -240,8 +240,14 @@ class Plan:
         return found
 
     def check(self, inputs: Tensors, is_local: bool = False) -> None:
-        """ValueError: an input is missing, unknown, or has the wrong shape. is_local: they are a rank's blocks at home."""
+        """ValueError: an input is missing, unknown, has the wrong shape, is not floating-point, or has another dtype.
+
+        All have one dtype, except those that are kept in at least fp32 (`Operand.is_wide`), because results are converted
+        to it. is_local: they are a rank's blocks at home.
+        """
         expected = {operand.name: operand for operand in self.inputs()}
+        if not isinstance(inputs, Mapping):
+            raise ValueError(f"inputs are {{name: tensor}}, not {inputs!r:.60}")
         if inputs.keys() != expected.keys():
             raise ValueError(f"{self.program.name} takes {', '.join(expected)}, not {', '.join(inputs) or 'nothing'}")
         for name, operand in expected.items():
@@ -252,3 +258,10 @@ class Plan:
             if tuple(inputs[name].shape) != shape:
                 what = "this rank's block of" if is_local else "the whole"
                 raise ValueError(f"{name} has shape {tuple(inputs[name].shape)}; {what} {name} has shape {shape}")
+            if not inputs[name].is_floating_point():
+                raise ValueError(f"{name} is {inputs[name].dtype}; a plan computes with floating-point tensors")
+        narrow = [name for name, operand in expected.items() if not operand.is_wide]
+        for name in narrow[1:]:
+            if inputs[name].dtype != inputs[narrow[0]].dtype:
+                dtypes = f"{narrow[0]} is {inputs[narrow[0]].dtype}, and {name} {inputs[name].dtype}"
+                raise ValueError(f"{dtypes}; the inputs of {self.program.name} must have one dtype")

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
+REDUCTIONS = "the supported reductions are += and max"
 FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
 
 
@@ -228,9 +229,7 @@ class _Reader:
         (node,) = loop.body
         if isinstance(node, ast.AugAssign):
             if not isinstance(node.op, ast.Add):
-                self._fail(
-                    node, f"{type(node.op).__name__} is no associative and commutative reduction; += and max are"
-                )
+                self._fail(node, f"{ast.unparse(node)}: this is not supported; {REDUCTIONS}")
             output = self._output(node.target)
             self._check_axes(node, output, kinds)
             return output, "sum", node.value
@@ -238,6 +237,8 @@ class _Reader:
             self._fail(node, "the statement must assign to an output: +=, or =")
         output = self._output(node.targets[0])
         value, is_max = node.value, _is_call(node.value, "max")
+        if isinstance(value, ast.Call) and not is_max and ast.unparse(node.targets[0]) in map(ast.unparse, value.args):
+            self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
         self._check_axes(node, output, kinds, is_combined=is_max)
         if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value

@@ -18,6 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -55,6 +56,8 @@ class LoopNest:
     chunked: str | None = None
 
     def __post_init__(self) -> None:
+        check_type("Schedule", self.program, Program)
+        check_type("Schedule", self.mesh, Mesh)
         if not self.digits:
             loops = (axis for axis in self.program.axes if axis.kind != WHOLE)
             object.__setattr__(self, "digits", tuple(Digit(axis.name, axis.name, axis.size) for axis in loops))
@@ -68,7 +71,7 @@ class LoopNest:
         """
         found, outer, inner = self.digit(digit), outer or f"{digit}.o", inner or f"{digit}.i"
         self._refuse_bound(digit, "tile it before that")
-        if not isinstance(factor, int) or factor < 1 or found.size % factor:
+        if type(factor) is not int or factor < 1 or found.size % factor:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
         names = {each.name for each in self.digits} - {digit}
         for name in (outer, inner):

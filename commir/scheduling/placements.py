@@ -48,12 +48,20 @@ class Placement:
 def place(nest: Nest, **placements: str | Placement) -> Nest:
     """`nest`, an untransformed schedule, with a placement for each mesh axis: `place(nest, cols="kv", rows="q")`.
 
+    A name is the placement of that loop, with collective messages; `Placement(loop, True)` passes operands around in a ring.
     An axis along which an operand is kept at home is tiled in the order of the mesh, so that blocks stay where they are.
-    Illegal: a mesh axis has no placement, an axis does not divide, or nothing travels where the placement is streamed.
+    Illegal: a mesh axis has no placement or does not exist, the program has no such loop, its size does not divide, or
+    nothing travels where the placement is streamed.
     """
     chosen = {name: each if isinstance(each, Placement) else Placement(each) for name, each in placements.items()}
     if missing := [name for name in nest.mesh.names if name not in chosen]:
         raise Illegal(f"mesh axis {missing[0]} has no placement")
+    for name, each in chosen.items():
+        if name not in nest.mesh.names:
+            raise Illegal(f"place: the mesh has no axis {name!r}; it has {', '.join(nest.mesh.names)}")
+        if not nest.digits_of(each.axis):
+            loops = ", ".join(dict.fromkeys(digit.axis for digit in nest.digits))
+            raise Illegal(f"place: {nest.program.name} has no loop {each.axis!r}; it has {loops}")
     shifted = {name: _shifted_axis(nest, name, each) for name, each in chosen.items() if each.is_streamed}
     for axis in dict.fromkeys(digit.axis for digit in nest.digits):
         nest = _tiled(nest, axis, {name for name, each in chosen.items() if axis in (each.axis, shifted.get(name))})

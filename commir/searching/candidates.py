@@ -93,6 +93,8 @@ def _placed(
         for number, size in enumerate(sizes)
     ]
 
+    most = {placement.axis: program.most_blocks(placement.axis) for placement, _ in options}
+
     def extended(parts: tuple[Part, ...], used: dict[str, int]) -> Iterator[Candidate]:
         """The candidates that begin with `parts`. used: {loop axis: ranks that divide it so far}."""
         if len(parts) == len(shapes):
@@ -102,7 +104,7 @@ def _placed(
         for placement, shifted in options if size > 1 else options[:1]:
             ranks = used.get(placement.axis, 1) * size
             is_repeated = parts and parts[-1].axis == axis.name and parts[-1].placement == placement
-            if not is_repeated and program.most_blocks(placement.axis) % ranks == 0:
+            if not is_repeated and most[placement.axis] % ranks == 0:
                 part = Part(name, size, axis.name, axis.level, placement, shifted if placement.is_streamed else None)
                 yield from extended((*parts, part), {**used, placement.axis: ranks})
 

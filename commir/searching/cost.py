@@ -8,6 +8,7 @@ a large one. Memory is a lower bound: blocks that the tile needs, and accumulato
 import math
 from dataclasses import dataclass, field
 
+from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
 from commir.lowering.accounting import AHEAD
@@ -36,6 +37,8 @@ class CostModel:
     def __init__(
         self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
     ) -> None:
+        check_type("search", program, Program)
+        check_type("search", mesh, Mesh)
         check_tile(point_seconds, call_seconds, overlap)
         self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
@@ -43,20 +46,23 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
+        self._nbytes = {each.name: self._elements[each.name] * program.itemsize(each) for each in program.inputs}
         self._axes = {operand.name: operand.axes for operand in program.operands}
+        self._outputs = frozenset(each.name for each in program.outputs)
+        self._points, self._ranks = program.points, mesh.ranks
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
-        points = self.program.points / _turns(candidate) / self.mesh.ranks / candidate.chunks
+        points = self._points / _turns(candidate) / self._ranks / candidate.chunks
         return self._call_seconds + points * self._point_seconds
 
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
         parts = tuple(part for part in candidate.parts if part.size > 1)
-        tally = _Tally(parts, self.mesh, outputs=frozenset(each.name for each in self.program.outputs))
+        tally = _Tally(parts, self.mesh, outputs=self._outputs)
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
@@ -77,19 +83,18 @@ class CostModel:
         return self._kept + sum(needed)
 
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
-        itemsize = self.program.itemsize(operand)
         parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]
-        home = operand.home
-        block = self._elements[operand.name] * itemsize // (tally.ranks if home else 1)
+        home, nbytes = operand.home, self._nbytes[operand.name]
+        block = nbytes // (self._ranks if home else 1)
         if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
-            block = self._elements[operand.name] * itemsize // scattered[operand.source[0]]
+            block = nbytes // scattered[operand.source[0]]
         else:
             for part, need in zip(parts, needs, strict=True):
                 if home and need not in (None, home):
                     tally.collective(part, "all_to_all", block // part.size, part.size - 1)
                 elif not home and need:
                     block //= part.size
-        scattered[operand.name] = self._elements[operand.name] * itemsize // block
+        scattered[operand.name] = nbytes // block
         if not operand.in_tile:
             return
         gathered = block
@@ -182,10 +187,6 @@ class _Tally:
     latency: float = 0.0  # of the messages that travel around rings
     outputs: frozenset[str] = frozenset()
     travelling: dict[object, str] = field(default_factory=dict)
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(part.size for part in self.parts)
 
     def collective(self, part: Part, kind: str, nbytes: int, count: int) -> None:
         """Add `count` messages, one after the other."""

@@ -9,11 +9,14 @@ differently, the operator's plan takes a little less, or more.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
+from commir.ir.checks import check_memory
 from commir.ir.mesh import Mesh
 from commir.lowering.plan import Plan
 from commir.scheduling.loop_nest import Illegal
@@ -22,7 +25,7 @@ from .elimination import minimize
 from .graph_checks import check_graph
 from .operator_options import Operator, Option, Relayouts, options_of
 
-MOST_TRIES = 50  # to find a combination that can be lowered
+MOST_TRIES = 1000  # to find a combination that can be lowered
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,13 @@ class GraphPlan:
         """
         return {each.name: self._plan_of(each) for each in self.operators}
 
-    def first_illegal(self) -> str | None:
+    def first_illegal(self) -> Operator | None:
         """The first operator whose inputs arrive in layouts of which lowering cannot cut all at once, if there is one."""
         for each in self.operators:
             try:
                 self._plan_of(each)
             except Illegal:
-                return each.name
+                return each
         return None
 
     def _plan_of(self, operator: Operator) -> Plan:
@@ -73,9 +76,11 @@ def search_graph(
 
     memory: the most bytes of parameters that a rank may hold of any one operator. allowed: {operator: the loops of the mesh
     axes that it may take}, to compare with a fixed layout. ValueError: an operator has no option, two have one name, an
-    input does not fit what its producer makes, `allowed` names no operator or no loops, or no layouts fit together.
+    input does not fit what its producer makes, `allowed` names no operator or no loops, an argument is of another type, or
+    no layouts fit together (or none of the MOST_TRIES fastest that each input allows by itself).
     """
     check_graph(operators, mesh, allowed or {})
+    check_memory(memory)
     options = _all_options(operators, mesh, memory, allowed or {})
     relayouts, by_name = Relayouts(mesh), {each.name: each for each in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
@@ -89,31 +94,49 @@ def search_graph(
 
 def _cheapest(
     operators: Sequence[Operator], mesh: Mesh, options: Mapping[str, list[Option]],
-    edges: dict[tuple[str, str], np.ndarray],
+    edges: Mapping[tuple[str, str], np.ndarray],
 ) -> GraphPlan:  # fmt: skip
     """The least sum that can be lowered.
 
-    Inputs of one operator may arrive in layouts that cut its axes differently; one of these edges is then forbidden, and the
-    least sum of the others is found, at most MOST_TRIES times.
+    Inputs of one operator may arrive in layouts that cut its axes differently. All other combinations are then divided into
+    parts, and the part with the least sum is tried next, at most MOST_TRIES times.
     """
-    names = [each.name for each in operators]
-    own = {name: np.array([option.seconds for option in options[name]]) for name in names}
+    names, order = [each.name for each in operators], count()
+    numbered = {(names.index(a), names.index(b)): costs for (a, b), costs in edges.items()}
+    parts: list[tuple[float, int, list[int], list[np.ndarray]]] = []
+
+    def add(own: list[np.ndarray]) -> None:
+        """Add the part in which these options, whose time is finite, are left."""
+        picks, total = minimize(own, numbered)
+        if math.isfinite(total):
+            heappush(parts, (total, next(order), picks, own))
+
+    add([np.array([option.seconds for option in options[name]]) for name in names])
     for _ in range(MOST_TRIES):
-        numbered = {(names.index(a), names.index(b)): costs for (a, b), costs in edges.items()}
-        chosen, total = minimize(list(own.values()), numbered)
-        if math.isinf(total):
-            break
-        picks = dict(zip(names, chosen, strict=True))
-        paid = {(a, b): float(costs[picks[a], picks[b]]) for (a, b), costs in edges.items()}
-        plan = GraphPlan(
-            tuple(operators), mesh, {name: options[name][pick] for name, pick in picks.items()}, total, paid
-        )
+        if not parts:
+            raise ValueError(f"no layouts of the operators on {mesh!r} can be turned into one another")
+        total, _, picks, own = heappop(parts)
+        chosen = {name: options[name][pick] for name, pick in zip(names, picks, strict=True)}
+        paid = {
+            (a, b): float(numbered[i, j][picks[i], picks[j]]) for (a, b), (i, j) in zip(edges, numbered, strict=True)
+        }
+        plan = GraphPlan(tuple(operators), mesh, chosen, total, paid)
         failing = plan.first_illegal()
         if failing is None:
             return plan
-        changed = max((edge for edge in edges if edge[1] == failing), key=paid.__getitem__)
-        edges[changed][picks[changed[0]], picks[failing]] = math.inf
-    raise ValueError(f"no layouts of the operators on {mesh!r} can be turned into one another")
+        for node, fails in _combination(failing, names, options, chosen):
+            add([*own[:node], np.where(fails, math.inf, own[node]), *own[node + 1 :]])
+            own = [*own[:node], np.where(fails, own[node], math.inf), *own[node + 1 :]]
+    raise ValueError(f"the {MOST_TRIES} fastest layouts of the operators on {mesh!r} cannot be lowered")
+
+
+def _combination(
+    failing: Operator, names: Sequence[str], options: Mapping[str, list[Option]], chosen: Mapping[str, Option]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """What fails together, as (number of an operator, which of its options): one option, and layouts of its inputs."""
+    for name in dict.fromkeys(producer for producer, _ in failing.inputs.values()):
+        yield names.index(name), np.array([each.out == chosen[name].out for each in options[name]])
+    yield names.index(failing.name), np.array([each == chosen[failing.name] for each in options[failing.name]])
 
 
 def _all_options(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 
@@ -10,6 +11,9 @@ from .operator_options import Operator
 
 def check_graph(operators: Sequence[Operator], mesh: Mesh, allowed: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
     """ValueError: two operators have one name, an edge does not fit, or `allowed` is wrong. See `search_graph`."""
+    check_type("search_graph", mesh, Mesh)
+    for each in operators:
+        check_type("search_graph", each, Operator)
     by_name = {each.name: each for each in operators}
     if len(by_name) < len(operators):
         names = [each.name for each in operators]

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from commir.execution.executor import execute
+from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -25,12 +26,14 @@ def fastest(
     ValueError on every rank: there are no plans or repetitions, or as in `execute`. Sends `repeated` + 1 times what the
     plans send.
     """
+    check_type("fastest", plans, Sequence)
     if not plans:
         raise ValueError("fastest: there are no plans to time")
     if repeated < 1:
         raise ValueError(f"fastest: repeated={repeated}; a plan must run at least once")
     calls = []
     for plan in plans:
+        check_type("fastest", plan, Plan)
         shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}
         calls.append(timed(partial(execute, plan, random_inputs(plan.program, shapes, device), group), device))
     if group is None:

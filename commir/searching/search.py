@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from commir.ir.checks import check_memory, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.plan import Plan
@@ -17,6 +18,15 @@ from .cost import Cost, CostModel
 
 TOP = 8  # how many plans are returned
 NEGLIGIBLE = 1e-9  # relative difference of times that are taken to be equal
+# Why a plan comes before another that is as fast: by bytes, mesh axes, known schedules, messages, memory and text.
+TIES = (
+    "sends fewer bytes",
+    "divides the mesh into fewer axes",
+    "is a known schedule",
+    "sends fewer messages",
+    "holds less memory",
+    "comes first in the order of their texts",
+)
 
 
 def search(
@@ -38,21 +48,23 @@ def search(
     `measure_overlap`).
 
     ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative,
-    overlap is above 1, one of them is no number, or the fabric is neither a Fabric nor (seconds, bytes per second).
+    overlap is above 1, an argument is of another type, or the fabric is neither a Fabric nor (seconds, bytes per second).
     """
-    if top < 1:
-        raise ValueError(f"search: top={top}; at least one plan must be asked for")
+    if type(top) is not int or top < 1:
+        raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
+    check_memory(memory)
     if fabric is not None:
+        check_type("search", mesh, Mesh)
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
         key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
     )
-    found = _exact(model, ranked, memory, top)
+    found = _exact(model, ranked, memory, top + 1)  # one more, with which the best is compared
     if not found:
         raise ValueError(_refusal(model, ranked, memory))
-    return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found)]
+    return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
 
 
 def all_plans(
@@ -90,8 +102,8 @@ def _exact(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int |
     for cost, candidate in ranked:
         if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
             break
-        found = sorted([*found, *_fitting(model, cost, candidate, memory)], key=_order)[: top + 1]
-    return found[:top]
+        found = sorted([*found, *_fitting(model, cost, candidate, memory)], key=_order)[:top]
+    return found
 
 
 def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None) -> list[Plan]:
@@ -122,6 +134,7 @@ def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
+    """What plans are sorted by; TIES says what each element after the first means."""
     parts, is_unknown = len(plan.mesh.axes), not known_as(plan.schedule)
     return rounded(plan.seconds), plan.bytes_per_rank, parts, is_unknown, plan.messages, plan.memory, str(plan.schedule)
 
@@ -166,9 +179,10 @@ def _reason(found: list[Plan], number: int) -> str:
     if len(found) == 1:
         return "the only plan that fits"
     best, other = found[:2]
-    if other.seconds > best.seconds * (1 + 1e-6):
+    first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
+    if first:
         return f"fastest by prediction; the next takes {_times(other, best)} this time: {other.schedule}"
-    return f"as fast by prediction as the next, with fewer bytes, messages or less memory: {other.schedule}"
+    return f"as fast by prediction as the next, but {TIES[ties.index(True)]}: {other.schedule}"
 
 
 def _times(plan: Plan, best: Plan) -> str:

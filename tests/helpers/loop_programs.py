@@ -56,8 +56,30 @@ def linear(make, *sizes, seed=0):
     return Case(program, inputs, {"c": inputs["a"] @ inputs["b"]})
 
 
+def scan(seq, heads, seed=0):
+    """A selective scan, against one rank's recurrence."""
+    program = programs.selective_scan(2, seq, heads, 2, 3, "float64")
+    inputs = random_inputs(program, seed)
+    return Case(program, inputs, {"y": one_rank_scan(**inputs)})
+
+
+def one_rank_scan(x, dt, B, C, A):
+    """y of a selective scan: the recurrence of one rank, token by token."""
+    state, outputs = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype), []
+    B, C = (t.unsqueeze(2).expand(*x.shape[:3], -1) if t.ndim == 3 else t.repeat_interleave(x.shape[2] // t.shape[2], 2)
+            for t in (B, C))  # fmt: skip
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, :, None] * A)
+        state = decay[:, :, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        outputs.append((state * C[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
 def cases(ranks, causal=True):
-    """One case of every program in the library, whose sizes divide over `ranks` in each way."""
+    """Cases of every program in the library, whose sizes divide over `ranks` in each way.
+
+    The heads of the last one divide over no even number of ranks, so that ranks gather all summaries of its blocks.
+    """
     return [
         attention(2 * ranks * 2, 2 * ranks, ranks, causal),
         attention_backward(2 * ranks * 2, ranks, ranks, causal),
@@ -65,17 +87,20 @@ def cases(ranks, causal=True):
         linear(programs.all_gather_matmul, 2 * ranks, 3 * ranks, 5 * ranks),
         linear(programs.matmul_reduce_scatter, 2 * ranks, 3 * ranks, 5 * ranks),
         linear(programs.weighted_sum, 3 * ranks, 2 * ranks),
+        scan(4 * ranks, 2 * ranks),
+        scan(4 * ranks, 5),
     ]
 
 
 def random_inputs(program, seed=0):
-    """{input: random float64 tensor} for the inputs that a caller gives."""
+    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan decay."""
     generator = torch.Generator().manual_seed(seed)
-    return {
+    inputs = {
         operand.name: torch.randn(program.shape(operand), generator=generator, dtype=torch.float64)
         for operand in program.inputs
         if not operand.source
     }
+    return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
 
 
 def placements(program, mesh):

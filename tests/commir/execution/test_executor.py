@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import attention2d
 from commir import Mesh, Schedule, execute, interpret, programs
+from commir.execution.attention_grids import grid_of
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
@@ -109,10 +110,17 @@ def a_larger_mesh(rank, chosen, inputs):
     execute(plans(cases(4)[0].program, mesh_of(4))[0], inputs, dist.group.WORLD)
 
 
+def a_count_on_one_rank(rank, chosen, inputs):
+    """Of a plan that attention2d computes without a count, and step by step with one."""
+    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    execute(plan, plan.shard(inputs, rank), dist.group.WORLD, Count() if rank == 0 else None)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "make, message",
     [
+        (a_count_on_one_rank, "were asked something else than rank 0: ('no count', "),
         (another_plan, "asked something else than rank 0"),
         (a_wrong_shape, "this rank's block of q has shape"),
         (no_tensor, "q is None, and no tensor"),

@@ -54,3 +54,12 @@ def test_wrong_inputs_are_named():
     short = {name: x[:, :-1] for name, x in random_inputs(case.program).items()}
     with pytest.raises(ValueError, match=r"q has shape \(2, 7, 4, 4\); the whole q has shape \(2, 8, 4, 4\)"):
         interpret(plan, short)
+
+
+def test_inputs_that_require_gradients():
+    case = cases(2)[0]
+    inputs = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
+    for plan in plans(case.program, mesh_of(2)):
+        outputs = interpret(plan, inputs)
+        assert_close(outputs, case.expected)
+        assert not any(x.requires_grad for x in outputs.values())

@@ -18,7 +18,7 @@ MESHES = [(4,), (2, 2), (2, 3)]
 LARGE = [(12,), (3, 4), (2, 2, 2), (2, 2, 3)]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("sizes", MESHES[:2])
 def test_lowered_plans_pass(sizes, number):
     for plan in plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)):
@@ -26,7 +26,7 @@ def test_lowered_plans_pass(sizes, number):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("sizes", MESHES + LARGE)
 def test_all_lowered_plans_on_up_to_twelve_ranks_pass(sizes, number):
     for plan in plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)):
@@ -34,7 +34,7 @@ def test_all_lowered_plans_on_up_to_twelve_ranks_pass(sizes, number):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("mesh", UP_TO_TWELVE, ids=str)
 def test_every_plan_that_a_search_can_emit_passes(mesh, number):
     """Without chunks; those are in test_chunks."""
@@ -69,8 +69,11 @@ def corrupted(steps, generator):
     elif kind == "repeat":
         steps.insert(index, steps[index])
     elif kind == "change":
-        name = generator.choice([field.name for field in fields(steps[index])])
-        steps[index] = replace(steps[index], **{name: other_value(getattr(steps[index], name), generator)})
+        if names := [field.name for field in fields(steps[index])]:
+            name = generator.choice(names)
+            steps[index] = replace(steps[index], **{name: other_value(getattr(steps[index], name), generator)})
+        else:
+            del steps[index]
     else:
         other = generator.randrange(len(steps))
         steps[index], steps[other] = steps[other], steps[index]
@@ -93,10 +96,9 @@ def changes_outputs(plan):
     return False
 
 
-def check_corruptions(sizes, number, count, seed=0):
-    """Corrupt `count` plans: each corruption that changes an output is rejected. Returns how many there were."""
+def check_corruptions(chosen, count, seed=0):
+    """Corrupt `count` of the plans: each corruption that changes an output is rejected. Returns how many there were."""
     generator, harmful = random.Random(seed), 0
-    chosen = plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes))
     for _ in range(count):
         plan = generator.choice(chosen)
         wrong = with_steps(plan, corrupted(plan.steps, generator))
@@ -107,17 +109,27 @@ def check_corruptions(sizes, number, count, seed=0):
     return harmful
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("sizes", MESHES)
 def test_corruptions_are_rejected(sizes, number):
-    assert check_corruptions(sizes, number, 20) > 5
+    assert check_corruptions(plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)), 20) > 5
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("sizes", MESHES + LARGE[:3])
 def test_many_corruptions_are_rejected(sizes, number):
-    assert check_corruptions(sizes, number, 400, seed=1) > 200
+    chosen = plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes))
+    assert check_corruptions(chosen, 400, seed=1) > 200
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("sizes", MESHES[:2])
+def test_corruptions_of_plans_in_chunks_are_rejected(sizes, number, count):
+    program = cases(mesh_of(*sizes).ranks)[number].program
+    chosen = [plan for plan in all_plans(program, mesh_of(*sizes), with_chunks=True) if plan.schedule.chunked]
+    assert check_corruptions(chosen, count) > count // 4
 
 
 def test_errors_name_the_first_wrong_element():

@@ -179,6 +179,20 @@ def keyword_of_a_function(rows=4):
         c[rows] = torch.exp(a[rows], out=a[rows])
 
 
+def product_of_all(rows=4, cols=4):
+    a = In[rows, cols]
+    c = Out[rows]
+    for rows, cols in grid("sr"):
+        c[rows] *= a[rows, cols]
+
+
+def least_of_all(rows=4, cols=4):
+    a = In[rows, cols]
+    c = Out[rows]
+    for rows, cols in grid("sr"):
+        c[rows] = min(c[rows], a[rows, cols])
+
+
 def keyword_of_max(rows=4, cols=4):
     a = In[rows, cols]
     c = Out[rows]
@@ -220,7 +234,9 @@ def scalar_output(rows=4):
     [
         (race_on_spatial, 4, "data race: cols is spatial, but c is not indexed by it"),
         (race_by_overwriting, 4, "data race: = overwrites c for every index of the reduced axis cols"),
-        (not_associative, 4, "Sub is no associative and commutative reduction"),
+        (not_associative, 4, "c.rows. -= .*: this is not supported; the supported reductions are [+]= and max"),
+        (product_of_all, 4, "c.rows. [*]= .*: this is not supported; the supported reductions are [+]= and max"),
+        (least_of_all, 4, "min is not supported as a reduction; the supported reductions are [+]= and max"),
         (shifted_index, 4, "cols [+] 1 is no axis"),
         (unknown_function, 4, "the functions of one argument are exp"),
         (kept_elsewhere, 1, "a is kept along cols, which is none of its axes rows"),

@@ -1,7 +1,6 @@
 """Scans over a sequence that ranks share. Oracle: one rank's recurrence, token by token; the formulas of the messages."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from commir import Mesh, Plan, Schedule, execute, interpret, programs, search, verify
@@ -10,24 +9,7 @@ from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from loop_programs import assert_close, mesh_of, plans, random_inputs
-
-
-def inputs_of(program):
-    """Random inputs with positive step sizes and decaying states."""
-    inputs = random_inputs(program)
-    return inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
-
-
-def one_rank(x, dt, B, C, A):
-    state, outputs = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype), []
-    B, C = (t.unsqueeze(2).expand(*x.shape[:3], -1) if t.ndim == 3 else t.repeat_interleave(x.shape[2] // t.shape[2], 2)
-            for t in (B, C))  # fmt: skip
-    for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t, :, None] * A)
-        state = decay[:, :, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        outputs.append((state * C[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, 1)
+from loop_programs import assert_close, mesh_of, one_rank_scan, plans, random_inputs
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
@@ -37,8 +19,8 @@ def test_every_plan_equals_one_rank(sizes, heads, groups, order):
     """Also where the heads do not divide, so that summaries are gathered, and where heads have B and C in groups."""
     mesh = mesh_of(*sizes)
     program = programs.selective_scan(2, 6 * mesh.ranks, heads, 2, 3, "float64", order, groups)
-    inputs = inputs_of(program)
-    expected = {"y": one_rank(**inputs)}
+    inputs = random_inputs(program)
+    expected = {"y": one_rank_scan(**inputs)}
     found = plans(program, mesh)
     assert any("seq on x" in str(plan.schedule) for plan in found)
     for plan in found:
@@ -69,7 +51,7 @@ def test_bytes_do_not_depend_on_the_length(gpus, dim, heads):
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_compute_what_the_interpreter_does(ranks, world):
     program = programs.selective_scan(1, 6 * world, 8, 2, 3, "float64")
-    inputs = inputs_of(program)
+    inputs = random_inputs(program)
     found = plans(program, mesh_of(*([2, 2] if world == 4 else [2])))
 
     def run(rank):

@@ -40,6 +40,7 @@ def test_tiles_and_joins():
     "transform, message",
     [
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
+        (lambda s: s.tile("rows", True), r"tile\(rows, True\): True does not divide rows"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
         (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
         (
@@ -215,3 +216,17 @@ def test_what_is_placed():
     assert is_placed(chunks) and is_placed(in_chunks(ring, "heads", 2))
     assert not is_placed(ring.tile("q.i", 2).tile("q.i.i", 2).chunk("q.i.i.o"))
     assert not is_placed(chunks.reorder("kv.o", "heads.i"))
+
+
+@pytest.mark.parametrize(
+    "placements, message",
+    [
+        (dict(x="q", node="kv"), "place: the mesh has no axis 'node'; it has x"),
+        (dict(x="query"), "place: attention has no loop 'query'; it has batch, heads, q, kv"),
+        (dict(x=Placement("dim")), "place: attention has no loop 'dim'"),
+        ({}, "mesh axis x has no placement"),
+    ],
+)
+def test_placements_of_what_does_not_exist(placements, message):
+    with pytest.raises(Illegal, match=message):
+        place(attention(), **placements)

@@ -11,7 +11,8 @@ from commir import Mesh, Schedule, programs
 from commir.lowering.layouts import Digits, conversions
 from commir.scheduling.placements import place
 from commir.searching.elimination import minimize
-from commir.searching.graph import search_graph
+from commir.searching.graph import GraphPlan, _cheapest, search_graph
+from commir.searching.layers import _sum as sum_of
 from commir.searching.layers import best_3d_parallel, matrix_product, transformer_layer, zamba_layer
 from commir.searching.operator_options import Operator, Relayouts, options_of
 
@@ -69,6 +70,45 @@ def test_the_least_time_of_random_operators(seed):
     found = search_graph(operators, mesh)
     assert found.seconds == pytest.approx(min(times))
     assert sum(plan.seconds for plan in found.plans().values()) == pytest.approx(found.seconds)
+
+
+def test_the_least_time_of_operators_with_two_inputs():
+    """With random times, against all combinations of a few options, of which some cannot be lowered together."""
+    generator, noise, mesh, refused = random.Random(0), np.random.default_rng(0), Mesh(x=2, y=2), 0
+    operators = [replace(matrix_product(name, 2, 8, 8, 8, "float64", ""), inputs={}) for name in ("p0", "p1")]
+    operators.append(sum_of("both", (2, 8, 8), "float64", "p0", "p1"))
+    every, relayouts = {each.name: options_of(each, mesh, None, None) for each in operators}, Relayouts(mesh)
+    for _ in range(200):
+        options = {
+            name: [replace(each, seconds=generator.random()) for each in generator.sample(found, 5)]
+            for name, found in every.items()
+        }
+        edges = {}
+        for operand, producer in zip(("x0", "x1"), operators, strict=False):
+            ends = producer, options[producer.name], operators[2], options["both"]
+            times = relayouts.edge(*ends, operand)
+            edges[producer.name, "both"] = np.where(np.isfinite(times), noise.random(times.shape), times)
+        own = {name: np.array([each.seconds for each in found]) for name, found in options.items()}
+        left, right = (own[name][:, None] + edges[name, "both"] for name in ("p0", "p1"))
+        sums = left[:, None] + right + own["both"]
+        for cheapest in sums.argsort(axis=None):
+            picks = zip(options.items(), np.unravel_index(cheapest, sums.shape), strict=True)
+            chosen = {name: found[pick] for (name, found), pick in picks}
+            if GraphPlan(tuple(operators), mesh, chosen, 0.0, {}).first_illegal() is None:
+                break
+            refused += 1
+        assert _cheapest(operators, mesh, options, edges).seconds == pytest.approx(sums.flat[cheapest])
+    assert refused > 5
+
+
+def test_layouts_that_cannot_be_turned_into_one_another():
+    operators = [replace(matrix_product(name, 2, 8, 8, 8, "float64", "p0"), inputs={}) for name in ("p0", "p1")]
+    options = {each.name: options_of(each, MESHES[0], None, None) for each in operators}
+    edges = {("p0", "p1"): np.full([len(options["p0"]), len(options["p1"])], np.inf)}
+    with pytest.raises(
+        ValueError, match=r"no layouts of the operators on Mesh\(gpu=4\) can be turned into one another"
+    ):
+        _cheapest(operators, MESHES[0], options, edges)
 
 
 def test_a_long_chain():

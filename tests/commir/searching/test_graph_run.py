@@ -53,7 +53,8 @@ def run_layer(rank, operators, plans, given):
     local, count = {}, Count()
     for name, whole in given.items():
         plan, there = plans[name], rank % plans[name].mesh.ranks
-        shapes = {each.name: torch.zeros(plan.program.shape(each), dtype=torch.float64) for each in plan.inputs()}
+        dtype = next((x.dtype for x in whole.values()), torch.float64)
+        shapes = {each.name: torch.zeros(plan.program.shape(each), dtype=dtype) for each in plan.inputs()}
         shards = plan.shard(shapes | whole, there)
         local[name] = {key: shards[key] for key in whole}
     group = dist.group.WORLD if dist.is_initialized() else None

@@ -1,0 +1,23 @@
+"""Checks of the arguments of the public functions, so that a wrong kind of object gets one clear error."""
+
+from typing import Any
+
+HINTS = {
+    "Program": "call the operator to get a Program, as in nearest()",
+    "Mesh": "such as Mesh(gpu=4)",
+    "Plan": "Schedule.lower() makes one, and search() a list of them",
+    "Sequence": "such as the plans that search() returns",
+    "Operator": "such as Operator(name, program, inputs)",
+}
+
+
+def check_type(caller: str, value: Any, kind: type) -> None:
+    """ValueError unless an argument of `caller` is of this type, one of HINTS."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{caller} takes {kind.__name__} ({HINTS[kind.__name__]}), not {value!r:.60}")
+
+
+def check_memory(memory: Any) -> None:
+    """ValueError unless a limit of memory is a number of bytes, or None."""
+    if not isinstance(memory, int | float | None):
+        raise ValueError(f"memory={memory!r}: it must be a number of bytes, or None for no limit")

@@ -1,0 +1,59 @@
+"""Why a plan was chosen. Oracle: the plans themselves, compared number by number."""
+
+from dataclasses import replace
+
+import pytest
+
+from commir import Mesh, Plan, programs, search
+from commir.scheduling.placements import known_as
+from commir.searching.search import TIES, _order
+
+MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]
+PROGRAMS = [
+    programs.attention(1, 8, 8, 256, 8),
+    programs.attention(2, 8, 2, 256, 8),
+    programs.all_gather_matmul(64, 64, 64),
+    programs.weighted_sum(64, 64),
+]
+# What the plan that comes first has less of, by the words of its reason.
+LESS = {
+    "sends fewer bytes": lambda plan: plan.bytes_per_rank,
+    "divides the mesh into fewer axes": lambda plan: len(plan.mesh.axes),
+    "is a known schedule": lambda plan: not known_as(plan.schedule),
+    "sends fewer messages": lambda plan: plan.messages,
+    "holds less memory": lambda plan: plan.memory,
+    "comes first in the order of their texts": lambda plan: str(plan.schedule),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.name)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_reason_names_what_decided(mesh, program):
+    """Also where only one plan was asked for."""
+    best, other = search(program, mesh, top=2)
+    assert search(program, mesh, top=1)[0].reason == best.reason
+    assert str(other.schedule) in best.reason
+    if other.seconds > best.seconds * (1 + 1e-8):
+        assert best.reason.startswith("fastest by prediction; the next takes ")
+        return
+    why = best.reason.removeprefix("as fast by prediction as the next, but ").partition(": ")[0]
+    assert LESS[why](best) < LESS[why](other)
+    for earlier in list(LESS)[: list(LESS).index(why)]:
+        assert LESS[earlier](best) == LESS[earlier](other)
+
+
+def test_every_tie_is_named():
+    (plan,) = search(PROGRAMS[0], MESHES[0], top=1)
+    assert list(LESS) == list(TIES) and len(_order(plan)) == 1 + len(TIES)
+
+
+def test_the_only_plan_that_fits():
+    program, mesh = programs.weighted_sum(4, 1), Mesh(gpu=4)
+    program = replace(program, inputs=(program.inputs[0], replace(program.inputs[1], home=None)))
+    (plan,) = search(program, mesh)
+    assert plan.reason == "the only plan that fits"
+
+
+def test_a_plan_that_was_read_does_not_know_its_reason():
+    plan = Plan.from_json(search(PROGRAMS[0], MESHES[0])[0].to_json())
+    assert plan.explain().endswith("chosen: not recorded, as the plan was read from JSON")

@@ -1,0 +1,88 @@
+"""Likely mistakes in calls of commir get one error that says what is wanted. Oracle: the text of the errors."""
+
+import pytest
+import torch
+
+import commir
+from commir import In, Mesh, Out, Schedule, grid, programs
+
+
+@commir.operator
+def product(rows=4, cols=4):
+    a = In[rows, cols]
+    b = In[cols].home(None)
+    c = Out[rows]
+    for rows, cols in grid("sr"):
+        c[rows] += torch.exp(a[rows, cols]) * b[cols]
+
+
+MESH = Mesh(gpu=2)
+PROGRAM = programs.attention(1, 2, 2, 8, 4)
+PLAN = commir.search(PROGRAM, MESH)[0]
+BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: commir.search(product, MESH), r"search takes Program \(call the operator .* nearest\(\)\), not Operator"),
+        (lambda: commir.pareto(product, MESH), "search takes Program"),
+        (lambda: Schedule(product, MESH), "Schedule takes Program"),
+        (lambda: Schedule(PROGRAM, 4), r"Schedule takes Mesh \(such as Mesh\(gpu=4\)\), not 4"),
+        (lambda: commir.search(PROGRAM, 4), r"search takes Mesh \(such as Mesh\(gpu=4\)\), not 4"),
+        (lambda: commir.search(PROGRAM, 4, fabric=(1e-5, 1e9)), "search takes Mesh"),
+        (lambda: commir.search(PROGRAM, MESH, memory="1GB"), "memory='1GB': it must be a number of bytes"),
+        (lambda: commir.search(PROGRAM, MESH, top="3"), "search: top='3'; it must be a whole number of at least 1"),
+        (lambda: commir.verify([PLAN]), r"verify takes Plan \(Schedule.lower\(\) makes one, and search\(\) a list"),
+        (lambda: commir.interpret(BY_HAND, {}), "interpret takes Plan"),
+        (lambda: commir.execute([PLAN], {}), "execute takes Plan"),
+        (lambda: commir.differentiable([PLAN]), "differentiable takes Plan"),
+        (lambda: commir.fastest(PLAN), r"fastest takes Sequence \(such as the plans that search\(\) returns\)"),
+        (lambda: commir.fastest([BY_HAND]), "fastest takes Plan"),
+        (lambda: PLAN.shard([torch.zeros(2)], 0), r"inputs are \{name: tensor\}, not \[tensor"),
+        (lambda: commir.search_graph([PROGRAM], MESH), r"search_graph takes Operator \(such as Operator\("),
+        (lambda: commir.search_graph([], 4), "search_graph takes Mesh"),
+        (lambda: PLAN.with_options(caussal=True), "attention has no option 'caussal'; it has causal, scale"),
+        (lambda: BY_HAND.lower().with_options(causal=True), "product has no option 'causal'; it has none"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_type(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_limit_of_memory_of_a_graph_is_a_number():
+    node = commir.searching.operator_options.Operator("alone", programs.all_gather_matmul(8, 8, 8))
+    with pytest.raises(ValueError, match="memory='1GB': it must be a number of bytes"):
+        commir.search_graph([node], MESH, memory="1GB")
+
+
+@pytest.mark.parametrize(
+    "dtypes, message",
+    [
+        ((torch.int64, torch.int64), "a is torch.int64; a plan computes with floating-point tensors"),
+        ((torch.float32, torch.int64), "b is torch.int64; a plan computes with floating-point tensors"),
+        (
+            (torch.bfloat16, torch.float64),
+            "a is torch.bfloat16, and b torch.float64; the inputs of product must have one",
+        ),
+    ],
+)
+def test_dtypes_that_would_round_the_results(dtypes, message):
+    inputs = {"a": torch.ones(4, 4, dtype=dtypes[0]), "b": torch.ones(4, dtype=dtypes[1])}
+    plan = BY_HAND.lower()
+    with pytest.raises(ValueError, match=message):
+        commir.interpret(plan, inputs)
+    alone = commir.place(Schedule(product(), Mesh(gpu=1)), gpu="rows").lower()
+    with pytest.raises(ValueError, match=message):
+        commir.execute(alone, inputs)
+
+
+def test_statistics_are_in_float32():
+    """lse of a bf16 backward pass is kept in at least fp32."""
+    program = programs.attention(1, 2, 2, 8, 4, backward=True, dtype="bfloat16")
+    plan = commir.search(program, MESH)[0]
+    shapes = {each.name: program.shape(each) for each in plan.inputs()}
+    inputs = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    inputs["lse"] = inputs["lse"].float()
+    assert {x.dtype for x in commir.interpret(plan, inputs).values()} == {torch.bfloat16}
