@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from megatron_ssm.configs.layouts import field_of, hf_shapes
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.products import BLOCK
-from megatron_ssm.ops.huge_pages import prefer_huge_pages
+from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, quantize
-from megatron_ssm.parallel.layers import QUANTIZABLE, Ranks
+from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
@@ -99,7 +99,7 @@ def load(
 
     def build_and_fill() -> Model:
         options = dtype, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
-        model = build(config, group, data_group, *options)
+        model = build(config, group, data_group, *options, nullcontext() if weights else None)
         _read_parameters(model, tensors, weights, directory)
         return model
 
@@ -159,8 +159,12 @@ def build(
     sequence_parallel: bool = False,
     recompute: bool = False,
     exchange_channels: bool = False,
+    memory: AbstractContextManager | None = None,
 ) -> Model:
-    """A model of this configuration with uninitialized parameters; see `load` for the arguments."""
+    """A model of this configuration with uninitialized parameters; see `load` for the arguments.
+
+    memory: the parameters are allocated inside it (None: in huge pages).
+    """
     config.check_ranks(1 if group is None else group.size())
     if sequence_parallel and reduce != "fp32":
         raise ValueError(f"reduce={reduce!r}: sequence_parallel=True sums in fp32")
@@ -169,34 +173,46 @@ def build(
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
-    model = Model(config, ranks, data_group, dtype, device, context, exchange_channels)
-    prefer_huge_pages(model.parameters())
-    return model
+    with memory or HugePages():
+        return Model(config, ranks, data_group, dtype, device, context, exchange_channels)
 
 
 def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None, directory: str | Path) -> None:
     """Fill a new model from {Hugging Face tensor: what can be sliced}, and quantize it if asked to; close it on an error."""
     try:
         with torch.no_grad():
-            quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights)
+            memory = HugePages()
+            quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights, memory)
         if weights is not None:
+            _move_parameters(model, memory)
             _freeze(model, weights, quantized, directory)
     except BaseException:
         model.close()
         raise
 
 
-def _fill(module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None) -> list[bool]:
-    """Read a module's parameters, then its children's. With `weights`, each matrix is rounded as soon as it is read.
+def _fill(
+    module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None, memory: HugePages
+) -> list[bool]:
+    """Read a module's parameters, then its children's. With `weights`, each matrix that was read is rounded into `memory`.
 
     Returns, for each matrix of a quantizable layer, whether it was quantized.
     """
     for parameter in module.parameters(recurse=False):
         read(parameter)
-    quantized = [done for child in module.children() for done in _fill(child, read, weights)]
+    quantized = [done for child in module.children() for done in _fill(child, read, weights, memory)]
     if weights is not None and isinstance(module, QUANTIZABLE):
-        quantized.append(quantize(module, weights))
+        with memory:
+            quantized.append(quantize(module, weights))
     return quantized
+
+
+def _move_parameters(model: Model, memory: HugePages) -> None:
+    """Move what was not rounded into `memory`, but for packed fields, which are views of one storage."""
+    for module in model.modules():
+        for parameter in () if isinstance(module, Packed) else module.parameters(recurse=False):
+            if parameter.is_cpu:
+                parameter.data = memory.copy(parameter.data)
 
 
 def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | Path) -> None:

@@ -20,6 +20,7 @@ from megatron_ssm.layers.cache import BatchInfo, Cache
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
 from megatron_ssm.layers.shared_attention import SharedBlock, SharedBlockInvocation, attend_with_cache
+from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
 from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
@@ -175,7 +176,8 @@ class Model(nn.Module):
         """
         blocks: Any = self.layers  # for torch's types its elements are only modules
         shared: Any = self.shared
-        layers = [block.mixer.new_cache(batch) for block in blocks]
+        with HugePages():
+            layers = [block.mixer.new_cache(batch) for block in blocks]
         cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
             cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)

@@ -12,7 +12,7 @@ enum {
   LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
   ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
   FEWEST_FOR_TILES = 2,        /* rows of x from which AMX is faster */
-  AHEAD = 6144                 /* bytes by which W is prefetched; a third of it for float32 */
+  AHEAD = 3072                 /* bytes by which W is prefetched; a third of it for float32 */
 };
 
 /* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
@@ -46,7 +46,7 @@ INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int ba
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
     for (ptrdiff_t line = 0; line < lanes * 4; line += 64)
-      __builtin_prefetch((const char *)(w + i) + line + (weight_type == FLOAT32 ? AHEAD / 3 : AHEAD));
+      __builtin_prefetch((const char *)(w + i) + line + (AHEAD));
     for (int b = 0; b < batch; b++)
 #pragma omp simd
       for (ptrdiff_t k = 0; k < lanes; k++)

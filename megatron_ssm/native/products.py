@@ -105,16 +105,17 @@ def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
 
 
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """`linear` for many rows of x and a bfloat16 or rounded matrix: x is rounded to bfloat16. It needs AMX.
+    """`linear` for many rows of x by AMX. x is rounded to bfloat16, unless it and the matrix are float32.
 
     `in` is a multiple of DEPTH. ValueError for another matrix; RuntimeError without AMX.
     """
     if not has_tile_products():
         raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
     out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
-    if columns < 1 or columns % DEPTH or not (is_rounded or values.dtype is torch.bfloat16):
-        raise ValueError(f"AMX needs a bfloat16 or rounded matrix whose rows have a multiple of {DEPTH} elements, "
-                         f"not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    is_typed = is_rounded or values.dtype is torch.bfloat16 or values.dtype is x.dtype is torch.float32
+    if columns < 1 or columns % DEPTH or not is_typed:
+        raise ValueError(f"AMX needs a bfloat16 or rounded matrix, or float32 like x, whose rows have a multiple of {DEPTH} "
+                         f"elements, not {values.dtype} {tuple(values.shape)}")  # fmt: skip
     check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
     x, values, scales, bias = without_gaps(x, values, scales, bias)
     y = x.new_empty(*x.shape[:-1], out)

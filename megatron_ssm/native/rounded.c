@@ -9,7 +9,7 @@
 enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
-  AHEAD = 6144,  /* bytes by which W is prefetched */
+  AHEAD = 3072,  /* bytes by which W is prefetched */
   FEWEST_FOR_TILES = 6, /* rows of x from which AMX is faster, as in products.py */
   LARGEST = 32767, ALIGNMENT = 64
 };

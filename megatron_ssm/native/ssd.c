@@ -1,12 +1,14 @@
 /* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
 
-   A task is one head of one sequence. It goes from token to token, with up to WIDTH channels of the head at a time in the
+   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass, with up to WIDTH channels of the head at a time in the
    forward pass and PART in the backward pass. No two tasks write the same memory, except that the tasks of a thread share
    that thread's dB, dC and scratch. */
 #include "kernels.h"
 
 enum {
   WIDTH = 64,           /* channels at a time in the forward pass */
+  TOKENS = 4,           /* tokens at a time in the forward pass */
+  LANES = 16,           /* channels whose sums for TOKENS tokens stay in registers */
   PART = 16, FOUR = 4,  /* channels at a time in the backward pass (PART in kernels.py), and side by side in a loop */
   STATES = 256,         /* the largest N */
   CHUNK = 16            /* tokens between two saved states (CHUNK in kernels.py) */
@@ -49,30 +51,88 @@ INLINE void forward_token(float *h, ptrdiff_t stride, float decay, const float *
     for (ptrdiff_t c = 0; c < width; c++) h[c] = decay * h[c] + dt_x[c] * B[n], y[c] += C[n] * h[c];
 }
 
+/* What TOKENS tokens, or the first of them alone, need of a head's inputs. decays[t]: that of the state from before the first
+   token to after token t. */
+typedef struct {
+  float dt_x[TOKENS][WIDTH], y[TOKENS][WIDTH], B[TOKENS][STATES], C[TOKENS][STATES], decays[TOKENS];
+} Tokens;
+
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+/* The products of C of token t with B of token s <= t, times the decay between them. */
+INLINE void multiply_tokens(const Tokens *a, float products[TOKENS][TOKENS], ptrdiff_t N) {
+  for (int t = 0; t < TOKENS; t++)
+    for (int s = 0; s <= t; s++) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (ptrdiff_t n = 0; n < N; n++) sum += a->C[t][n] * a->B[s][n];
+      products[t][s] = sum;
+    }
+}
+
+/* TOKENS tokens of LANES channels from c on, with the state h before them: y_t += decays[t] C_t^T h + the sum over s <= t of
+   products[t][s] dt_x_s. Then h = decays[last] h + the sum over s of later[s] B_s dt_x_s^T. */
+INLINE void forward_tokens(Tokens *a, float *h, ptrdiff_t stride, const float products[TOKENS][TOKENS], const float *later,
+                           ptrdiff_t N, ptrdiff_t c) {
+  Lanes sums[TOKENS] = {0}, inputs[TOKENS];
+  for (int t = 0; t < TOKENS; t++) inputs[t] = later[t] * *(const Lanes *)(a->dt_x[t] + c);
+  for (ptrdiff_t n = 0; n < N; n++) {
+    Lanes *row = (Lanes *)(h + n * stride + c), old = *row, new = a->decays[TOKENS - 1] * old;
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; t++) sums[t] += a->C[t][n] * old, new += a->B[t][n] * inputs[t];
+    *row = new;
+  }
+  for (int t = 0; t < TOKENS; t++) {
+    Lanes *y = (Lanes *)(a->y[t] + c), sum = *y + a->decays[t] * sums[t];
+    for (int s = 0; s <= t; s++) sum += products[t][s] * *(const Lanes *)(a->dt_x[s] + c);
+    *y = sum;
+  }
+}
+
+/* The same as TOKENS calls of forward_token. width: a multiple of LANES. steps[t]: the decay of token t alone. */
+INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *steps, ptrdiff_t N, ptrdiff_t width) {
+  float products[TOKENS][TOKENS], later[TOKENS];
+  multiply_tokens(a, products, N);
+  for (int s = 0; s < TOKENS; s++) {
+    float decay = 1;
+    for (int t = s + 1; t < TOKENS; t++) decay *= steps[t], products[t][s] *= decay;
+    later[s] = decay;
+  }
+  for (ptrdiff_t c = 0; c < width; c += LANES) forward_tokens(a, h, stride, products, later, N, c);
+}
+
 INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
   ptrdiff_t N = a->N, P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK;
-  float dt_x[WIDTH], y[WIDTH], B[STATES], C[STATES], A = -exp_(a->A_log[head]), D = a->D[head];
+  float A = -exp_(a->A_log[head]), D = a->D[head], steps[TOKENS];
   float *h = a->next + b * a->strides[NEXT] + head * N * P + first; /* updated where the final states belong */
   const float *state = a->state ? a->state + b * a->strides[STATE] + head * N * P + first : NULL;
+  Tokens k;
   if (state != h)
     for (ptrdiff_t n = 0; n < N; n++)
       for (ptrdiff_t c = 0; c < width; c++) h[n * P + c] = state ? state[n * P + c] : 0;
-  for (ptrdiff_t t = 0; t < a->seq; t++) {
+  for (ptrdiff_t t = 0, count; t < a->seq; t += count) {
+    count = width % LANES == 0 && t + TOKENS <= a->seq ? TOKENS : 1;
     if (a->saved && t % CHUNK == 0) {
       float *saved = a->saved + ((b * chunks + t / CHUNK) * a->heads + head) * N * P + first;
       for (ptrdiff_t n = 0; n < N; n++) memcpy(saved + n * P, h + n * P, width * sizeof(float));
     }
-    float dt = a->dt[(b * a->seq + t) * a->heads + head], decay = exp_(dt * A);
-    const void *x = row(a, a->x, X, b, t, head * P + first, type);
-    const void *Bt = row(a, a->B, B_, b, t, group * N, type), *Ct = row(a, a->C, C_, b, t, group * N, type);
+    for (ptrdiff_t i = 0; i < count; i++) {
+      float dt = a->dt[(b * a->seq + t + i) * a->heads + head];
+      const void *x = row(a, a->x, X, b, t + i, head * P + first, type);
+      const void *B = row(a, a->B, B_, b, t + i, group * N, type), *C = row(a, a->C, C_, b, t + i, group * N, type);
+      steps[i] = exp_(dt * A), k.decays[i] = i ? k.decays[i - 1] * steps[i] : steps[i];
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) dt_x[c] = dt * get(x, c, type), y[c] = D * get(x, c, type);
+      for (ptrdiff_t c = 0; c < width; c++) k.dt_x[i][c] = dt * get(x, c, type), k.y[i][c] = D * get(x, c, type);
 #pragma omp simd
-    for (ptrdiff_t n = 0; n < N; n++) B[n] = get(Bt, n, type), C[n] = get(Ct, n, type);
-    forward_token(h, P, decay, dt_x, B, C, y, N, width);
-    void *out = at(a->y, ((b * a->seq + t) * a->heads + head) * P + first, type);
+      for (ptrdiff_t n = 0; n < N; n++) k.B[i][n] = get(B, n, type), k.C[i][n] = get(C, n, type);
+    }
+    if (count > 1) forward_chunk(&k, h, P, steps, N, width);
+    else forward_token(h, P, steps[0], k.dt_x[0], k.B[0], k.C[0], k.y[0], N, width);
+    for (ptrdiff_t i = 0; i < count; i++) {
+      void *out = at(a->y, ((b * a->seq + t + i) * a->heads + head) * P + first, type);
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) put(out, c, y[c], type);
+      for (ptrdiff_t c = 0; c < width; c++) put(out, c, k.y[i][c], type);
+    }
   }
 }
 

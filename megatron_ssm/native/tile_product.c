@@ -2,7 +2,11 @@
 
    A tile of W is 16 rows of 32 columns. BFLOAT16 matrices are read where they are; PANEL rows of INT8 and INT4 matrices at a
    time are widened into a buffer that stays in the cache. x is rounded to bfloat16. A tile of x is 32 columns of 16 rows, in
-   pairs of columns: (16 pairs, 16 rows, 2). Sums are float32. */
+   pairs of columns: (16 pairs, 16 rows, 2). Sums are float32.
+
+   A FLOAT32 matrix and its x are not rounded: each number is the sum of three bfloat16 numbers, its parts of 8 bits. Of the
+   nine products of two numbers' parts, the six largest are added; the others are below 2^-23 of the product. Parts below
+   1e-38 count as zeros, and infinite numbers give NaN. */
 #include <stdlib.h>
 
 #include "rounded.h"
@@ -21,8 +25,9 @@ enum {
   DEPTH = 32,                   /* columns of W in a tile */
   PANEL = 2 * SIDE,             /* rows of W, and rows of x, whose four products are computed at once */
   TILE = SIDE * SIDE,           /* elements of 4 bytes in a tile */
-  NARROW = 256,                 /* see multiply_panel */
-  X_BYTES = 1 << 20,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
+  PARTS = 3,                    /* of a float32 number */
+  WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
+  X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
   ALIGNMENT = 64,
   XTILEDATA = 18, REQUEST = 0x1023 /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
@@ -31,11 +36,14 @@ typedef struct {
   const char *values;    /* (out, in) of weight_type */
   const float *scales;   /* of INT8 and INT4 */
   const void *bias;      /* (out) of `type`, or NULL */
-  const uint32_t *tiles; /* those of x: (groups of SIDE rows, in / DEPTH, TILE) */
+  const uint32_t *tiles; /* those of x: (groups of SIDE rows, in / DEPTH, parts, TILE) */
   void *y;               /* (batch, out) of `type` */
   ptrdiff_t batch, out, in;
   int type, weight_type;
 } Product;
+
+/* How many bfloat16 numbers stand for an element of W and of x. */
+INLINE int parts_of(int weight_type) { return weight_type == FLOAT32 ? PARTS : 1; }
 
 /* rows[i][j] becomes rows[j][i]: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
 INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
@@ -68,24 +76,61 @@ INLINE_FOR(TARGET_AMX) __m512i narrowed(const void *x, int type) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + SIDE), _mm512_loadu_ps(from));
 }
 
-/* The tiles of `count` rows of x, filled up with zeros to whole panels. */
-TARGET_AMX static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
-                                  int type) {
+/* The first 8 bits of the significands. */
+INLINE_FOR(TARGET_AMX) __m512 truncated(__m512 x) {
+  return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000u));
+}
+
+/* The parts of DEPTH float32 elements. */
+INLINE_FOR(TARGET_AMX) void split(const float *x, __m512i parts[PARTS]) {
+  __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + SIDE);
+  for (int p = 0; p < PARTS; p++) {
+    __m512 first_low = truncated(low), first_high = truncated(high);
+    parts[p] = (__m512i)_mm512_cvtne2ps_pbh(first_high, first_low);
+    low = _mm512_sub_ps(low, first_low), high = _mm512_sub_ps(high, first_high);
+  }
+}
+
+/* The tiles of `count` rows of x, filled up with zeros to whole panels. type and parts are compile-time constants. */
+INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
+                                     int type, int parts) {
   for (ptrdiff_t first = 0; first < (count + PANEL - 1) / PANEL * PANEL; first += SIDE)
-    for (ptrdiff_t k = 0; k < in; k += DEPTH, tiles += TILE) {
-      __m512i rows[SIDE];
-      for (int r = 0; r < SIDE; r++)
-        rows[r] = first + r < count ? narrowed(at(x, (first + r) * x_stride + k, type), type) : _mm512_setzero_si512();
-      transpose(rows);
-      for (int r = 0; r < SIDE; r++) _mm512_store_si512(tiles + r * SIDE, rows[r]);
+    for (ptrdiff_t k = 0; k < in; k += DEPTH, tiles += parts * TILE) {
+      __m512i rows[PARTS][SIDE], split_row[PARTS];
+      for (int r = 0; r < SIDE; r++) {
+        const void *from = at(x, (first + r) * x_stride + k, type);
+        if (first + r >= count) split_row[0] = split_row[1] = split_row[2] = _mm512_setzero_si512();
+        else if (parts > 1) split(from, split_row);
+        else split_row[0] = narrowed(from, type);
+        for (int p = 0; p < parts; p++) rows[p][r] = split_row[p];
+      }
+      for (int p = 0; p < parts; p++) {
+        transpose(rows[p]);
+        for (int r = 0; r < SIDE; r++) _mm512_store_si512(tiles + p * TILE + r * SIDE, rows[p][r]);
+      }
     }
 }
 
-INLINE_FOR(TARGET_AMX) void zero_tiles(void) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+TARGET_AMX static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
+                                  int type, int parts) {
+  if (parts > 1) fill_each(x, tiles, count, in, x_stride, FLOAT32, PARTS);
+  else if (type == FLOAT32) fill_each(x, tiles, count, in, x_stride, FLOAT32, 1);
+  else fill_each(x, tiles, count, in, x_stride, BFLOAT16, 1);
+}
+
+/* The tiles of sums from memory, where they are (2 groups of x, 2 of W, SIDE rows of W, SIDE rows of x); at first zeros. */
+INLINE_FOR(TARGET_AMX) void load_sums(const float *sums, int is_first) {
+  if (is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, SIDE * 4);
+    _tile_loadd(1, sums + TILE, SIDE * 4);
+    _tile_loadd(2, sums + 2 * TILE, SIDE * 4);
+    _tile_loadd(3, sums + 3 * TILE, SIDE * 4);
+  }
 }
 
 /* Adds the products of PANEL rows of W, `stride` bytes apart, with one or two groups of rows of x, whose tiles are `second`
@@ -106,8 +151,26 @@ INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, cons
   }
 }
 
-/* sums (2 groups of x, 2 of W, SIDE rows of W, SIDE rows of x) */
-INLINE_FOR(TARGET_AMX) void store_tiles(float *sums) {
+/* The same for float32 numbers. W and x are (depth, parts, rows, DEPTH). */
+INLINE_FOR(TARGET_AMX) void multiply_parts(const uint16_t *w, const uint32_t *x, ptrdiff_t second, ptrdiff_t depth,
+                                           int groups) {
+  for (ptrdiff_t k = 0; k < depth; k++, x += PARTS * TILE)
+    for (int i = 0; i < PARTS; i++, w += PANEL * DEPTH) {
+      _tile_loadd(4, w, DEPTH * 2);
+      _tile_loadd(5, w + SIDE * DEPTH, DEPTH * 2);
+      for (int j = 0; j < PARTS - i; j++) {
+        _tile_loadd(6, x + j * TILE, SIDE * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (groups < 2) continue;
+        _tile_loadd(7, x + second + j * TILE, SIDE * 4);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+}
+
+INLINE_FOR(TARGET_AMX) void store_sums(float *sums) {
   _tile_stored(0, sums, SIDE * 4);
   _tile_stored(1, sums + TILE, SIDE * 4);
   _tile_stored(2, sums + 2 * TILE, SIDE * 4);
@@ -135,10 +198,11 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrd
   }
 }
 
-/* Columns `start` to `stop` of `rows` rows of W from `row` on, as bfloat16 and with zeros up to PANEL rows -> buffer (PANEL,
-   stop - start). Prefetches the same columns of the next panel. */
+/* Columns `start` to `stop` of `rows` rows of W from `row` on, with zeros up to PANEL rows -> buffer (PANEL, stop - start)
+   in bfloat16, or (columns / DEPTH, PARTS, PANEL, DEPTH) for float32. Prefetches the same columns of the next panel. */
 static void fill_buffer(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer) {
   ptrdiff_t width = stop - start;
+  memset(buffer + rows * width, 0, (PANEL - rows) * width * 2);
   for (ptrdiff_t r = 0; r < rows; r++) {
     ptrdiff_t place = (row + r) * a->in + start, block = place / BLOCK, bytes = bytes_per_block(a->weight_type);
     const char *blocks = a->values + block * bytes;
@@ -149,35 +213,50 @@ static void fill_buffer(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff
     for (ptrdiff_t i = 0; i < width / BLOCK * bytes; i += 64) __builtin_prefetch(blocks + PANEL * a->in / BLOCK * bytes + i);
     widen_blocks(blocks, a->scales + block, buffer + r * width, width / BLOCK, a->weight_type, BFLOAT16);
   }
-  memset(buffer + rows * width, 0, (PANEL - rows) * width * 2);
 }
 
-/* All rows of x times PANEL rows of W from `row` on. buffer: (PANEL, in), for rows of W that cannot be used where they are.
-   Few rows of x use it only once, so then the buffer has NARROW columns at a time, which stay in the first-level cache. */
-INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, uint16_t *buffer, int type) {
-  ptrdiff_t rows = a->out - row < PANEL ? a->out - row : PANEL, depth = a->in / DEPTH;
-  int is_copy = a->weight_type != BFLOAT16 || rows < PANEL, is_few = a->batch <= PANEL;
-  ptrdiff_t width = is_copy && is_few ? NARROW : a->in, stride = (is_copy ? width : a->in) * 2;
-  ptrdiff_t ahead = !is_copy && is_few && row + 2 * PANEL <= a->out ? PANEL * stride : 0;
-  float sums[4 * TILE] __attribute__((aligned(ALIGNMENT)));
-  for (ptrdiff_t first = 0; first < a->batch; first += PANEL) {
-    const uint32_t *x = a->tiles + first / SIDE * depth * TILE;
-    int groups = a->batch - first > SIDE ? 2 : 1;
-    zero_tiles();
-    for (ptrdiff_t start = 0; start < a->in; start += width) {
-      ptrdiff_t stop = start + width < a->in ? start + width : a->in;
-      if (is_copy && (is_few || !first)) fill_buffer(a, row, rows, start, stop, buffer);
-      const char *w = is_copy ? (const char *)buffer : a->values + row * stride;
-      multiply_tiles(w, is_copy ? (stop - start) * 2 : stride, x + start / DEPTH * TILE, depth * TILE,
-                     (stop - start) / DEPTH, groups, ahead);
+TARGET_AMX static void fill_parts(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop,
+                                  uint16_t *buffer) {
+  if (rows < PANEL) memset(buffer, 0, (stop - start) * PARTS * PANEL * 2);
+  for (; start < stop; start += DEPTH, buffer += PARTS * PANEL * DEPTH)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+      const float *from = (const float *)a->values + (row + r) * a->in + start;
+      __m512i parts[PARTS];
+      __builtin_prefetch(from + PANEL * a->in);
+      __builtin_prefetch(from + PANEL * a->in + 16);
+      split(from, parts);
+      for (int p = 0; p < PARTS; p++) _mm512_store_si512(buffer + (p * PANEL + r) * DEPTH, parts[p]);
     }
-    store_tiles(sums);
-    for (int t = 0; t < 2 * groups; t++)
-      if (row + t % 2 * SIDE < a->out) write_tile(a, sums + t * TILE, row + t % 2 * SIDE, first + t / 2 * SIDE, type);
+}
+
+/* All rows of x times PANEL rows of W from `row` on, `width` columns at a time. buffer: for the rows of W that cannot be used
+   where they are. sums: (batch / PANEL, 4 * TILE). */
+INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, uint16_t *buffer, float *sums, int type) {
+  ptrdiff_t rows = a->out - row < PANEL ? a->out - row : PANEL, depth = a->in / DEPTH, parts = parts_of(a->weight_type);
+  ptrdiff_t width = parts > 1 ? SPLIT_WIDTH : WIDTH, group = depth * parts * TILE;
+  int is_copy = a->weight_type != BFLOAT16 || rows < PANEL;
+  for (ptrdiff_t start = 0; start < a->in; start += width) {
+    ptrdiff_t stop = start + width < a->in ? start + width : a->in, steps = (stop - start) / DEPTH;
+    ptrdiff_t stride = (is_copy ? stop - start : a->in) * 2;
+    const char *w = is_copy ? (const char *)buffer : a->values + row * stride + start * 2;
+    if (parts > 1) fill_parts(a, row, rows, start, stop, buffer);
+    else if (is_copy) fill_buffer(a, row, rows, start, stop, buffer);
+    for (ptrdiff_t first = 0; first < a->batch; first += PANEL) {
+      const uint32_t *x = a->tiles + first / SIDE * group + start / DEPTH * parts * TILE;
+      float *own = sums + first / PANEL * 4 * TILE;
+      int groups = a->batch - first > SIDE ? 2 : 1;
+      load_sums(own, !start);
+      if (parts > 1) multiply_parts(buffer, x, group, steps, groups);
+      else multiply_tiles(w, stride, x, group, steps, groups, is_copy || first || row + 2 * PANEL > a->out ? 0 : PANEL * stride);
+      store_sums(own);
+      for (int t = 0; stop == a->in && t < 2 * groups; t++)
+        if (row + t % 2 * SIDE < a->out) write_tile(a, own + t * TILE, row + t % 2 * SIDE, first + t / 2 * SIDE, type);
+    }
   }
 }
 
-TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer) {
+TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer,
+                                       float *sums) {
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -186,8 +265,8 @@ TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdif
   for (int t = 0; t < 8; t++) shapes.row_bytes[t] = DEPTH * 2, shapes.rows[t] = SIDE;
   _tile_loadconfig(&shapes);
   for (ptrdiff_t row = start; row < stop; row += PANEL)
-    if (a->type == FLOAT32) multiply_panel(a, row, buffer, FLOAT32);
-    else multiply_panel(a, row, buffer, BFLOAT16);
+    if (a->type == FLOAT32) multiply_panel(a, row, buffer, sums, FLOAT32);
+    else multiply_panel(a, row, buffer, sums, BFLOAT16);
   _tile_release();
 }
 
@@ -199,23 +278,27 @@ static int multiply(const Product *a, int threads) {
   ptrdiff_t panels = (a->out + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
   for (ptrdiff_t start = 0; start < a->out; start += share) {
-    uint16_t *buffer = allocate(PANEL * a->in * sizeof(uint16_t));
-    if (buffer) multiply_panels(a, start, start + share < a->out ? start + share : a->out, buffer);
+    size_t buffer_bytes = PARTS * PANEL * WIDTH * sizeof(uint16_t);
+    uint16_t *buffer = allocate(buffer_bytes + (a->batch + PANEL - 1) / PANEL * 4 * TILE * sizeof(float));
+    float *sums = (float *)((char *)buffer + buffer_bytes);
+    if (buffer) multiply_panels(a, start, start + share < a->out ? start + share : a->out, buffer, sums);
     else failed = 1;
     free(buffer);
   }
   return failed;
 }
 
+/* `type` is FLOAT32 for FLOAT32 matrices. */
 int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  ptrdiff_t most = X_BYTES / (in * 2) / PANEL * PANEL, step = most > PANEL ? most : PANEL;
-  ptrdiff_t rows = batch < step ? (batch + PANEL - 1) / PANEL * PANEL : step;
-  uint32_t *tiles = allocate(rows * in * sizeof(uint16_t));
+  ptrdiff_t row_bytes = parts_of(weight_type) * in * sizeof(uint16_t), most = X_BYTES / row_bytes / PANEL * PANEL;
+  ptrdiff_t passes = most ? (batch + most - 1) / most : (batch + PANEL - 1) / PANEL;
+  ptrdiff_t step = passes ? ((batch + passes - 1) / passes + PANEL - 1) / PANEL * PANEL : PANEL; /* equal shares */
+  uint32_t *tiles = allocate(step * row_bytes);
   int failed = !tiles;
   for (ptrdiff_t first = 0; first < batch && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;
-    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type);
+    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type));
     Product a = {values, scales, bias, tiles, at(y, first * out, type), count, out, in, type, weight_type};
     failed = multiply(&a, threads);
   }

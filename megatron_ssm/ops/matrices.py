@@ -9,7 +9,9 @@ fastest is used; another form than the first must be faster by 5 % at least. The
 
 - x's own dtype, and another dtype, in torch's library. The matrix is converted some rows at a time, and not kept;
 - INTEGERS: x is rounded to 8 bits, for a rounded matrix;
-- TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix.
+- TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix;
+- EXACT_TILES: by AMX, for a float32 matrix. Each number is the sum of three bfloat16 numbers, so the result is as exact as
+  torch's in float32.
 """
 
 import math
@@ -31,8 +33,11 @@ TOKENS = 1024  # tokens whose activations are converted at a time, to limit memo
 FEW = 8  # rows of x up to which converting the matrix takes longer than it saves
 
 HALVES = (torch.bfloat16, torch.float16)
+MEASURED = (torch.float32, *HALVES)  # dtypes of tensors whose products have several forms
 KINDS: dict[torch.dtype, type[RoundedMatrix]] = {torch.int8: Int8Weight, torch.uint8: Int4Weight}
-INTEGERS, TILES = "int8 by VNNI", "bfloat16 by AMX"  # forms; the others are names of dtypes
+# Forms; the others are names of dtypes.
+INTEGERS, TILES, EXACT_TILES = "int8 by VNNI", "bfloat16 by AMX", "float32 by AMX"
+IN_C = (INTEGERS, TILES, EXACT_TILES)
 SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
 MANY = 48  # rows of x from which the measurement with many applies
 REPETITIONS, MARGIN = 5, 0.95  # another form must take less than this share of the first one's time
@@ -50,7 +55,7 @@ def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None
         return F.linear(x, weight, bias)
     if products.should_multiply(x, weight, bias):
         return products.linear(x, weight, None, bias)
-    if x.dtype in HALVES and x.dtype is weight.dtype and x.numel() > FEW * x.shape[-1]:
+    if x.dtype in MEASURED and x.dtype is weight.dtype and x.numel() > FEW * x.shape[-1]:
         return _linear_in_form(_form_for(x, x.dtype), x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -68,11 +73,11 @@ def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Te
 def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
     """`linear` in a form, or in x's dtype if the C kernels do not support these tensors."""
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-    if form == TILES and not (products.has_tile_products() and weight.shape[1] % products.DEPTH == 0):
+    if form in (TILES, EXACT_TILES) and not (products.has_tile_products() and weight.shape[1] % products.DEPTH == 0):
         form = _name(x.dtype)
-    if form in (INTEGERS, TILES) and not usable(x, bias):
+    if form in IN_C and not (usable(x, bias) and values.is_cpu):
         form = _name(x.dtype)
-    if form == TILES:
+    if form in (TILES, EXACT_TILES):
         return products.tile_product(x, values, scales, bias)
     if form == INTEGERS and scales is not None:
         return products.integer_product(x, values, scales, bias)
@@ -155,8 +160,8 @@ def _forms_to_try(stored: torch.dtype, x: torch.dtype) -> list[str]:
         forms.append(torch.bfloat16)
     has_kernels = x in (torch.float32, torch.bfloat16)
     integers = [INTEGERS] if has_kernels and is_rounded and products.has_integer_products() else []
-    tiles = [TILES] if has_kernels and stored is not torch.float16 and products.has_tile_products() else []
-    return [*map(_name, forms), *integers, *tiles]
+    tiles = [EXACT_TILES if stored is torch.float32 else TILES] if has_kernels and stored is not torch.float16 else []
+    return [*map(_name, forms), *integers, *(tiles if products.has_tile_products() else [])]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,8 +15,6 @@ from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import usable
 from megatron_ssm.native.products import BLOCK
 
-from .huge_pages import prefer_huge_pages
-
 ROWS_AT_ONCE = 2**20  # elements of a matrix that are rounded to 4 bits at a time, to limit memory
 # Divisors of a block's extreme element that give the scales to try in 4 bits: a larger scale clips nothing, a smaller one
 # has finer steps.
@@ -47,7 +45,6 @@ class RoundedMatrix(nn.Module):
         dtype = torch.int8 if cls.bits == 8 else torch.uint8
         values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
         scales = torch.empty(out, columns // BLOCK, device=weight.device)
-        prefer_huge_pages([values])
         step = max(1, ROWS_AT_ONCE // columns)
         for start in range(0, out, step):
             rows = slice(start, start + step)
