@@ -1,4 +1,4 @@
-"""Prefill and decode against llama.cpp, the same weights in each format, Mamba-1 and Mamba-2 (about 15 min).
+"""Prefill and decode against llama.cpp, the same weights in each format, Mamba-1 and Mamba-2 (about 30 min).
 
 It needs the packages of the extra `peers`. Both engines read the same random weights of the 130m shapes, and take turns in
 one process, with one and with two threads. The claims, at equal format and threads: prefill of 256 tokens in fp32 >= 3x as
