@@ -6,6 +6,7 @@ hold here too.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,20 +66,12 @@ def linear(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor
     values: a matrix without gaps, of x's dtype, with an even `in` if that is bfloat16; or rounded, with an `in` that is a
     multiple of BLOCK, and with scales.
     """
-    out, columns = len(values), columns_of(values)
-    is_rounded = values.dtype in ROUNDED
+    columns, is_rounded = columns_of(values), values.dtype in ROUNDED
     multiple = BLOCK if is_rounded else 2 if values.dtype is torch.bfloat16 else 1
     if columns < 1 or columns % multiple or not values.is_contiguous() or is_rounded != (scales is not None):
         raise ValueError(f"the C kernel needs a matrix without gaps whose rows have a multiple of {multiple} elements, "
                          f"with scales if it is rounded; not {values.dtype} {tuple(values.shape)}")  # fmt: skip
-    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // multiple)), bias=(bias, (out,)))
-    x, scales, bias = without_gaps(x, scales, bias)
-    y = x.new_empty(*x.shape[:-1], out)
-    raise_if_failed(functions().linear(
-        values.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
-        columns, columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
-    ))  # fmt: skip
-    return y
+    return _multiply(functions().linear, x, values, scales, bias, columns)
 
 
 def has_integer_products() -> bool:
@@ -93,15 +86,7 @@ def has_tile_products() -> bool:
 
 def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` for many rows of x and a rounded matrix: x is rounded to 8 bits, in blocks of BLOCK."""
-    out, columns = len(values), columns_of(values)
-    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
-    x, values, scales, bias = without_gaps(x, values, scales, bias)
-    y = x.new_empty(*x.shape[:-1], out)
-    raise_if_failed(functions().integer_product(
-        values.data_ptr(), scales.data_ptr(), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
-        columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
-    ))  # fmt: skip
-    return y
+    return _multiply(functions().integer_product, x, values, scales, bias)
 
 
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -111,17 +96,25 @@ def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: 
     """
     if not has_tile_products():
         raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
-    out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
-    is_typed = is_rounded or values.dtype is torch.bfloat16 or values.dtype is x.dtype is torch.float32
+    columns = columns_of(values)
+    is_typed = values.dtype in ROUNDED or values.dtype is torch.bfloat16 or values.dtype is x.dtype is torch.float32
     if columns < 1 or columns % DEPTH or not is_typed:
         raise ValueError(f"AMX needs a bfloat16 or rounded matrix, or float32 like x, whose rows have a multiple of {DEPTH} "
                          f"elements, not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    return _multiply(functions().tile_product, x, values, scales, bias, columns)
+
+
+def _multiply(
+    kernel: Any, x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None, *x_stride: int
+) -> Tensor:
+    """Call a C function for a product -> (..., out). x_stride: elements between rows of x, if the function takes it."""
+    out, columns = len(values), columns_of(values)
     check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
     x, values, scales, bias = without_gaps(x, values, scales, bias)
     y = x.new_empty(*x.shape[:-1], out)
-    raise_if_failed(functions().tile_product(
+    raise_if_failed(kernel(
         values.data_ptr(), address(scales), address(bias), x.data_ptr(), y.data_ptr(), x.numel() // columns, out,
-        columns, columns, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
+        columns, *x_stride, TYPES[values.dtype], TYPES[x.dtype], torch.get_num_threads(),
     ))  # fmt: skip
     return y
 

@@ -15,7 +15,7 @@ from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import usable
 from megatron_ssm.native.products import BLOCK
 
-ROWS_AT_ONCE = 2**20  # elements of a matrix that are rounded to 4 bits at a time, to limit memory
+NUMBERS = 2**20  # elements of a matrix that are rounded at a time, to limit memory
 # Divisors of a block's extreme element that give the scales to try in 4 bits: a larger scale clips nothing, a smaller one
 # has finer steps.
 DIVISORS = (8.0, 7.5, 6.9, 6.3)
@@ -45,7 +45,7 @@ class RoundedMatrix(nn.Module):
         dtype = torch.int8 if cls.bits == 8 else torch.uint8
         values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
         scales = torch.empty(out, columns // BLOCK, device=weight.device)
-        step = max(1, ROWS_AT_ONCE // columns)
+        step = max(1, NUMBERS // columns)
         for start in range(0, out, step):
             rows = slice(start, start + step)
             values[rows], scales[rows] = cls._round(weight[rows].float().unflatten(1, (-1, BLOCK)))
@@ -108,7 +108,7 @@ class Int8Weight(RoundedMatrix):
 
 
 class Int4Weight(RoundedMatrix):
-    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/rounded.c describes.
+    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/rounded.h describes.
 
     A block's scale is the one of DIVISORS with the least sum of squared errors.
     """
