@@ -56,12 +56,11 @@ class HugePages(TorchFunctionMode):
 
     def _reserve(self, nbytes: int) -> None:
         """Begin a new piece of so many bytes, at the beginning of a huge page."""
-        if sys.platform == "linux":
-            self._piece = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._used = -torch.frombuffer(self._piece, dtype=torch.uint8).data_ptr() % PAGE
-            self._end = self._used + nbytes
-            with suppress(OSError):  # a kernel without huge pages
-                self._piece.madvise(mmap.MADV_HUGEPAGE)
+        self._piece = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._used = -torch.frombuffer(self._piece, dtype=torch.uint8).data_ptr() % PAGE
+        self._end = self._used + nbytes
+        with suppress(OSError):  # a kernel without huge pages
+            self._piece.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _is_cpu(device: Any) -> bool:

@@ -61,8 +61,8 @@ def watched(limit: float, folder: str | Path | None = None) -> Iterator[Watch]:
     if ranks == 1 or (folder is None and "MASTER_ADDR" not in os.environ):
         yield watch
         return
-    # The launcher's store may have keys of ranks before a restart. This comes before the limit is asked for, since it may be
-    # another one on another rank.
+    # The launcher's store may have keys of ranks before a restart. All ranks take part in this, also those whose limit is 0,
+    # because the limit is not compared between ranks yet.
     start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None) if folder is None else ""
     if not limit:
         yield watch
@@ -102,7 +102,7 @@ class _Heartbeat:
         self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of the training thread
-        self._is_of_messages = True  # whether the failure is one of communication
+        self._communication_failed = True  # False: the failure is another error of the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
         self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
@@ -125,7 +125,7 @@ class _Heartbeat:
 
     def explain(self, error: RuntimeError) -> None:
         """End the process with the line of the ranks that have stopped; return if none has, so that the error is a bug."""
-        self._failure, self._is_of_messages = _described(error), _is_of_messages(error)
+        self._failure, self._communication_failed = _described(error), _is_communication_error(error)
         self._asked.set()
         self._answered.wait()
         self.stop()
@@ -185,7 +185,7 @@ class _Heartbeat:
             self._store.add(f"beats {self.rank}", 1)
         after = [self._beats(rank) for rank in range(self.ranks)]
         silent = [rank for rank in range(self.ranks) if after[rank] == before[rank] < LEFT]
-        lost = [rank for rank in silent if not self._pause(rank)] or (silent if self._is_of_messages else [])
+        lost = [rank for rank in silent if not self._pause(rank)] or (silent if self._communication_failed else [])
         if lost:
             names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
             cause = self._failure or f"there was no sign of life for {self.limit:g} s"
@@ -226,7 +226,7 @@ class _Heartbeat:
                 self._end_alone(f"{self._place} has not answered for {self.limit:g} s")
 
 
-def _is_of_messages(error: RuntimeError) -> bool:
+def _is_communication_error(error: RuntimeError) -> bool:
     """Whether communication has failed: torch's own errors, and those of gloo, which begin with its source file."""
     return isinstance(error, dist.DistError) or str(error).startswith("[")
 

@@ -7,7 +7,6 @@ or differs between ranks, every rank raises the same error.
 import contextlib
 import json
 import os
-import tempfile
 import zlib
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +31,7 @@ from .corpus import Corpus
 from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
 from .options import Options
-from .progress import check_places
+from .progress import check_places, make_folder
 from .saving import checkpoint_to_resume, options_after_restart
 from .tracking import check_trackers
 
@@ -134,11 +133,7 @@ def _make_output_directory(path: str) -> Path:
     """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
     out = Path(path)
     for folder in (out, out / "checkpoints"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --out {folder}: {error.strerror}") from None
+        make_folder("out", folder)
     return out
 
 

@@ -162,17 +162,24 @@ class Throughput:
 
 def check_places(options: Options) -> None:
     """ValueError if the log, or a folder of --tensorboard or --profile, cannot be written."""
-    name = "log"
-    try:
-        if options.log:
+    if options.log:
+        try:
             Path(options.log).parent.mkdir(parents=True, exist_ok=True)
             Path(options.log).open("a").close()
-        for name in ("tensorboard", "profile"):
-            if folder := getattr(options, name):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --log {options.log}: {error.strerror}") from None
+    for name in ("tensorboard", "profile"):
+        if folder := getattr(options, name):
+            make_folder(name, folder)
+
+
+def make_folder(name: str, folder: str | Path) -> None:
+    """Create a folder that the option `name` asks for; ValueError if it cannot be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"cannot write to {flag(name)} {getattr(options, name)}: {error.strerror}") from None
+        raise ValueError(f"cannot write to {flag(name)} {folder}: {error.strerror}") from None
 
 
 def is_due(step: int, interval: int) -> bool:
