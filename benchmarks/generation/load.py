@@ -31,8 +31,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.support import gguf_files  # needs the extra `peers`
-from benchmarks.support.byte_tokens import copy_with_tokenizer, write_tokenizer
 from benchmarks.support.served import Run, Work, closed_loop, open_loop, our_server, started, texts
 from benchmarks.support.shapes import random_model
 from benchmarks.support.tables import markdown, print_or_publish
@@ -82,10 +80,12 @@ def servers(format: str, directory: Path) -> list[Server]:
 
 def write_files(directory: Path) -> PreTrainedModel:
     """Write the checkpoint, and the same weights in GGUF in each format; returns transformers' model."""
+    from benchmarks.support import byte_tokens, gguf_files  # need the extra `peers`
+
     model = random_model(SHAPE, directory)
-    write_tokenizer(directory, model.config.vocab_size)
+    byte_tokens.write_tokenizer(directory, model.config.vocab_size)
     gguf_files.write(model, directory / "bare.gguf")
-    copy_with_tokenizer(directory / "bare.gguf", directory / "F32.gguf")
+    byte_tokens.copy_with_tokenizer(directory / "bare.gguf", directory / "F32.gguf")
     for format in set(THEIRS.values()) - {"F32"}:
         gguf_files.quantize(directory / "F32.gguf", directory / f"{format}.gguf", format)
     return model
