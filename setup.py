@@ -109,6 +109,7 @@ setup(
     package_data={
         "sparsefusion": ["py.typed"],
         "attention2d": ["py.typed"],
+        "commir": ["py.typed"],
         "megatron_ssm": ["py.typed", "serving/page.html"],
     },
     entry_points={

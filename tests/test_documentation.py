@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chosen import by_default
 
 from benchmarks.support import tables as published
 
@@ -119,7 +120,7 @@ def test_every_table_is_on_exactly_one_page():
     assert sorted(found) == table_names() and len(found) >= 4
 
 
-@pytest.mark.parametrize("emptied", ("", *table_names()))
+@pytest.mark.parametrize("emptied", by_default(("", table_names()[0]), ("", *table_names())))
 def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch):
     """Also if the table, or another one, is empty. A table that is on no page is an error and changes nothing.
 

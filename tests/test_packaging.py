@@ -16,7 +16,7 @@ import pytest
 from native_variants import compiler
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sparsefusion", "attention2d", "megatron_ssm")
+PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
 LIBRARIES = {"sparsefusion/native/libkernels.so", "megatron_ssm/native/libkernels.so"}
 NO_COMPILER = "/nonexistent"
 
@@ -77,8 +77,9 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     commands = install(wheel, tmp_path / "environment")
     doctor = json.loads(output(commands / "megatron-ssm", "doctor", "--json", cwd=tmp_path))
     assert [library["loaded"] for library in doctor["kernels"].values()] == [has_libraries] * 2, doctor["kernels"]
-    where = output(commands / "python", "-c", "import megatron_ssm; print(megatron_ssm.__file__)", cwd=tmp_path)
-    assert where.startswith(str(tmp_path))
+    for package in PACKAGES:
+        where = output(commands / "python", "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)
+        assert where.startswith(str(tmp_path))
     assert "usage: sparsefusion" in output(commands / "sparsefusion", "--help", cwd=tmp_path)
 
 

@@ -11,7 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .training import Snapshot
+from megatron_ssm.ops.huge_pages import HugePages
+
+from .training import Snapshot, Stage
 
 
 class BackgroundWriter:
@@ -23,24 +25,31 @@ class BackgroundWriter:
     def __init__(self, timeout: timedelta):
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's tensor, and the entry of it
+        self._memory = HugePages()
         self._under_way: Future | None = None
 
-    def write(self, make: Callable[[Callable[[str, torch.Tensor], torch.Tensor]], Snapshot]) -> None:
+    def write(self, make: Callable[[Stage], Snapshot]) -> None:
         """Copy the state, and begin to write it. Waits for the checkpoint before this one.
 
-        make: makes the snapshot with the function that it is given, which copies a tensor (see `Snapshot.of`). Failure on
-        every rank if the checkpoint before could not be written.
+        make: makes the snapshot with the function that it is given, which makes entries of copies (see `Snapshot.of`).
+        Failure on every rank if the checkpoint before could not be written.
         """
         self.wait()
-        snapshot = make(self._copy)
+        snapshot = make(self._entry)
         self._under_way = self._thread.submit(snapshot.write, self._group)
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in this host's memory."""
+    def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The entry of a copy in this host's memory."""
         if name not in self._copies:
-            self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return self._copies[name].copy_(tensor)
+            if tensor.is_cuda:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            else:
+                copy = self._memory.copy(tensor)
+            self._copies[name] = copy, entry_of(copy)
+        copy, entry = self._copies[name]
+        copy.copy_(tensor)
+        return entry
 
     @property
     def has_failed(self) -> bool:

@@ -40,7 +40,8 @@ from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Stage = Callable[[str, torch.Tensor], torch.Tensor]  # the name of an entry, a tensor of the state -> what is written
+# The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
+Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Snapshot:
         """That of a model in training.
 
         requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
-        `Options.decay_steps`. stage: copies a tensor to this host's memory; None: it is unchanged until `write`.
+        `Options.decay_steps`. stage: makes each entry of a copy in this host's memory; None: the tensors are unchanged
+        until `write`.
         """
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
@@ -265,8 +267,8 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             optimizer.state[parameter] = state
 
 
-def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _as_it_is(name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return entry_of(tensor)
 
 
 def _state(
@@ -274,7 +276,7 @@ def _state(
 ) -> dict[str, torch.Tensor]:
     """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these.
 
-    stage: replaces each tensor, by a copy in this host's memory.
+    stage: makes each entry, of a copy in this host's memory.
     """
     state = {"rng": torch.get_rng_state()}
     is_on_cpu = stage is not _as_it_is or isinstance(optimizer, GatheredState)
@@ -288,8 +290,9 @@ def _state(
             if parameter.requires_grad:
                 tensors |= {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
         for kind, tensor in tensors.items():
+            mesh = mesh_of(field.copies(model.ranks.size))
             name = f"{kind}.{field.name}"
-            state[name] = _distributed(stage(name, tensor), field, mesh_of(field.copies(model.ranks.size)))
+            state[name] = stage(name, tensor, functools.partial(_distributed, field=field, mesh=mesh))
     return state
 
 

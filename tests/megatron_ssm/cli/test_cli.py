@@ -466,7 +466,13 @@ def wait_for_all(process):
 
 
 @pytest.mark.parametrize(
-    "tp,send", [(1, os.kill), (2, os.kill), pytest.param(2, os.killpg, marks=pytest.mark.full)], ids=str
+    "tp,send",
+    [
+        pytest.param(1, os.kill, marks=pytest.mark.full),
+        (2, os.kill),
+        pytest.param(2, os.killpg, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_control_c(directory, tp, send):
     with generating(directory, tp) as process:

@@ -15,7 +15,13 @@ LENGTHS = (9, 4, 1, 6)
 MASK = (torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)).long()
 worlds = pytest.mark.parametrize("world", (1, 2))
 families_of_worlds = pytest.mark.parametrize(
-    "world, chosen", ((1, ("mamba", "zamba2")), (2, FAMILIES), pytest.param(1, FAMILIES, marks=pytest.mark.full))
+    "world, chosen",
+    (
+        (1, ("mamba", "zamba2")),
+        (2, ("falcon_mamba", "mamba2", "zamba")),
+        pytest.param(1, FAMILIES, marks=pytest.mark.full),
+        pytest.param(2, FAMILIES, marks=pytest.mark.full),
+    ),
 )
 
 

@@ -97,7 +97,7 @@ def test_sigint_ends_all_requests(directory, tmp_path, tp):
         assert time.monotonic() - start < 9  # three times the limit
 
 
-@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+@pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)))
 @pytest.mark.parametrize("rank", (1, pytest.param(0, marks=pytest.mark.full)))
 def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank, number):
     """Clients get an error, and the server names the cause. If it is rank 0, there is nobody to send the error."""

@@ -143,11 +143,9 @@ NAMED = r"rank {rank} of {world} \(process \d+ on \S+\) has ended, hangs or cann
         full("torch", 2, False, []),
         full("torch", 3, False, []),
         ("torch", 2, False, TENSOR),
-        ("torch", 2, True, []),
         ("torch", 3, True, ["--async-save"]),
         ("zero-3", 2, True, []),
-        ("megatron", 2, True, []),
-        *(full(engine, 2, True, []) for engine in ZERO),
+        *(full(engine, 2, True, []) for engine in ("torch", "megatron", *ZERO)),
         *(full(engine, 2, False, TENSOR) for engine in (*ZERO, "zero-3", "megatron")),
     ],
 )
@@ -181,7 +179,7 @@ def test_a_rank_that_fails_is_named(here):
     assert trace[0] == "pretrain.py: rank 1 failed" and trace[-1] == "RuntimeError: a bug"
 
 
-@pytest.mark.parametrize("world, tp, rank", [(2, 1, 1), (3, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), (3, 1, 2), (2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 2.5 s", line)
@@ -205,7 +203,7 @@ def on_rank(rank, kind, name, action, monkeypatch):
 
 
 @pytest.mark.parametrize("world", [2, full(3)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, full(signal.SIGSTOP)])
 def test_a_rank_is_lost_while_it_reads(here, monkeypatch, world, number):
     """While it tokenizes, also if it has announced a pause of some seconds for that."""
     fault = Fault(world - 1, 0, number)
@@ -256,7 +254,7 @@ def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, wo
         full("torch", 2, 0, signal.SIGTERM, True, []),
         ("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
         ("zero-3", 2, 1, signal.SIGTERM, False, []),
-        ("megatron", 2, 1, signal.SIGTERM, False, []),
+        full("megatron", 2, 1, signal.SIGTERM, False, []),
         *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
     ],
 )
@@ -274,7 +272,7 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
 
 @pytest.mark.parametrize(
     "engine, world, step, last",
-    [("torch", 2, 3, 3), full("torch", 1, 4, 4), full("zero-3", 2, 3, 3), ("torch", 2, 6, 0)],
+    [("torch", 2, 3, 3), full("torch", 1, 4, 4), full("zero-3", 2, 3, 3), full("torch", 2, 6, 0)],
 )
 def test_a_signal_during_an_evaluation(flags_of, monkeypatch, engine, world, step, last):
     """It is abandoned after the batch, and the step's checkpoint is written; at its end, the run still writes the model."""
@@ -387,7 +385,7 @@ def fill_before(monkeypatch, kind, name):
 
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("meanwhile", [full(False), True])
 @pytest.mark.parametrize("engine", ["torch", full("zero-3")])
 def test_a_full_disk_when_the_model_is_written(flags_of, monkeypatch, engine, meanwhile):
     """One line for all ranks, no part of the model, and --resume writes it once there is room."""
@@ -427,7 +425,7 @@ def test_a_full_disk_when_adapters_are_written(here):
 
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("meanwhile", [False, full(True)])
 @pytest.mark.parametrize("world, engine", [(2, "zero-3"), full(3, "zero-1"), *(full(2, engine) for engine in ZERO)])
 def test_a_full_disk_when_deepspeeds_checkpoint_is_written(flags_of, monkeypatch, world, engine, meanwhile):
     """The one of before stays, and nothing of the new one. The sizes are those of the files."""
@@ -470,7 +468,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(
     "engine, world",
-    [("torch", 2), ("zero-3", 2), ("megatron", 2), full("torch", 1), *(full(engine, 2) for engine in ZERO)],
+    [("torch", 2), ("zero-3", 2), full("torch", 1), *(full(engine, 2) for engine in ("megatron", *ZERO))],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
@@ -505,7 +503,7 @@ def test_a_checkpoint_without_a_description_is_ignored_and_said(here, world):
 
 
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
-@pytest.mark.parametrize("file", ("training.json", ".metadata"))
+@pytest.mark.parametrize("file", ("training.json", full(".metadata")))
 def test_a_disk_that_cannot_be_read_ends_a_run(here, monkeypatch, world, file):
     """The newest checkpoint may be intact, so the run does not take the one before."""
     monkeypatch.setattr(disk_space, "WAITS", (0.1,))
@@ -588,7 +586,7 @@ OWN = "torchrun has restarted the ranks: they continue from their own checkpoint
 
 
 @pytest.mark.parametrize("world", [2, full(3)])
-@pytest.mark.parametrize("resume", [["--resume", "auto"], []])
+@pytest.mark.parametrize("resume", [["--resume", "auto"], full([])])
 def test_torchrun_restarts_a_run_that_continues_by_itself(here, world, resume):
     """All ranks begin again after step 2, and end as if nothing had happened."""
     said = restarted(here, world, *resume)
@@ -597,7 +595,7 @@ def test_torchrun_restarts_a_run_that_continues_by_itself(here, world, resume):
     assert_as_undisturbed("torch", world)
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [0, full(1)])
 def test_torchrun_restarts_a_run_that_had_not_begun(here, step):
     """It saved no checkpoint, and takes none of the run before it in the same folder."""
     assert train(2) == [0, 0]
@@ -606,6 +604,7 @@ def test_torchrun_restarts_a_run_that_had_not_begun(here, step):
     assert_as_undisturbed("torch", 2)
 
 
+@pytest.mark.full
 def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
     """From its own checkpoint of step 4, and not from DeepSpeed's of step 2 once more."""
     zero = flags_of("zero-1")

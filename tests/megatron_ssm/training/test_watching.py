@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_written(here, capsys, name):
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
-@pytest.mark.parametrize("name", ["tensorboard", "profile"])
+@pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=pytest.mark.full), "profile"])
 def test_a_full_disk_under_what_is_watched(here, world, name):
     """One line names the option, and TensorBoard's thread prints nothing."""
     pytest.importorskip("tensorboard")

@@ -384,7 +384,7 @@ def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
     assert found == [(Failure, message)] * world
 
 
-@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize("world", (pytest.param(3, marks=pytest.mark.full), 4))
 def test_ranks_that_do_not_measure_may_wait_long(launch, world, monkeypatch, tmp_path):
     """They may wait for longer than the timeout of a message."""
     monkeypatch.setattr(command, "TIMEOUT", timedelta(seconds=3))

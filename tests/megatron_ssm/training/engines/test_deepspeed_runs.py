@@ -65,7 +65,7 @@ def weights(out):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stages", [("torch", 3, 1), (2, "torch", 0)])
+@pytest.mark.parametrize("stages", [("torch", 3, 1), pytest.param((2, "torch", 0), marks=pytest.mark.full)])
 def test_a_run_goes_on_in_other_engines(ranks, tp, dp, stages):
     """The losses and the model are those of a run with torch's engine; --resume starts where the engine before stopped."""
     for step, stage in enumerate(stages, 1):
@@ -79,7 +79,7 @@ def test_a_run_goes_on_in_other_engines(ranks, tp, dp, stages):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_sparse_gradients_are_resumed(ranks, tp, dp, stage):
     """Bitwise, with the gradients that have not been sent. Torch's engine takes these too, and so do dense runs."""
     sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--train-iters", "9"]
