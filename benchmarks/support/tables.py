@@ -10,15 +10,22 @@ from pathlib import Path
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs"
 
 
-def interleaved(functions: dict[str, Callable[[], object]], repetitions: int = 10) -> dict[str, float]:
-    """{name: median seconds} of {name: function}. The functions take turns; the first repetition is not counted."""
+def interleaved(
+    functions: dict[str, Callable[[], object]], repetitions: int = 10, in_a_row: int = 0
+) -> dict[str, float]:
+    """{name: median seconds} of {name: function}. The functions take turns; the first repetition is not counted.
+
+    in_a_row: how many repetitions a function has in each of its turns, after one that is not counted: what ran before, and
+    has left the processor's caches and clocks as it needed them, then makes no difference. 0: one, and it is counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repetition in range(repetitions + 1):
+    for turn in range(-(-repetitions // in_a_row) if in_a_row else repetitions + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if repetition:
-                seconds[name].append(time.perf_counter() - start)
+            for run in range(in_a_row + 1):
+                start = time.perf_counter()
+                function()
+                if run or (turn and not in_a_row):
+                    seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -22,7 +22,7 @@ ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
 ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36, torch.uint8: 36}
 ROWS_IF_WIDENED = 24  # the same for bfloat16, on processors without instructions for it
 ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors with AMX
-FEWEST_FOR_TILES = 6  # rows of x from which `linear` with a rounded matrix uses AMX, and so rounds x to bfloat16
+FEWEST_IN_BFLOAT16 = 25  # rows of x from which `linear` by AMX rounds x and a rounded matrix to bfloat16 (rounded.c)
 
 
 @cache

@@ -1,7 +1,7 @@
 /* y = x W^T + b for few rows of x and a W of 8 or 4 bits, and such a W in floating point. See ops/rounded_matrices.py.
 
    In a product, each block of x is rounded to 16 bits with a scale of its own. So the products of a block are integers, and
-   their sums are exact: 64 * 32767 * 128 < 2^31. Rounding x adds at most 1/65534 of the largest element of its block. */
+   their sums are exact: 64 * 32639 * 128 < 2^31. Rounding x adds at most 1/65278 of the largest element of its block. */
 #include <stdlib.h>
 
 #include "rounded.h"
@@ -10,8 +10,9 @@ enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
   AHEAD = 3072,  /* bytes by which W is prefetched */
-  FEWEST_FOR_TILES = 6, /* rows of x from which AMX is faster, as in products.py */
-  LARGEST = 32767, ALIGNMENT = 64
+  FEWEST_FOR_BYTES = 5, MOST_FOR_BYTES = 24, /* rows of x from which and up to which AMX's products of bytes are fastest */
+  LARGEST = 32639,  /* 127 * 256 + 127: such a number is the sum of 256 times a byte and a byte */
+  ALIGNMENT = 64
 };
 
 typedef struct {
@@ -203,13 +204,18 @@ static void multiply_rows(const Rounded *a, MultiplyRows *const *functions, ptrd
 int rounded_linear(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                    ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
   if (!out || !batch) return 0;
-  if (batch >= FEWEST_FOR_TILES && has_tile_products())
+  if (batch > MOST_FOR_BYTES && has_tile_products())
     return tile_product(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   size_t bytes = batch * in * sizeof(int16_t) + batch * in / BLOCK * sizeof(float);
   int16_t *rounded_x = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
   round_rows(x, rounded_x, x_scales, batch, in, x_stride, type);
+  if (batch >= FEWEST_FOR_BYTES && has_tile_products()) {
+    int failed = byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, in / BLOCK, weight_type, type, threads);
+    free(rounded_x);
+    return failed;
+  }
   Rounded a = {values, scales, bias, rounded_x, x_scales, y, batch, out, in, type};
   MultiplyRows *const *functions = functions_for(weight_type);
   ptrdiff_t share = (out + threads - 1) / threads;

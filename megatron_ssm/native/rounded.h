@@ -24,6 +24,10 @@ INLINE int16_t column(const void *block, int i, int weight_type) {
 /* Consecutive blocks times their scales, in `type` (FLOAT32 or BFLOAT16). */
 void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t blocks, int weight_type, int type);
 
+/* `linear` by AMX for rows of x that are rounded to 16 bits, (batch, blocks, BLOCK), times x_scales, (batch, blocks). */
+int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
+
 /* The largest absolute value of BLOCK elements; NaN if one is NaN, because the bits of absolute values have their order. */
 INLINE float largest_size(const void *x, int type) {
   uint32_t most = 0;

@@ -9,26 +9,18 @@
    1e-38 count as zeros, and infinite numbers give NaN. */
 #include <stdlib.h>
 
-#include "rounded.h"
-
-#if defined(HAS_INTRINSICS) && defined(HAS_CLONES)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 #ifdef HAS_TILES
-#define TARGET_AMX __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")))
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum {
-  SIDE = 16,                    /* rows of a tile */
   DEPTH = 32,                   /* columns of W in a tile */
   PANEL = 2 * SIDE,             /* rows of W, and rows of x, whose four products are computed at once */
-  TILE = SIDE * SIDE,           /* elements of 4 bytes in a tile */
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
   X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
-  ALIGNMENT = 64,
   XTILEDATA = 18, REQUEST = 0x1023 /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
 
@@ -44,30 +36,6 @@ typedef struct {
 
 /* How many bfloat16 numbers stand for an element of W and of x. */
 INLINE int parts_of(int weight_type) { return weight_type == FLOAT32 ? PARTS : 1; }
-
-/* rows[i][j] becomes rows[j][i]: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
-INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
-  __m512i t[SIDE];
-  for (int i = 0; i < SIDE; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < SIDE; i += 4)
-    for (int j = 0; j < 2; j++) {
-      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
 
 /* DEPTH elements of x as bfloat16. */
 INLINE_FOR(TARGET_AMX) __m512i narrowed(const void *x, int type) {
@@ -179,23 +147,10 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *sums) {
 
 /* Writes a tile of sums: the products of the rows of W from `row` on with the rows of x from `first` on. */
 INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrdiff_t row, ptrdiff_t first, int type) {
-  ptrdiff_t columns = a->out - row < SIDE ? a->out - row : SIDE;
   __m512i rows[SIDE];
-  float values[SIDE], bias[SIDE] = {0};
-  if (a->bias)
-    for (ptrdiff_t i = 0; i < columns; i++) bias[i] = get(a->bias, row + i, type);
   for (int r = 0; r < SIDE; r++) rows[r] = _mm512_loadu_si512(sums + r * SIDE);
   transpose(rows);
-  for (int r = 0; r < SIDE && first + r < a->batch; r++) {
-    __m512 added = _mm512_add_ps((__m512)rows[r], _mm512_loadu_ps(bias));
-    ptrdiff_t place = (first + r) * a->out + row;
-    if (columns == SIDE && type == FLOAT32) _mm512_storeu_ps(at(a->y, place, type), added);
-    else if (columns == SIDE) _mm256_storeu_si256(at(a->y, place, type), (__m256i)_mm512_cvtneps_pbh(added));
-    else {
-      _mm512_storeu_ps(values, added);
-      for (ptrdiff_t i = 0; i < columns; i++) put(a->y, place + i, values[i], type);
-    }
-  }
+  write_sums((__m512 *)rows, SIDE, a->bias, a->y, row, first, a->out, a->batch, type);
 }
 
 /* Columns `start` to `stop` of `rows` rows of W from `row` on, with zeros up to PANEL rows -> buffer (PANEL, stop - start)
@@ -257,13 +212,7 @@ INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, uint
 
 TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer,
                                        float *sums) {
-  struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  } shapes = {.palette = 1};
-  for (int t = 0; t < 8; t++) shapes.row_bytes[t] = DEPTH * 2, shapes.rows[t] = SIDE;
-  _tile_loadconfig(&shapes);
+  configure_tiles();
   for (ptrdiff_t row = start; row < stop; row += PANEL)
     if (a->type == FLOAT32) multiply_panel(a, row, buffer, sums, FLOAT32);
     else multiply_panel(a, row, buffer, sums, BFLOAT16);
@@ -311,7 +260,7 @@ int has_tile_products(void) {
   static int known = -1;
   if (known < 0)
     known = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-            !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
+            __builtin_cpu_supports("amx-int8") && !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
   return known;
 }
 #else

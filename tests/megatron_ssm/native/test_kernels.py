@@ -359,7 +359,7 @@ def rounded_rows(x, largest):
 def test_linear(variant, monkeypatch, kind, columns):
     """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch.
 
-    The kernels for rounded matrices round x to 16 bits, or with AMX both factors to bfloat16.
+    The kernels for rounded matrices round x to 16 bits, or of many rows, with AMX, both factors to bfloat16.
     """
     monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
     dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
@@ -376,8 +376,8 @@ def test_linear(variant, monkeypatch, kind, columns):
             bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
             fits = batch <= products.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
             assert products.should_multiply(x, stored, bias) == fits
-            exact_x, exact_w = rounded_rows(x, 32767) if format and fits else x.double(), exact_weight
-            if format and batch >= products.FEWEST_FOR_TILES and products.has_tile_products():
+            exact_x, exact_w = rounded_rows(x, 32639) if format and fits else x.double(), exact_weight
+            if format and batch >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products():
                 exact_x, exact_w = x.bfloat16().double(), given.rows(slice(None), torch.bfloat16).double()
             y, exact = linear(x, given, bias), exact_x @ exact_w.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype

@@ -199,7 +199,7 @@ def test_rounded_matrices(kind, rows):
     stored = matrix.values.dtype
     is_in_c = products.should_multiply(x, matrix.values)
     assert is_in_c == (rows <= products.most_rows(stored) and bool(kernels.LIBRARY))
-    uses_tiles = rows >= products.FEWEST_FOR_TILES and products.has_tile_products()
+    uses_tiles = rows >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products()
     is_narrow = uses_tiles if is_in_c else matrices.product_form(stored, x.dtype, rows) != "float32"
     y, expected = linear(x, matrix).double(), x.double() @ exact.T
     torch.testing.assert_close(y, expected, rtol=0, atol=0.3 if is_narrow else 2e-3)

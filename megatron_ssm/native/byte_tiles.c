@@ -1,0 +1,165 @@
+/* y = x W^T + b by the instruction of AMX for bytes, for a few rows of x and a W of 8 or 4 bits. See rounded.c.
+
+   x is rounded to 16 bits in blocks, as there, and is 256 high + low, which are bytes. A tile of W is a block of 16 rows; one
+   of x is a block of ROWS rows, first their high bytes and then their low bytes, in words of 4 columns: (words, 2 ROWS, 4).
+   So the sums are exact integers. Blocks of INT8 are read where they are; 16 rows of INT4 become bytes in a buffer, in another
+   order of columns, which x then has too. */
+#include <stdlib.h>
+
+#include "tiles.h"
+
+#ifdef HAS_TILES
+enum { ROWS = SIDE / 2, HALF = BLOCK / 2 };
+
+typedef struct {
+  uint8_t bytes[SIDE * TILE_BYTES];
+  float scales[SIDE]; /* of what the bytes stand for */
+} Block; /* a block of ROWS rows of x */
+
+typedef struct {
+  const char *values;
+  const float *scales;
+  const void *bias;
+  const Block *x; /* (groups of ROWS rows, blocks) */
+  void *y;
+  ptrdiff_t batch, out, blocks;
+  int type, weight_type;
+} Product;
+
+/* Where the order of an INT4 block's nibbles, first the lower ones of its bytes, has its columns: those from `first` on
+   alternate with those HALF further. */
+INLINE_FOR(TARGET_AMX) __m512i order_of(int first) {
+  int16_t columns[HALF];
+  for (int i = 0; i < HALF; i++) columns[i] = first + i / 2 + i % 2 * HALF;
+  return _mm512_loadu_si512(columns);
+}
+
+/* The lower bytes of two vectors. */
+INLINE_FOR(TARGET_AMX) __m512i lower_bytes(__m512i first, __m512i second) {
+  __m512i low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
+  return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
+}
+
+/* 256 times it and its lower byte, which is signed, are the number. */
+INLINE_FOR(TARGET_AMX) __m512i high_byte(__m512i number) {
+  return _mm512_srai_epi16(_mm512_add_epi16(number, _mm512_set1_epi16(128)), 8);
+}
+
+/* Block k of the rows of x from `first` on; rows beyond the last are zeros. x: (batch, in) of 16 bits. */
+TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block *to, ptrdiff_t first, ptrdiff_t k,
+                                  ptrdiff_t batch, ptrdiff_t blocks, int weight_type) {
+  __m512i bytes[SIDE];
+  for (ptrdiff_t r = 0; r < ROWS; r++) {
+    ptrdiff_t place = (first + r) * blocks + k;
+    bytes[r] = bytes[ROWS + r] = _mm512_setzero_si512();
+    to->scales[r] = to->scales[ROWS + r] = 0;
+    if (first + r >= batch) continue;
+    __m512i left = _mm512_loadu_si512(x + place * BLOCK), right = _mm512_loadu_si512(x + place * BLOCK + HALF);
+    if (weight_type == INT4) {
+      __m512i ordered = _mm512_permutex2var_epi16(left, order_of(0), right);
+      right = _mm512_permutex2var_epi16(left, order_of(HALF / 2), right);
+      left = ordered;
+    }
+    bytes[r] = lower_bytes(high_byte(left), high_byte(right)), bytes[ROWS + r] = lower_bytes(left, right);
+    to->scales[r] = 256 * x_scales[place], to->scales[ROWS + r] = x_scales[place];
+  }
+  transpose(bytes);
+  for (int word = 0; word < SIDE; word++) _mm512_storeu_si512(to->bytes + word * TILE_BYTES, bytes[word]);
+}
+
+/* SIDE rows of W from `row` on as bytes -> buffer (blocks, SIDE, BLOCK); rows beyond the last are zeros. */
+TARGET_AMX static void fill_buffer(const Product *a, ptrdiff_t row, uint8_t *buffer) {
+  const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  ptrdiff_t bytes = bytes_per_block(a->weight_type);
+  for (ptrdiff_t k = 0; k < a->blocks; k++)
+    for (ptrdiff_t r = 0; r < SIDE; r++, buffer += BLOCK) {
+      const char *block = a->values + ((row + r) * a->blocks + k) * bytes;
+      __m512i columns = _mm512_setzero_si512();
+      if (row + r < a->out && a->weight_type == INT8) columns = _mm512_loadu_si512(block);
+      else if (row + r < a->out) {
+        __m256i pairs = _mm256_loadu_si256((const __m256i *)block);
+        __builtin_prefetch(block + SIDE * a->blocks * bytes);
+        columns = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi16(pairs, 4), 1);
+        columns = _mm512_shuffle_epi8(values, _mm512_and_si512(columns, _mm512_set1_epi8(15)));
+      }
+      _mm512_storeu_si512(buffer, columns);
+    }
+}
+
+/* SIDE rows of W from `row` on, whose blocks are `next` bytes apart and their rows `stride`, times the ROWS rows of x from
+   `first` on. ahead: the distance in bytes of what is prefetched, or 0. */
+INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, ptrdiff_t next, ptrdiff_t stride,
+                                          ptrdiff_t row, ptrdiff_t first, ptrdiff_t ahead, int type) {
+  const Block *x = a->x + first / ROWS * a->blocks;
+  const float *scales[SIDE];
+  __m512 sums[SIDE];
+  for (int r = 0; r < SIDE; r++) {
+    sums[r] = _mm512_setzero_ps();
+    scales[r] = a->scales + (row + r < a->out ? row + r : row) * a->blocks;
+  }
+  for (ptrdiff_t k = 0; k < a->blocks; k++, w += next, x++) {
+    int32_t products[TILE];
+    for (int r = 0; ahead && r < SIDE; r++) __builtin_prefetch(w + ahead + r * stride);
+    _tile_zero(0);
+    _tile_loadd(1, w, stride);
+    _tile_loadd(2, x->bytes, TILE_BYTES);
+    _tile_dpbssd(0, 1, 2);
+    _tile_stored(0, products, TILE_BYTES);
+    __m512 x_scales = _mm512_loadu_ps(x->scales);
+#pragma GCC unroll 16
+    for (int r = 0; r < SIDE; r++) {
+      __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512(products + r * SIDE));
+      sums[r] = _mm512_fmadd_ps(product, _mm512_mul_ps(x_scales, _mm512_set1_ps(scales[r][k])), sums[r]);
+    }
+  }
+  __m512i rows[SIDE];
+  for (int r = 0; r < SIDE; r++) rows[r] = (__m512i)sums[r];
+  transpose(rows);
+  for (int r = 0; r < ROWS; r++) sums[r] = _mm512_add_ps((__m512)rows[r], (__m512)rows[ROWS + r]);
+  write_sums(sums, ROWS, a->bias, a->y, row, first, a->out, a->batch, type);
+}
+
+TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint8_t *buffer) {
+  configure_tiles();
+  for (ptrdiff_t row = start; row < stop; row += SIDE) {
+    ptrdiff_t in = a->blocks * BLOCK;
+    int is_copy = a->weight_type == INT4 || row + SIDE > a->out;
+    const uint8_t *w = is_copy ? buffer : (const uint8_t *)a->values + row * in;
+    if (is_copy) fill_buffer(a, row, buffer);
+    for (ptrdiff_t first = 0; first < a->batch; first += ROWS) {
+      ptrdiff_t next = is_copy ? SIDE * BLOCK : BLOCK, stride = is_copy ? BLOCK : in;
+      ptrdiff_t ahead = is_copy || first || row + 2 * SIDE > a->out ? 0 : SIDE * in;
+      if (a->type == FLOAT32) multiply_rows(a, w, next, stride, row, first, ahead, FLOAT32);
+      else multiply_rows(a, w, next, stride, row, first, ahead, BFLOAT16);
+    }
+  }
+  _tile_release();
+}
+
+static void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
+
+int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
+  ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
+  Block *tiles = allocate((batch + ROWS - 1) / ROWS * blocks * sizeof(Block));
+  int failed = !tiles;
+  for (ptrdiff_t first = 0; tiles && first < batch; first += ROWS)
+    for (ptrdiff_t k = 0; k < blocks; k++)
+      fill_block(x, x_scales, tiles + first / ROWS * blocks + k, first, k, batch, blocks, weight_type);
+  Product a = {values, scales, bias, tiles, y, batch, out, blocks, type, weight_type};
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
+  for (ptrdiff_t start = 0; start < out; start += share) {
+    uint8_t *buffer = failed ? NULL : allocate(blocks * SIDE * BLOCK);
+    if (buffer) multiply_panels(&a, start, start + share < out ? start + share : out, buffer);
+    else failed = 1;
+    free(buffer);
+  }
+  free(tiles);
+  return failed;
+}
+#else
+int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
+  return 1;
+}
+#endif

@@ -1,0 +1,76 @@
+/* What the products by AMX share. A tile has 16 rows of 64 bytes. Of a product of tiles of W and x, the tile of sums has the
+   rows of W as its rows, and the rows of x as its columns of 4 bytes. */
+#ifndef TILES_H
+#define TILES_H
+
+#include "rounded.h"
+
+#if defined(HAS_INTRINSICS) && defined(HAS_CLONES)
+#define HAS_TILES
+#define TARGET_AMX \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")))
+
+enum {
+  SIDE = 16,           /* rows of a tile, and its columns of 4 bytes */
+  TILE = SIDE * SIDE,  /* elements of 4 bytes in a tile */
+  TILE_BYTES = 64,     /* in a row */
+  ALIGNMENT = 64
+};
+
+/* rows[i][j] becomes rows[j][i]: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
+INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
+  __m512i t[SIDE];
+  for (int i = 0; i < SIDE; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < SIDE; i += 4)
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+/* Makes all eight tiles whole ones, until _tile_release. */
+INLINE_FOR(TARGET_AMX) void configure_tiles(void) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } shapes = {.palette = 1};
+  for (int t = 0; t < 8; t++) shapes.row_bytes[t] = TILE_BYTES, shapes.rows[t] = SIDE;
+  _tile_loadconfig(&shapes);
+}
+
+/* y (batch, out) for `count` rows of x from `first` on and SIDE rows of W from `row` on: sums (count, SIDE) plus the bias, NULL
+   or (out). y and bias are of `type`. */
+INLINE_FOR(TARGET_AMX) void write_sums(const __m512 *sums, ptrdiff_t count, const void *bias, void *y, ptrdiff_t row,
+                                       ptrdiff_t first, ptrdiff_t out, ptrdiff_t batch, int type) {
+  ptrdiff_t columns = out - row < SIDE ? out - row : SIDE;
+  float values[SIDE], biases[SIDE] = {0};
+  if (bias)
+    for (ptrdiff_t i = 0; i < columns; i++) biases[i] = get(bias, row + i, type);
+  for (ptrdiff_t r = 0; r < count && first + r < batch; r++) {
+    __m512 added = _mm512_add_ps(sums[r], _mm512_loadu_ps(biases));
+    ptrdiff_t place = (first + r) * out + row;
+    if (columns == SIDE && type == FLOAT32) _mm512_storeu_ps(at(y, place, type), added);
+    else if (columns == SIDE) _mm256_storeu_si256(at(y, place, type), (__m256i)_mm512_cvtneps_pbh(added));
+    else {
+      _mm512_storeu_ps(values, added);
+      for (ptrdiff_t i = 0; i < columns; i++) put(y, place + i, values[i], type);
+    }
+  }
+}
+#endif
+
+#endif
