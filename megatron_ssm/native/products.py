@@ -16,7 +16,6 @@ from .arguments import address, check_shapes, without_gaps
 from .kernels import TYPES, functions, raise_if_failed, usable
 
 BLOCK = 64  # elements of a rounded matrix that share a scale (rounded.c)
-DEPTH = 32  # columns of a tile of AMX (tile_product.c)
 ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
 # Rows of x beyond which torch is faster, by the dtype of the matrix.
 ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36, torch.uint8: 36}
@@ -92,15 +91,16 @@ def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`linear` for many rows of x by AMX. x is rounded to bfloat16, unless it and the matrix are float32.
 
-    `in` is a multiple of DEPTH. ValueError for another matrix; RuntimeError without AMX.
+    ValueError for a matrix of another dtype; RuntimeError without AMX.
     """
     if not has_tile_products():
         raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
     columns = columns_of(values)
     is_typed = values.dtype in ROUNDED or values.dtype is torch.bfloat16 or values.dtype is x.dtype is torch.float32
-    if columns < 1 or columns % DEPTH or not is_typed:
-        raise ValueError(f"AMX needs a bfloat16 or rounded matrix, or float32 like x, whose rows have a multiple of {DEPTH} "
-                         f"elements, not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    if columns < 1 or not is_typed:
+        raise ValueError(
+            f"AMX needs a bfloat16 or rounded matrix, or float32 like x, not {values.dtype} {tuple(values.shape)}"
+        )
     return _multiply(functions().tile_product, x, values, scales, bias, columns)
 
 

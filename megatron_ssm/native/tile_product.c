@@ -237,9 +237,32 @@ static int multiply(const Product *a, int threads) {
   return failed;
 }
 
+/* Rows of `in` elements, from row to row `stride` apart -> rows of `padded` elements, filled up with zeros; NULL on failure. */
+static void *padded_rows(const void *rows, ptrdiff_t count, ptrdiff_t in, ptrdiff_t stride, ptrdiff_t padded, int type) {
+  size_t bytes = bytes_of(in, type), row_bytes = bytes_of(padded, type);
+  char *to = allocate(count * row_bytes);
+  for (ptrdiff_t r = 0; to && r < count; r++) {
+    memcpy(to + r * row_bytes, at(rows, r * stride, type), bytes);
+    memset(to + r * row_bytes + bytes, 0, row_bytes - bytes);
+  }
+  return to;
+}
+
+/* The product of FLOAT32 or BFLOAT16 matrices whose rows are not whole tiles. */
+static int padded_product(const void *values, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
+                          ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  ptrdiff_t padded = (in + DEPTH - 1) / DEPTH * DEPTH;
+  void *w = padded_rows(values, out, in, in, padded, weight_type), *rows = padded_rows(x, batch, in, x_stride, padded, type);
+  int failed = !w || !rows || tile_product(w, NULL, bias, rows, y, batch, out, padded, padded, weight_type, type, threads);
+  free(w);
+  free(rows);
+  return failed;
+}
+
 /* `type` is FLOAT32 for FLOAT32 matrices. */
 int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  if (in % DEPTH) return padded_product(values, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   ptrdiff_t row_bytes = parts_of(weight_type) * in * sizeof(uint16_t), most = X_BYTES / row_bytes / PANEL * PANEL;
   ptrdiff_t passes = most ? (batch + most - 1) / most : (batch + PANEL - 1) / PANEL;
   ptrdiff_t step = passes ? ((batch + passes - 1) / passes + PANEL - 1) / PANEL * PANEL : PANEL; /* equal shares */

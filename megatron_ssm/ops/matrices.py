@@ -73,7 +73,7 @@ def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Te
 def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
     """`linear` in a form, or in x's dtype if the C kernels do not support these tensors."""
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-    if form in (TILES, EXACT_TILES) and not (products.has_tile_products() and weight.shape[1] % products.DEPTH == 0):
+    if form in (TILES, EXACT_TILES) and not products.has_tile_products():
         form = _name(x.dtype)
     if form in IN_C and not (usable(x, bias) and values.is_cpu):
         form = _name(x.dtype)
