@@ -6,7 +6,7 @@ every call, everything that was copied from the model is compared with the model
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, contains, is_
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
+from megatron_ssm.native.layouts import Layouts
 
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 
@@ -115,11 +116,7 @@ class ModelFingerprint:
         self._own = list(map(vars, self._modules))
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
-        self._memory_layout, self._old_cache_layout, self._old_settings = (
-            _memory_layout(self._tensors),
-            self._cache_layout(cache),
-            self._settings(),
-        )
+        self._layouts, self._old_settings = Layouts([*self._tensors, *tensors_of(cache)]), self._settings()
 
     def is_for_rows(self, rows: slice | Tensor, cache: Cache) -> bool:
         """Whether the fingerprint is that of these rows of this cache."""
@@ -131,7 +128,7 @@ class ModelFingerprint:
             self._library is kernels.LIBRARY
             and all(map(is_, map(dict.get, self._owners, self._names), self._members))
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
-            and _memory_layout(self._tensors) == self._memory_layout and self._cache_layout(cache) == self._old_cache_layout
+            and self._layouts.are_those_of([*self._tensors, *self._tensors_of(cache)])
             and self._settings() == self._old_settings
         )  # fmt: skip
 
@@ -142,16 +139,8 @@ class ModelFingerprint:
         )
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
-    def _cache_layout(self, cache: Cache) -> list:
-        return _memory_layout(self._tensors_of(cache))
-
     def _settings(self) -> list:
         return [settings_of(*each) for each in self._blocks]
-
-
-def _memory_layout(tensors: Sequence[Tensor]) -> list:
-    """Addresses, sizes, strides and dtypes. One `map` per property takes half as long as a loop over the tensors."""
-    return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

@@ -51,6 +51,7 @@ SIGNATURES = {
     "has_products_of": [INT],
     "decode": [POINTER, INT],
     "keep_tokens": [POINTER, POINTER, INT],
+    "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

@@ -1,0 +1,41 @@
+/* Addresses, sizes, strides and dtypes of torch's tensors, to compare them later. torch describes a tensor by a function of
+   DLPack's exchange interface, so that neither its headers nor Python's are needed. Callers hold Python's global lock. */
+#include <stddef.h>
+#include <stdint.h>
+
+/* DLPack's DLTensor; dtype: its code, bits and lanes. */
+typedef struct {
+  void *data;
+  int32_t device_type, device_id, dimensions;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t offset;
+} Description;
+
+typedef int Describe(void *tensor, Description *to); /* 0, or -1 with Python's exception set */
+
+enum { FIELDS = 4 }; /* of a tensor, before its sizes and strides */
+
+/* Compares the layouts of `count` tensors with `layouts`, or if `write`, writes them there, to at most `size` numbers. Returns
+   how many numbers they are; 0 if they differ or do not fit; -1 with Python's exception set. */
+ptrdiff_t compare_layouts(Describe *describe, void *const *tensors, ptrdiff_t count, int64_t *layouts, ptrdiff_t size,
+                          int write) {
+  int64_t *to = layouts;
+  for (ptrdiff_t i = 0; i < count; i++) {
+    Description d;
+    if (describe(tensors[i], &d)) return -1;
+    if (to - layouts + FIELDS + 2 * d.dimensions > size) return 0;
+    int64_t fields[FIELDS] = {(int64_t)((intptr_t)d.data + d.offset), d.device_type * 65536 + d.device_id,
+                              d.code << 16 | d.bits << 8 | d.lanes, d.dimensions};
+    for (int f = 0; f < FIELDS; f++, to++)
+      if (write) *to = fields[f];
+      else if (*to != fields[f]) return 0;
+    for (int n = 0; n < 2 * d.dimensions; n++, to++) {
+      int64_t number = n < d.dimensions ? d.shape[n] : d.strides ? d.strides[n - d.dimensions] : 0;
+      if (write) *to = number;
+      else if (*to != number) return 0;
+    }
+  }
+  return to - layouts;
+}

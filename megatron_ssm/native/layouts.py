@@ -1,0 +1,60 @@
+"""Where tensors are, and their sizes, strides and dtypes: compared with those of before at every decoded token."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from .kernels import LIBRARY
+
+FIELDS = 4  # numbers of a tensor before its sizes and strides (layouts.c)
+DESCRIBES = 5  # the place of dltensor_from_py_object_no_sync in DLPack's exchange interface, in pointers
+
+
+class Layouts:
+    """The layouts of some tensors. In C if that is possible: in Python they cost a part of the time of a decoded token."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._compare, size = _compare_in_c(), sum(FIELDS + 2 * tensor.dim() for tensor in tensors)
+        self._numbers: Any = (ctypes.c_int64 * size)() if self._compare else _in_python(tensors)
+        if self._compare:
+            self._call(tensors, write=True)
+
+    def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors, in the same order, have these layouts."""
+        return self._call(tensors) == len(self._numbers) if self._compare else _in_python(tensors) == self._numbers
+
+    def _call(self, tensors: Sequence[Tensor], write: bool = False) -> int:
+        count = len(tensors)
+        objects = (ctypes.c_void_p * count)(*map(id, tensors))
+        return self._compare(_describe(), objects, count, self._numbers, len(self._numbers), write)
+
+
+def _in_python(tensors: Sequence[Tensor]) -> list:
+    """One `map` per property takes half as long as a loop over the tensors."""
+    return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))]
+
+
+@cache
+def _describe() -> int | None:
+    """The address of torch's function that describes a tensor; None if this version has none."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    interface = pointer_of(capsule, b"dlpack_exchange_api")
+    major_version = ctypes.cast(interface, ctypes.POINTER(ctypes.c_uint32))[0]
+    return ctypes.cast(interface, ctypes.POINTER(ctypes.c_void_p))[DESCRIBES] if major_version == 1 else None
+
+
+def _compare_in_c() -> Any:
+    """compare_layouts of layouts.c, as a function that keeps Python's global lock; None if it cannot be used."""
+    if LIBRARY.functions is None or _describe() is None:
+        return None
+    address = ctypes.cast(LIBRARY.functions.compare_layouts, ctypes.c_void_p).value
+    size, pointer = ctypes.c_ssize_t, ctypes.c_void_p
+    return ctypes.PYFUNCTYPE(size, pointer, pointer, size, pointer, size, ctypes.c_int)(address)
