@@ -139,7 +139,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
 def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption, busy: Busy) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
-    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
+    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
     profiler = Profiler(options, trainer.groups.rank, inputs.start, busy)
     try:
         for step in range(inputs.start + 1, options.train_iters + 1):
