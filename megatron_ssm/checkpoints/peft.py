@@ -189,8 +189,8 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     for name, allowed in _SUPPORTED.items():
         if name in raw and raw[name] not in allowed:
             raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-    for name in ("r", "lora_alpha"):
-        if type(raw.get(name)) not in (int, float) or not 0 < raw[name] < math.inf or (name == "r" and type(raw[name]) is not int):
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
             raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
     return raw
 

@@ -626,17 +626,16 @@ def test_parameters_that_are_not_finite_are_not_saved(here, capsys):
     assert capsys.readouterr().err == line and not Path("out/config.json").exists()
 
 
-def test_a_run_that_skips_all_of_its_steps_fails(here, capsys):
+@pytest.mark.parametrize("interval, steps", [("0", 3), ("2", 2)])
+def test_a_run_that_skips_all_of_its_steps_fails(here, capsys, interval, steps):
     """It overflows in its first forward pass."""
     pretrain(options("--train-iters", "1", "--params-dtype", "float32"))
     model = {name: tensor * 1e30 for name, tensor in weights().items()}
     save_file(model, "out/model.safetensors", metadata={"format": "pt"})
-    start = "--init-from", "out", "--out", "next", "--params-dtype", "float32", "--train-iters", "3"
-    for interval in ("0", "2"):
-        assert run("pretrain.py", lambda: pretrain(options(*start, "--exit-interval", interval))) == 1
-        steps = int(interval) or 3
-        line = f"pretrain.py: step {steps}: all steps of this run were skipped ({steps}), so nothing is saved\n"
-        assert capsys.readouterr().err == line
+    flags = "--init-from", "out", "--out", "next", "--params-dtype", "float32", "--train-iters", "3"
+    assert run("pretrain.py", lambda: pretrain(options(*flags, "--exit-interval", interval))) == 1
+    line = f"pretrain.py: step {steps}: all steps of this run were skipped ({steps}), so nothing is saved\n"
+    assert capsys.readouterr().err == line
     assert not Path("next/config.json").exists() and not list(Path("next/checkpoints").glob("step-*"))
 
 
