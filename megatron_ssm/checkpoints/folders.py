@@ -119,13 +119,20 @@ def set_damaged_aside(path: Path) -> Path:
     return damaged
 
 
+def remove(path: Path) -> None:
+    """Remove a folder, or a file or link with its name, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _replace(old: Path, new: Path, is_wanted: Callable[[], bool]) -> None:
     """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed."""
 
     def rename() -> None:
         if is_wanted():
-            if new.exists():
-                shutil.rmtree(new)
+            remove(new)
             old.rename(new)
 
     run_on_rank_0(rename, f"cannot rename {old} to {new}")
