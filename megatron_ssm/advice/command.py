@@ -33,7 +33,7 @@ def advise(arguments: Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.memory_gb is not None and not arguments.memory_gb > 0:
         raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0")
-    config, fabric = Config.read(arguments.model), Fabric.load(arguments.fabric)
+    config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
     ranks = arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1)
     training = Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size)
     generation = Generation(arguments.prompt, arguments.new_tokens, arguments.batch)
@@ -53,6 +53,15 @@ def advise(arguments: Namespace) -> None:
     is_bf16 = device.itemsize == 2
     texts = training_text(trains, training, is_bf16), generation_text(generates, is_bf16)
     printer.print("\n".join([title, *texts, ""]))
+
+
+def _read_fabric(path: str) -> Fabric:
+    """The fabric in a file; ValueError if there is none."""
+    try:
+        return Fabric.load(path)
+    except OSError as error:
+        hint = "torchrun --nproc-per-node N -m sparsefusion measure --out F writes such a file"
+        raise ValueError(f"cannot read --fabric {path}: {error.strerror}; {hint}") from None
 
 
 def _device(arguments: Namespace, fabric: Fabric) -> Computes:

@@ -316,13 +316,16 @@ def test_text_measured_on_this_machine(files):
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--memory-gb", "-1"], "--memory-gb -1 must be above 0"),
         (["--fabric", "config.json"], "is no fabric file"),
+        (["--fabric", "nofab.json"], "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per"),
         (["--model", "nowhere"], "no model configuration"),
+        (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
         (["--device", "abacus"], "invalid choice: 'abacus'"),
     ],
 )
 def test_wrong_arguments(files, flags, message, capsys):
-    if flags == ["--fabric", "config.json"]:
-        flags = ["--fabric", str(files / "config.json")]
+    (files / "l1").mkdir()
+    (files / "l1" / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    flags = [str(files / flag) if flag in ("config.json", "l1") else flag for flag in flags]
     command = ["advise", "--model", str(files / "config.json"), "--fabric", str(files / "fabric.json"), *flags]
     try:
         code = main(command)

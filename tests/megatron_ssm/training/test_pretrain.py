@@ -448,6 +448,7 @@ def refused(capsys, *arguments):
     "line, message",
     [
         ("--hidden-sise 3", "unknown argument --hidden-sise (did you mean --hidden-size?)"),
+        ("--async-save false", "unknown argument false: --async-save takes no value"),
         ("--hidden 3", "unknown argument --hidden (did you mean --hidden-size?)"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--out out", "--data is required"),
