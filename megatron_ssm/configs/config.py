@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .hf_fields import ACTIVATIONS, FAMILIES, IGNORED_FIELDS, MAX_LAYERS, MAX_SIZE, SUPPORTED_VALUES, FieldReader, adapters_in
+from .adapters import adapters_in
+from .hf_fields import ACTIVATIONS, FAMILIES, IGNORED_FIELDS, MAX_LAYERS, MAX_SIZE, SUPPORTED_VALUES, FieldReader
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """The fields of Hugging Face's config.json by family: names, defaults, supported values, and fields that are ignored."""
 
-import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 # By family: Hugging Face's name of each field for which it differs from ours.
@@ -166,12 +164,3 @@ class FieldReader:
 
     def _error(self, name, problem) -> ValueError:
         return ValueError(f"config.json: {self.hf_name(name)}={self[name]!r} {problem}")
-
-
-def adapters_in(directory: Path) -> str:
-    """The end of an error about a missing config.json: of which model the directory holds adapters; "" if it holds none."""
-    try:
-        base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return f"; {directory} holds LoRA adapters, of the model {base}"

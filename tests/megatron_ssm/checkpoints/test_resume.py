@@ -359,7 +359,10 @@ def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
 def test_an_interrupted_checkpoint_is_not_found(tmp_path, monkeypatch):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
-    with monkeypatch.context() as patch, pytest.raises(Failure):  # the tensors are written, and the folder is not renamed
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Failure),
+    ):  # the tensors are written, and the folder is not renamed
         patch.setattr(Path, "rename", refuse_to_rename)
         Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert os.listdir(tmp_path) == []
