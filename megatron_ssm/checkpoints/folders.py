@@ -115,7 +115,7 @@ def set_aside(directory: str | Path) -> None:
 def set_damaged_aside(path: Path) -> Path:
     """Rename a checkpoint so that no run takes it for one; returns its new name, which is replaced. As `set_aside`."""
     damaged = path.with_name(f"{path.name}.damaged")
-    _replace(path, damaged, path.exists)
+    _replace(path, damaged, path.exists, remove)
     return damaged
 
 
@@ -127,12 +127,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _replace(old: Path, new: Path, is_wanted: Callable[[], bool]) -> None:
-    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed."""
+def _replace(
+    old: Path, new: Path, is_wanted: Callable[[], bool], remove_new: Callable[[Path], object] = shutil.rmtree
+) -> None:
+    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed, by default only a folder."""
 
     def rename() -> None:
         if is_wanted():
-            remove(new)
+            if new.exists():
+                remove_new(new)
             old.rename(new)
 
     run_on_rank_0(rename, f"cannot rename {old} to {new}")
