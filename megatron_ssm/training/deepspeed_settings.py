@@ -23,7 +23,7 @@ def _is_number(value: object) -> bool:
 
 def _count(least: int) -> Rule:
     """A number such as 5e8, which JSON reads as a float."""
-    return f"a whole number from {least} on", lambda x: _is_number(x) and x >= least and float(x).is_integer()
+    return f"a whole number from {least} on", lambda x: _is_number(x) and x >= least and x % 1 == 0
 
 
 SWITCH: Rule = "true or false", lambda value: isinstance(value, bool)

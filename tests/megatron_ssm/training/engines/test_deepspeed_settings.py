@@ -157,6 +157,7 @@ def params(**changed):
         (params(momentum=1), {}, "optimizer.params.momentum is not supported by examples/pretrain.py"),
         ({"gradient_predivide_factor": 0}, {}, "gradient_predivide_factor 0 is not a positive and finite number"),
         ({"steps_per_print": "x"}, {}, 'steps_per_print "x" is not a whole number from 1 on'),
+        ({"steps_per_print": 1.5}, {}, "steps_per_print 1.5 is not a whole number from 1 on"),
         ({"steps_per_print": 0}, {}, "steps_per_print 0 is not a whole number from 1 on"),
         ({"communication_data_type": "int3"}, {}, 'communication_data_type "int3" is not fp32, fp16 or bf16'),
         ({"dump_state": 1}, {}, "dump_state 1 is not true or false"),
