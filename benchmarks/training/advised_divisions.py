@@ -112,7 +112,7 @@ def model_of(config: Config, groups: Groups, division: Division, seq: int, train
     """The model of a division, whose ranks only send through the links."""
     schedule = None
     if groups.context is not None:
-        schedule = schedule_of("auto", groups.context, config, division.tensor, seq, 1, training)
+        schedule = schedule_of(division.schedule, groups.context, config, division.tensor, seq, 1, training)
     model = build(config, groups.tensor, groups.data, context=schedule, reduce=division.format, shared_memory=False)
     return initialize(model, 0)
 

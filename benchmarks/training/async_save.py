@@ -48,7 +48,7 @@ def measure(out: str, folder: str) -> None:
     trainers = {name: Trainer(model, groups, way) for name, way in ways.items()}
     trainers["background"].optimizer = trainers["at once"].optimizer
     batches = Batches(Tokens(torch.randint(VOCAB, (10_000,)), 10_000), 128, 2, 0)
-    savers = {name: Saver(trainer, Path(folder, name), {}) for name, trainer in trainers.items()}
+    savers = {name: Saver(trainer, Path(folder, name), {}, 0) for name, trainer in trainers.items()}
 
     def seconds(action: Callable[[], object]) -> float:
         dist.barrier()

@@ -1,6 +1,7 @@
 """`python -m megatron_ssm advise`: predictions for a model on a fabric, printed by rank 0."""
 
 import json
+import math
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
 from sparsefusion import Fabric
-from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.command_line import Failure, Printer
 
 from .devices import DEVICES
 from .divisions import Computes, Generation, Training, generation_divisions, training_divisions
@@ -25,15 +26,16 @@ def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
     With the device `measured`, and under torchrun, all ranks time the model's parts at the same time, as they will compute.
-    ValueError: a file is wrong, or a number is too small.
+    ValueError: a file is wrong, or a number is too small. Failure, after the advice is printed, if neither training nor
+    generation is possible.
     """
     for name in ("ranks", "seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if arguments.memory_gb is not None and not arguments.memory_gb > 0:
-        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0")
-    config, fabric = Config.read(arguments.model), Fabric.load(arguments.fabric)
+    if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0 and finite")
+    config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
     ranks = arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1)
     training = Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size)
     generation = Generation(arguments.prompt, arguments.new_tokens, arguments.batch)
@@ -48,11 +50,22 @@ def advise(arguments: Namespace) -> None:
         content = {"device": device.name, "ranks": ranks, "training": as_json(trains, training)}
         content["generation"] = as_json(generates, generation)
         printer.print(json.dumps(content) + "\n")
-        return
-    title = f"{config.family} on {ranks} ranks, {device.name}: predictions, the fastest first"
-    is_bf16 = device.itemsize == 2
-    texts = training_text(trains, training, is_bf16), generation_text(generates, is_bf16)
-    printer.print("\n".join([title, *texts, ""]))
+    else:
+        title = f"{config.family} on {ranks} rank{'s' * (ranks > 1)}, {device.name}: predictions, the fastest first"
+        is_bf16 = device.itemsize == 2
+        texts = training_text(trains, training, is_bf16), generation_text(generates, generation, is_bf16)
+        printer.print("\n".join([title, *texts, ""]))
+    if all(each.excluded for each in (*trains, *generates)):
+        raise Failure(f"no division over {ranks} rank{'s' * (ranks > 1)} is possible")
+
+
+def _read_fabric(path: str) -> Fabric:
+    """The fabric in a file; ValueError if there is none."""
+    try:
+        return Fabric.load(path)
+    except OSError as error:
+        hint = "torchrun --nproc-per-node N -m sparsefusion measure --out F writes such a file"
+        raise ValueError(f"cannot read --fabric {path}: {error.strerror}; {hint}") from None
 
 
 def _device(arguments: Namespace, fabric: Fabric) -> Computes:

@@ -16,6 +16,7 @@ from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
+from megatron_ssm.models.context import named_grids
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import FORMATS, Fabric
@@ -96,7 +97,8 @@ class Division:
     """One division and its prediction, or why it is excluded.
 
     parts: {what: seconds}, of which `seconds` is the sum. memory: bytes on the rank that needs most. format: of the sums of
-    block outputs. attention: the schedule of context ranks. gradients: the gradient mode. For generation also ttft and tpot.
+    block outputs. attention: the grid of context ranks. schedule: its name in --context-schedule. gradients: the gradient
+    mode. For generation also ttft and tpot. Of an excluded one, only the memory may be known (0: it is not).
     """
 
     tensor: int
@@ -106,6 +108,7 @@ class Division:
     memory: float = 0.0
     format: str = "fp32"
     attention: str = ""
+    schedule: str = "auto"
     gradients: str = "dense"
     recompute: bool = False
     ttft: float = 0.0
@@ -156,13 +159,15 @@ def _training(
                 f"a batch of {job.global_batch} does not divide over {data} x micro-batches of {job.micro_batch}"
             )
         tokens = _tokens(config, job.seq, context)
-        attention, attention_seconds = _attention(config, tensor, context, job.seq, job.micro_batch, True, fabric)
+        attention, schedule, attention_seconds = _attention(
+            config, tensor, context, job.seq, job.micro_batch, True, fabric
+        )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
     recompute = TrainingMemory(config, tensor).step(job.micro_batch, tokens) > device.memory
     needed = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens)
     if needed > device.memory:
-        return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
+        return Division(*sizes, memory=needed, excluded=_too_large(needed, device, " with --recompute-activations"))
     forward, backward = device.micro_batch(config, tensor, job.micro_batch, tokens, job.seq)
     passing = sum(device.passing(config, tensor, job.micro_batch, tokens)) if context > 1 else 0.0
     micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
@@ -183,8 +188,8 @@ def _training(
     }  # fmt: skip
     residuals = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens, has_residuals=True)
     if parts["sums of gradients"] > SPARSE * sum(parts.values()) and residuals <= device.memory:
-        return Division(*sizes, parts, residuals, format, attention, "auto", recompute)
-    return Division(*sizes, parts, needed, format, attention, "dense", recompute)
+        return Division(*sizes, parts, residuals, format, attention, schedule, "auto", recompute)
+    return Division(*sizes, parts, needed, format, attention, schedule, "dense", recompute)
 
 
 def _generation(
@@ -195,7 +200,7 @@ def _generation(
     try:
         config.check_ranks(tensor)
         tokens = _tokens(config, job.prompt, context)
-        attention, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
+        attention, _, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
     shape = Memory(config, tensor, device.itemsize)
@@ -247,15 +252,24 @@ def _tokens(config: Config, seq: int, context: int) -> int:
 
 def _attention(
     config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric
-) -> tuple[str, float]:
-    """(the schedule that sends the least, the seconds of its messages in all hybrid layers)."""
+) -> tuple[str, str, float]:
+    """(the grid whose messages are fastest, its name in --context-schedule, their seconds in all hybrid layers).
+
+    For training, of the grids that the option can select.
+    """
     shared = config.shared
     if context == 1 or shared is None:
-        return "", 0.0
-    heads, kv_heads = shared.heads // tensor, shared.kv_heads // tensor
-    best = candidates(context, heads, kv_heads, shared.head_dim, seq, training, fabric, batch, FP32)[0]
-    name = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
-    return name, len(config.hybrid_layers) * (best.seconds or 0.0)
+        return "", "auto", 0.0
+    shape = context, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim, seq, training
+    default = candidates(*shape, None, batch, FP32)[0]
+    names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
+    names[default.rows, default.cols, default.ulysses] = "auto"
+    found = [
+        (each, names.get((each.rows, each.cols, each.ulysses))) for each in candidates(*shape, fabric, batch, FP32)
+    ]
+    best, name = next((each, name) for each, name in found if name or not training)
+    grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
+    return grid, name or "auto", len(config.hybrid_layers) * (best.seconds or 0.0)
 
 
 def _format(times: dict[str, float]) -> str:
@@ -267,5 +281,5 @@ def _format(times: dict[str, float]) -> str:
     return chosen
 
 
-def _too_large(needed: float, device: Computes) -> str:
-    return f"needs {needed / 1e9:.3g} GB of the {device.memory / 1e9:.3g} GB of a rank"
+def _too_large(needed: float, device: Computes, how: str = "") -> str:
+    return f"needs {needed / 1e9:.3g} GB{how}; a rank has {device.memory / 1e9:.3g} GB"

@@ -1,11 +1,14 @@
 """Predicted divisions as text and as JSON: the first, the runner-up, and why it lost."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from .divisions import Division, Generation, Training
 
 MILLI = 1e3
+# Of a division that is excluded.
+UNKNOWN = ("parts", "seconds", "ttft", "tpot", "format", "attention", "schedule", "gradients", "recompute")
 
 
 def why(first: Division, second: Division) -> str:
@@ -21,17 +24,27 @@ def why(first: Division, second: Division) -> str:
 def as_json(found: list[Division], job: Training | Generation) -> dict[str, Any]:
     """The first division, the runner-up, why it lost, and all divisions, in JSON's types; times are seconds.
 
-    What does not apply to the job is null.
+    What does not apply to the job is null, and so is what is not known of a division that is excluded.
     """
-    others = ("ttft", "tpot") if isinstance(job, Training) else ("gradients", "recompute")
+    others = ("ttft", "tpot") if isinstance(job, Training) else ("gradients", "recompute", "schedule")
     every = [asdict(each) | {"seconds": each.seconds} | dict.fromkeys(others) for each in found]
+    for content in (each for each in every if each["excluded"]):
+        content |= dict.fromkeys(UNKNOWN) | {"memory": content["memory"] or None}
     possible = [each for each in found if not each.excluded]
+    others_fail = "no other division is possible" if possible else _nothing(found, job)
     return {
         "best": every[0] if possible else None,
         "runner_up": every[1] if len(possible) > 1 else None,
-        "reason": why(*possible[:2]) if len(possible) > 1 else "no other division is possible",
+        "reason": why(*possible[:2]) if len(possible) > 1 else others_fail,
         "all": every,
     }
+
+
+def _nothing(found: list[Division], job: Training | Generation) -> str:
+    """That no division is possible, and what helps if some of them need more memory than a rank has."""
+    smaller = "--micro-batch-size or --seq-length" if isinstance(job, Training) else "--batch or --prompt"
+    hint = f"; a rank needs less memory with more ranks, or a smaller {smaller}"
+    return "no division is possible" + hint * any(each.memory for each in found)
 
 
 def training_text(found: list[Division], job: Training, is_bf16: bool) -> str:
@@ -44,15 +57,16 @@ def training_text(found: list[Division], job: Training, is_bf16: bool) -> str:
         f"--micro-batch-size {job.micro_batch}",
     ]
     options += ["--bf16"] * is_bf16
+    options += [f"--context-schedule {best.schedule}"] if best.schedule != "auto" else []
     options += [f"--reduce {best.format}"] if best.tensor > 1 and best.format != "fp32" else []
     options += [f"--gradient-mode {best.gradients}"] if best.gradients != "dense" else []
     options += ["--recompute-activations"] if best.recompute else []
     facts = [f"{best.seconds * MILLI:.4g} ms per step", f"{best.memory / 1e9:.3g} GB"]
     facts += [f"attention in a grid of {best.attention}"] if best.attention else []
-    return _text("training", found, facts, options, "ms per step", lambda each: f"{each.seconds * MILLI:.4g}")
+    return _text("training", found, job, facts, options, "ms per step", lambda each: f"{each.seconds * MILLI:.4g}")
 
 
-def generation_text(found: list[Division], is_bf16: bool) -> str:
+def generation_text(found: list[Division], job: Generation, is_bf16: bool) -> str:
     """The advice for generation, as lines. is_bf16: as for `training_text`."""
     best, *_ = found
     options = [f"--tp {best.tensor}"] + [f"--cp {best.context}"] * (best.context > 1)
@@ -60,28 +74,34 @@ def generation_text(found: list[Division], is_bf16: bool) -> str:
     options += ["--dtype bfloat16"] * is_bf16
     facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
     facts += [f"{best.data} replicas"] if best.data > 1 else []
-    return _text("generation", found, facts, options, "TTFT, TPOT", _reply)
+    return _text("generation", found, job, facts, options, "TTFT, TPOT", _reply)
 
 
 def _reply(each: Division) -> str:
     return f"TTFT {each.ttft * MILLI:.4g} ms, TPOT {each.tpot * MILLI:.4g} ms"
 
 
-def _text(job: str, found: list[Division], facts: list[str], options: list[str], unit: str, value: Any) -> str:
+def _text(
+    name: str, found: list[Division], job: Training | Generation, facts: list[str], options: list[str], unit: str,
+    value: Callable[[Division], str],
+) -> str:  # fmt: skip
     """The best division with its options, why the next one lost, and a table of all."""
-    best, *others = found
-    if best.excluded:
-        return "\n".join([f"{job}: no division is possible", *(f"  {each.sizes}: {each.excluded}" for each in found)])
-    lines = [f"{job}: {best.sizes}: {', '.join(facts)}", f"  {' '.join(options)}"]
-    possible = [each for each in others if not each.excluded]
-    lines += [f"  next: {why(best, possible[0])}"] if possible else []
-    rows = [
-        (each.sizes, each.excluded or value(each), _parts(each), each.format, f"{each.memory / 1e9:.3g}")
-        for each in found
-    ]
+    possible = [each for each in found if not each.excluded]
+    reasons = [f"  {each.sizes}: {each.excluded}" for each in found if each.excluded]
+    if not possible:
+        return "\n".join([f"{name}: {_nothing(found, job)}", *reasons])
+    lines = [f"{name}: {possible[0].sizes}: {', '.join(facts)}", f"  {' '.join(options)}"]
+    lines += [f"  next: {why(*possible[:2])}"] if len(possible) > 1 else []
+    rows = [(each.sizes, value(each), _parts(each), each.format, _gigabytes(each)) for each in possible]
+    rows += [(each.sizes, "-", "-", "-", _gigabytes(each)) for each in found if each.excluded]
     table = [("", unit, "parts", "sums in", "GB"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(5)]
-    return "\n".join([*lines, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table)])
+    lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join([*lines, *reasons])
+
+
+def _gigabytes(each: Division) -> str:
+    return f"{each.memory / 1e9:.3g}" if each.memory else "-"
 
 
 def _parts(each: Division) -> str:

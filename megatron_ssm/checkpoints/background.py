@@ -40,14 +40,16 @@ class BackgroundWriter:
         self._under_way = self._thread.submit(snapshot.write, self._group)
 
     def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The entry of a copy in this host's memory."""
-        if name not in self._copies:
+        """The entry of a copy in this host's memory, that of the checkpoint before if shape and dtype are the same."""
+        copy, entry = self._copies.get(name, (None, None))
+        if copy is None or entry is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
             if tensor.is_cuda:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             else:
-                copy = self._memory.copy(tensor)
-            self._copies[name] = copy, entry_of(copy)
-        copy, entry = self._copies[name]
+                with self._memory:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            entry = entry_of(copy)
+            self._copies[name] = copy, entry
         copy.copy_(tensor)
         return entry
 

@@ -115,17 +115,27 @@ def set_aside(directory: str | Path) -> None:
 def set_damaged_aside(path: Path) -> Path:
     """Rename a checkpoint so that no run takes it for one; returns its new name, which is replaced. As `set_aside`."""
     damaged = path.with_name(f"{path.name}.damaged")
-    _replace(path, damaged, path.exists)
+    _replace(path, damaged, path.exists, remove)
     return damaged
 
 
-def _replace(old: Path, new: Path, is_wanted: Callable[[], bool]) -> None:
-    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed."""
+def remove(path: Path) -> None:
+    """Remove a folder, or a file or link with its name, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replace(
+    old: Path, new: Path, is_wanted: Callable[[], bool], remove_new: Callable[[Path], object] = shutil.rmtree
+) -> None:
+    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed, by default only a folder."""
 
     def rename() -> None:
         if is_wanted():
             if new.exists():
-                shutil.rmtree(new)
+                remove_new(new)
             old.rename(new)
 
     run_on_rank_0(rename, f"cannot rename {old} to {new}")

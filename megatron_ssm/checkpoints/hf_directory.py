@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,11 @@ class Writer:
                 (self.directory / name).unlink(missing_ok=True)
         for name in sorted(new, key=lambda name: name in (WEIGHTS, INDEX)):
             os.replace(self.hidden / name, self.directory / name)
-        for name in set(os.listdir(self.directory)) - new:
-            if name in (WEIGHTS, INDEX) or NUMBERED_WEIGHTS.fullmatch(name):
-                (self.directory / name).unlink(missing_ok=True)
+        remove_weights(self.directory, kept=new)
+
+
+def remove_weights(directory: Path, kept: Collection[str] = ()) -> None:
+    """Remove the weights of a model, and their index, except the files with the names in `kept`."""
+    for name in set(os.listdir(directory)) - set(kept):
+        if name in (WEIGHTS, INDEX) or NUMBERED_WEIGHTS.fullmatch(name):
+            (directory / name).unlink(missing_ok=True)

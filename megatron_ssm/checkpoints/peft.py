@@ -1,6 +1,7 @@
 """LoRA adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors, which PEFT itself loads."""
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -117,6 +118,12 @@ def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, An
     return None
 
 
+def remove_adapters(directory: Path) -> None:
+    """Remove what `save_lora` has written, the configuration first: without it, PEFT and transformers read no adapters."""
+    for name in (CONFIG, WEIGHTS):
+        (directory / name).unlink(missing_ok=True)
+
+
 def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> None:
     """Add the LoRA adapters that PEFT or `save_lora` wrote to a model; each rank reads its own slices.
 
@@ -182,9 +189,9 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     for name, allowed in _SUPPORTED.items():
         if name in raw and raw[name] not in allowed:
             raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-    for name in ("r", "lora_alpha"):
-        if type(raw.get(name)) not in (int, float) or raw[name] <= 0 or (name == "r" and type(raw[name]) is not int):
-            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive number")
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
+            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
     return raw
 
 

@@ -35,7 +35,7 @@ from sparsefusion.foundation.command_line import Failure
 
 from .agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from .disk_space import DirectoryLock, DiskSpace, read_with_retries, sync_directory
-from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training
+from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
@@ -172,7 +172,7 @@ class Snapshot:
         with space.explained(), new_file(hidden / "training.json") as file:
             file.write(training.encode())
         sync_directory(hidden)
-        shutil.rmtree(final, ignore_errors=True)
+        remove(final)
         hidden.rename(final)
         sync_directory(self.directory)
         others = [path for path in find_checkpoints(self.directory) if path != final]
@@ -184,7 +184,7 @@ def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. If that is interrupted, what remains has a hidden name, so no run takes it for a checkpoint."""
     hidden = checkpoint.with_name(f".{checkpoint.name}")
     checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
+    remove(hidden)
 
 
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .adapters import adapters_in
 from .hf_fields import ACTIVATIONS, FAMILIES, IGNORED_FIELDS, MAX_LAYERS, MAX_SIZE, SUPPORTED_VALUES, FieldReader
 
 
@@ -163,7 +164,7 @@ def read_json(directory: str | Path) -> Any:
     path = Path(directory)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"no model configuration: {path} does not exist")
+        raise FileNotFoundError(f"no model configuration: {path} does not exist{adapters_in(path.parent)}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -3,14 +3,13 @@
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
+from attention2d import Attention2D, choose
 from attention2d.layout.checks import check_heads
 from attention2d.layout.token_order import local_length
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
@@ -53,15 +52,26 @@ def schedule_of(
         raise ValueError(
             f"the schedule {name} needs an even number of ranks, not {ranks}: pairs of them divide the heads"
         )
-    if name in ("2d", "3d"):
-        cells = max(1, ranks // 2) if name == "3d" else ranks
-        rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
-        return Attention2D(group, rows, cells // rows, 2 if name == "3d" else 1)
-    kinds = {"ring": Ring, "all-gather": AllGather, "ulysses": Ulysses, "usp": partial(USP, ulysses=2)}
-    kinds |= {"auto": Ring, "search": Ring}
-    if name not in kinds:
+    grids = named_grids(ranks)
+    grids |= {"auto": grids["ring"], "search": grids["ring"]}
+    if name not in grids:
         raise ValueError(f"the schedule {name!r} is none of auto, search, ring, all-gather, ulysses, usp, 2d, 3d")
-    return kinds[name](group)
+    rows, cols, ulysses, overlap = grids[name]
+    return Attention2D(group, rows, cols, ulysses, overlap=overlap)
+
+
+def named_grids(ranks: int) -> dict[str, tuple[int, int, int, bool]]:
+    """{name: (rows, cols, ulysses, overlap)} of the schedules of `schedule_of` whose grid follows from the ranks alone."""
+
+    def square(cells: int) -> tuple[int, int]:
+        rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
+        return rows, cells // rows
+
+    grids = {"ring": (ranks, 1, 1, True), "all-gather": (ranks, 1, 1, False), "ulysses": (1, 1, ranks, False)}
+    grids["2d"] = (*square(ranks), 1, False)
+    if ranks % 2 == 0:
+        grids |= {"usp": (ranks // 2, 1, 2, True), "3d": (*square(ranks // 2), 2, False)}
+    return grids
 
 
 def _searched(

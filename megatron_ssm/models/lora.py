@@ -5,6 +5,7 @@ backbone.layers.0.mixer.in_proj. In a hybrid model, each layer that uses a share
 PEFT. See `layers.low_rank` for how they are split.
 """
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -152,8 +153,8 @@ def attach_lora(model: "Model", lora: Lora) -> None:
     model.check_exact_weights("adapted")
     if model.lora is not None:
         raise ValueError(f"the model already has LoRA adapters of rank {model.lora.rank}: merge_lora or load it again")
-    if lora.rank < 1 or not lora.alpha > 0:
-        raise ValueError(f"LoRA rank {lora.rank} must be at least 1, and alpha {lora.alpha} positive")
+    if lora.rank < 1 or not 0 < lora.alpha < math.inf:
+        raise ValueError(f"LoRA rank {lora.rank} must be at least 1, and alpha {lora.alpha} positive and finite")
     targets = lora_targets(model.config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

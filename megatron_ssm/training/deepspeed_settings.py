@@ -7,17 +7,34 @@ effect, or another one than in `examples/pretrain.py`, are refused by name. Load
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from .options import Options, flag
 
 AUTO = "auto"
+Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, and whether it is
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count(least: int) -> Rule:
+    """A number such as 5e8, which JSON reads as a float."""
+    return f"a whole number from {least} on", lambda x: _is_number(x) and x >= least and x % 1 == 0
+
+
+SWITCH: Rule = "true or false", lambda value: isinstance(value, bool)
+OBJECT: Rule = "an object", lambda value: isinstance(value, dict)
+FACTOR: Rule = "a positive and finite number", lambda value: _is_number(value) and 0 < value < math.inf
+DATA_TYPE: Rule = "fp32, fp16 or bf16", lambda value: str(value).lower() in ("fp32", "fp16", "bf16")
 PASSED = {  # keys that DeepSpeed reads as they are
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc", "flops_profiler",
-    "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet", "prescale_gradients",
-    "gradient_predivide_factor", "communication_data_type",
+    "steps_per_print": _count(1), "gradient_predivide_factor": FACTOR, "communication_data_type": DATA_TYPE,
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc",
+                     "prescale_gradients"), SWITCH),
+    **dict.fromkeys(("flops_profiler", "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet"), OBJECT),
 }  # fmt: skip
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
 UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}  # the optimizer is always torch's AdamW
@@ -26,10 +43,12 @@ COMPARED = {
     "scheduler", "bf16", "fp16", "torch_autocast", "zero_optimization",
 }  # fmt: skip
 ZERO_PASSED = {
-    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-    "allgather_bucket_size", "overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size",
-    "log_trace_cache_warnings", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage": ("0, 1, 2 or 3", lambda value: _is_number(value) and value in range(4)),
+    **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "allgather_partitions", "overlap_comm",
+                     "round_robin_gradients", "ignore_unused_parameters", "log_trace_cache_warnings"), SWITCH),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _count(1)),
+    **dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+                     "stage3_max_reuse_distance"), _count(0)),
 }  # fmt: skip
 # Whether DeepSpeed's own save_16bit_model gathers weights; this script gathers them itself.
 GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
@@ -69,11 +88,8 @@ def _read_json(path: str) -> dict[str, Any]:
 
 def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
     given = {key: value for key, value in given.items() if not _changes_nothing(key, value)}
-    _refuse_unknown(given, PASSED | UNUSED | COMPARED, "")
-    settings = {key: given[key] for key in given.keys() & PASSED}
-    for key, value in settings.items():
-        if value == AUTO:
-            raise ValueError(f'{key} is "auto", but no option says what it is')
+    _refuse_unknown(given, PASSED.keys() | UNUSED | COMPARED, "")
+    settings = _passed({key: value for key, value in given.items() if key in PASSED}, PASSED, "")
     for key, value, expected, why in _shared_values(given, options, data_ranks):
         if value != AUTO and not _equal(value, expected):
             raise ValueError(f"{key} {json.dumps(value)} contradicts {why}")
@@ -158,21 +174,27 @@ def _keeps_bf16_parameters(given: dict[str, Any], options: Options) -> bool:
 def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """The section zero_optimization, with the sizes that transformers puts in place of "auto"."""
     given = {key: value for key, value in given.items() if key not in GATHERS and not _is_no_offload(key, value)}
-    _refuse_unknown(given, ZERO_PASSED, "zero_optimization.")
+    _refuse_unknown(given, ZERO_PASSED.keys(), "zero_optimization.")
     sizes = {
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    for key, value in given.items():
-        if value == AUTO and key not in sizes:
-            raise ValueError(f'zero_optimization.{key} is "auto", but no option says what it is')
-    zero = {key: sizes[key] if value == AUTO else value for key, value in given.items()}
-    stage = zero.setdefault("stage", 0)
-    if isinstance(stage, bool) or stage not in range(4):
-        raise ValueError(f"zero_optimization.stage {json.dumps(stage)} is not 0, 1, 2 or 3")
+    known = {key: sizes[key] if key in sizes and value == AUTO else value for key, value in given.items()}
     # Otherwise ZeRO 3 replaces torch's linear by one that cannot have empty outputs, such as a part of a small vocabulary.
-    return zero | {"memory_efficient_linear": False}
+    return {"stage": 0, **_passed(known, ZERO_PASSED, "zero_optimization."), "memory_efficient_linear": False}
+
+
+def _passed(given: dict[str, Any], rules: dict[str, Rule], where: str) -> dict[str, Any]:
+    """The values of a section that DeepSpeed reads as they are; ValueError for one that breaks its rule. null: not given."""
+    given = {key: value for key, value in given.items() if value is not None}
+    for key, value in given.items():
+        what, is_valid = rules[key]
+        if value == AUTO:
+            raise ValueError(f'{where}{key} is "auto", but no option says what it is')
+        if not is_valid(value):
+            raise ValueError(f"{where}{key} {json.dumps(value)} is not {what}")
+    return given
 
 
 def _changes_nothing(key: str, value: Any) -> bool:
@@ -208,7 +230,7 @@ def _section(given: dict[str, Any], name: str, where: str = "") -> dict[str, Any
     return section
 
 
-def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
+def _refuse_unknown(given: dict[str, Any], known: Collection[str], where: str) -> None:
     """ValueError if a section has a key that is not supported."""
     for key in given:
         if key not in known:
@@ -219,6 +241,6 @@ def _equal(value: Any, expected: Any) -> bool:
     """Whether a JSON value is this one: numbers to rounding, and true is not 1."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(_equal, value, expected))
-    if isinstance(value, bool) or isinstance(expected, bool) or isinstance(expected, str):
+    if isinstance(expected, bool | str):
         return type(value) is type(expected) and value == expected
-    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-9)
+    return _is_number(value) and math.isclose(value, expected, rel_tol=1e-9)

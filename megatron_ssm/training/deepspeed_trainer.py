@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
+from pydantic import ValidationError
 from torch import nn
 
 from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
@@ -77,9 +78,14 @@ class DeepSpeedTrainer(Trainer):
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
         optimizer = torch_adamw(self.model, self.options)
-        self._engine, *_ = self._deepspeed.initialize(
-            model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
-        )
+        try:
+            self._engine, *_ = self._deepspeed.initialize(
+                model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
+            )
+        except ValidationError as error:  # of a section that `read_settings` passes on as it is
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{self.options.deepspeed_config}: {key}: {first['msg']}") from None
         self._stage = int(self._engine.zero_optimization_stage())
         for partition in self._partitions():
             moments = {name: torch.zeros_like(partition) for name in MOMENTS}

@@ -147,8 +147,8 @@ class Options:
             raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
-        if not self.lora_alpha > 0:
-            raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive")
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive and finite")
         if self.sequence_parallel and self.reduce != "fp32":
             raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
         if self.profile_step_end < self.profile_step_start:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
-from megatron_ssm.checkpoints.peft import save_lora
+from megatron_ssm.checkpoints.hf_directory import remove_weights
+from megatron_ssm.checkpoints.peft import remove_adapters, save_lora
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -139,7 +139,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
 def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption, busy: Busy) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
-    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements)
+    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
     profiler = Profiler(options, trainer.groups.rank, inputs.start, busy)
     try:
         for step in range(inputs.start + 1, options.train_iters + 1):
@@ -168,13 +168,23 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
 
 
 def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
-    """Write the Hugging Face directory with its tokenizer; Failure on every rank if rank 0 cannot write the tokenizer."""
-    (save if model.lora is None else save_lora)(model, inputs.out)
-    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    run_on_every_rank(
-        lambda: inputs.corpus.write_tokenizer(inputs.out) if is_first_rank else None,
-        f"cannot write the tokenizer to {inputs.out}",
-    )
+    """Write the model or its adapters, and the tokenizer; then remove files of the other kind that an earlier run wrote.
+
+    Readers would combine both kinds. The model of --init-from remains if the adapters are written beside it. Failure on
+    every rank if rank 0 cannot write the tokenizer, or remove a file.
+    """
+    out = inputs.out
+    (save if model.lora is None else save_lora)(model, out)
+    run_on_rank_0(lambda: inputs.corpus.write_tokenizer(out), f"cannot write the tokenizer to {out}")
+
+    def remove_other_kind() -> None:
+        if model.lora is None:
+            remove_adapters(out)
+        elif not out.samefile(inputs.options.init_from):
+            (out / "config.json").unlink(missing_ok=True)
+            remove_weights(out)
+
+    run_on_rank_0(remove_other_kind, f"cannot remove the files of an earlier run from {out}")
     progress.print_line(f"saved {inputs.out}")
 
 

@@ -34,11 +34,12 @@ BEGUN = ".begun"  # a file beside the checkpoints: the id of the torchrun whose 
 class Saver:
     """Writes the checkpoints of a run into a directory. All ranks make the same calls; Failure on every rank if one fails.
 
-    requirements: what a run that resumes must have in common with this one. With --async-save, a checkpoint may still be
-    under way when `save` returns.
+    requirements: what a run that resumes must have in common with this one. start: the steps done before this run. With
+    --async-save, a checkpoint may still be under way when `save` returns.
     """
 
-    def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any]):
+    def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any], start: int):
+        self._start = start
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
         self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
         self._saved: int | None = None  # the step of the last checkpoint of this run
@@ -64,10 +65,12 @@ class Saver:
         return f"on {signal}" if signal else "as --exit-interval says"
 
     def _check_parameters(self, step: int, interruption: Interruption) -> None:
-        """Failure on every rank if the run ends here with skipped steps, because its parameters are not finite."""
+        """Failure on every rank if the run ends here, and has skipped all of its steps or its parameters are not finite."""
         trainer = self._trainer
-        if not trainer.skipped_in_a_row:
+        if not (skipped := trainer.skipped_in_a_row):
             return
+        if skipped == step - self._start:
+            raise Failure(f"step {step}: all steps of this run were skipped ({skipped}), so nothing is saved")
         with trainer.whole_parameters():
             is_damaged = not all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
         if interruption.on_any_rank(is_damaged)[1]:

@@ -35,7 +35,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Like argparse's method, but the error for an unknown flag suggests a similar one."""
-        arguments, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        arguments, unknown = self.parse_known_args(words, namespace)
+        before = dict(zip(words, ["", *words], strict=False)).get(unknown[0]) if unknown else None
+        if before in self._switches():
+            self.error(f"unknown argument {unknown[0]}: {before} takes no value")
         self._refuse(unknown)
         return arguments
 
@@ -62,9 +66,17 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         """Every --flag of this parser and of its commands, except those that the help does not show."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        below = [p for a in shown if isinstance(a.choices, dict) for p in a.choices.values()]
         own = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
-        return own + [flag for parser in below for flag in parser.flags()]
+        return own + [flag for parser in self._commands() for flag in parser.flags()]
+
+    def _commands(self) -> list["Parser"]:
+        """The parsers of its commands."""
+        return [parser for a in self._actions if isinstance(a.choices, dict) for parser in a.choices.values()]
+
+    def _switches(self) -> set[str]:
+        """The flags of this parser and of its commands that take no value."""
+        own = {flag for action in self._actions if action.nargs == 0 for flag in action.option_strings}
+        return own.union(*(parser._switches() for parser in self._commands()))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """`advise`. Oracles: what the ranks of a model count while it trains; the memory of its parts; times worked out by hand."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import tiny
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
 from megatron_ssm.advice.measured import MeasuredDevice, part_of
-from megatron_ssm.advice.report import as_json, why
+from megatron_ssm.advice.report import as_json, training_text, why
 from megatron_ssm.advice.traffic import (
     AGREEMENT_BYTES,
     Message,
@@ -27,9 +28,11 @@ from megatron_ssm.advice.traffic import (
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.generation import stream
+from megatron_ssm.models.context import named_grids
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.training.options import CONTEXT_SCHEDULES, parse_options
 from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fabric.fitting import Segment
@@ -203,9 +206,40 @@ def test_what_does_not_fit_is_excluded():
     assert "does not divide" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
     small = type("Small", (Fixed,), {"memory": 1.0})()
     found = training_divisions(config, 2, Training(64, 8), fabric(), small)
-    assert all("GB of the 1e-09 GB of a rank" in each.excluded for each in found)
+    assert all("GB with --recompute-activations; a rank has 1e-09 GB" in each.excluded for each in found)
     content = as_json(found, Training(64, 8))
     assert content["runner_up"] is content["best"] is None
+    assert content["reason"] == (
+        "no division is possible; a rank needs less memory with more ranks, or a smaller --micro-batch-size or --seq-length"
+    )
+    assert all(each["seconds"] is each["format"] is None and each["memory"] for each in content["all"])
+    assert training_text(found, Training(64, 8), False).startswith(f"training: {content['reason']}\n  TP ")
+    found = generation_divisions(config, 2, Generation(64, 8), fabric(), small)
+    assert as_json(found, Generation(64, 8))["reason"].endswith("with more ranks, or a smaller --batch or --prompt")
+
+
+def test_the_table_shows_what_is_known(files, capsys):
+    """Divisions that are not possible have no numbers, and their reasons are below the table."""
+    assert main([*command_of(files), "--ranks", "16", "--seq-length", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"  TP 16 x CP 1 x DP 1 +- +- +- +-", line) for line in lines)
+    assert any(re.match(r"  TP 16 x CP 1 x DP 1: .* do not divide over 16 ", line) for line in lines)
+    assert main([*command_of(files), "--ranks", "1", "--memory-gb", "1e-6"]) == 1
+    out, err = capsys.readouterr()
+    assert "zamba2 on 1 rank, " in out and "no division over 1 rank is possible" in err
+
+
+def test_a_schedule_that_is_not_the_default_is_in_the_command():
+    """Behind links of high latency, one with fewer messages than that with the fewest bytes. Oracle: pretrain.py's names."""
+    config, job = config_of(**tiny.ZAMBA2), Training(64, 4)
+    found = [each for each in training_divisions(config, 4, job, fabric(20.0, 1e-12), Fixed()) if each.context == 4]
+    (division,) = found
+    assert division.schedule not in ("auto", "search") and division.schedule in CONTEXT_SCHEDULES
+    rows, cols, ulysses, _ = named_grids(4)[division.schedule]
+    assert division.attention == f"{rows} x {cols}" + f", {ulysses} ranks divide the heads" * (ulysses > 1)
+    command = training_text(found, job, False).splitlines()[1].split()
+    options = parse_options(["--data", "text", "--out", "out", *command])
+    assert options.context_schedule == division.schedule
 
 
 def test_gradients_are_sparse_where_their_residuals_fit():
@@ -255,6 +289,16 @@ def test_a_gpu_by_its_rates():
     assert gpu.forward(config, 2, 1, 64, 64) < gpu.forward(config, 1, 1, 64, 64)
 
 
+@pytest.mark.parametrize("family, milliseconds", [("mamba", 0.87), ("mamba2", 1.46)])
+def test_a_token_on_a_gpu_takes_its_kernels(family, milliseconds):
+    """As long as measured on an H200 for the models of 130m with batch 1; the same on every rank of a split layer."""
+    sizes = dict(hidden_size=768, num_layers=24, mamba_head_dim=64, mamba_state_dim=16 if family == "mamba" else 128)
+    config = Config.from_dict(options(model_type=family, **sizes).new_config(50280, 0))
+    h200 = DEVICES["h200"]
+    assert h200.token(config, 1, 1, 0) == pytest.approx(milliseconds / 1e3, rel=0.02)
+    assert h200.token(config, 4, 1, 0) > 24 * h200.graph[family == "mamba2"]
+
+
 def measured(rank, changes):
     """What the ranks of a group predict, each from its own times."""
     config, device = config_of(**changes), MeasuredDevice(1e9, dist.group.WORLD)
@@ -280,6 +324,10 @@ def files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(options(**tiny.ZAMBA2).new_config(64, 0)))
     fabric().save(tmp_path / "fabric.json")
     return tmp_path
+
+
+def command_of(files):
+    return ["advise", "--model", str(files / "config.json"), "--fabric", str(files / "fabric.json")]
 
 
 def advise(files, *flags):
@@ -314,15 +362,22 @@ def test_text_measured_on_this_machine(files):
     "flags, message",
     [
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
-        (["--memory-gb", "-1"], "--memory-gb -1 must be above 0"),
+        (["--memory-gb", "-1"], "--memory-gb -1 must be above 0 and finite"),
+        (["--memory-gb", "inf"], "--memory-gb inf must be above 0 and finite"),
         (["--fabric", "config.json"], "is no fabric file"),
+        (
+            ["--fabric", "nofab.json"],
+            "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
+        ),
         (["--model", "nowhere"], "no model configuration"),
+        (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
         (["--device", "abacus"], "invalid choice: 'abacus'"),
     ],
 )
 def test_wrong_arguments(files, flags, message, capsys):
-    if flags == ["--fabric", "config.json"]:
-        flags = ["--fabric", str(files / "config.json")]
+    (files / "l1").mkdir()
+    (files / "l1" / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    flags = [str(files / flag) if flag in ("config.json", "l1") else flag for flag in flags]
     command = ["advise", "--model", str(files / "config.json"), "--fabric", str(files / "fabric.json"), *flags]
     try:
         code = main(command)

@@ -245,7 +245,8 @@ REFUSED = {
     "peft_type='IA3' is not implemented": lambda raw: raw.update(peft_type="IA3"),
     "use_dora=True is not implemented": lambda raw: raw.update(use_dora=True),
     "rank_pattern={'in_proj': 8} is not implemented": lambda raw: raw.update(rank_pattern={"in_proj": 8}),
-    "r=0 must be a positive number": lambda raw: raw.update(r=0),
+    "r=0 must be a positive and finite number": lambda raw: raw.update(r=0),
+    "lora_alpha=inf must be a positive and finite number": lambda raw: raw.update(lora_alpha=float("inf")),
     r"in_proj.lora_A.weight is \(3, 32\), and with r=4 the model needs \(4, 32\)": lambda raw: raw.update(r=4),
 }
 

@@ -1,5 +1,6 @@
 """Resumable checkpoints. Oracles: a run that was never interrupted, and torch's own reader of such checkpoints."""
 
+import errno
 import functools
 import json
 import os
@@ -7,13 +8,14 @@ import pickle
 import re
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import tiny
-from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside
+from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside, set_damaged_aside
 from megatron_ssm.checkpoints.training import MOMENTS, Snapshot, load_training
 from sparsefusion.foundation.command_line import Failure
 
@@ -259,6 +261,21 @@ def test_checkpoints_are_set_aside(tmp_path):
     assert directory.exists() and find_checkpoints(old)
 
 
+def test_files_with_the_names_of_folders_are_replaced(tmp_path):
+    """A link that has the name of a checkpoint is removed too, and the folder that it names remains."""
+    trainer, elsewhere = tiny.trainer(options()), tmp_path / "elsewhere"
+    tiny.curve(trainer, 1)
+    elsewhere.mkdir()
+    (tmp_path / "step-000001").touch()
+    (tmp_path / "step-000002").symlink_to(elsewhere)
+    (tmp_path / "step-000001.damaged").touch()
+    for step in (1, 2):
+        Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
+    assert find_checkpoints(tmp_path) == [tmp_path / "step-000001", tmp_path / "step-000002"] and elsewhere.is_dir()
+    set_damaged_aside(tmp_path / "step-000001")
+    assert (tmp_path / "step-000001.damaged" / "training.json").is_file()
+
+
 # What cannot be written
 
 
@@ -266,9 +283,13 @@ def in_the_way(directory):
     directory.touch()
 
 
-def name_taken(directory):
-    directory.mkdir()
-    (directory / "step-000001").touch()
+def refuse_to_rename(path, target):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def no_final_name(directory):
+    """In this process, which is a fork."""
+    Path.rename = refuse_to_rename
 
 
 def no_room_on_this_rank(directory):
@@ -276,7 +297,7 @@ def no_room_on_this_rank(directory):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 2), (4, 1)])
-@pytest.mark.parametrize("spoil", (in_the_way, name_taken, no_room_on_this_rank))
+@pytest.mark.parametrize("spoil", (in_the_way, no_final_name, no_room_on_this_rank))
 def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spoil):
     """Rank 0 cannot create or rename the folder, or the file of the last rank is too large."""
     directory = tmp_path / "checkpoints"
@@ -335,13 +356,15 @@ def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
 # What cannot be resumed
 
 
-def test_an_interrupted_checkpoint_is_not_found(tmp_path):
+def test_an_interrupted_checkpoint_is_not_found(tmp_path, monkeypatch):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 1)
-    (tmp_path / "step-000001").touch()
-    with pytest.raises(Failure):  # the tensors are written, but the folder cannot be renamed
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Failure),
+    ):  # the tensors are written, and the folder is not renamed
+        patch.setattr(Path, "rename", refuse_to_rename)
         Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
-    (tmp_path / "step-000001").unlink()
     assert os.listdir(tmp_path) == []
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(ValueError, match=f"^nothing to resume: {tmp_path} holds no checkpoint$"):

@@ -66,6 +66,28 @@ def test_adapters_are_trained_saved_and_resumed(ranks, world, here):
     assert found.keys() == expected.keys() and all(p.any() for p in found.values())
 
 
+def names(folder):
+    return {path.name for path in Path(folder).iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("world", (1, pytest.param(2, marks=pytest.mark.full)))
+def test_files_of_the_other_kind_are_removed(ranks, world, here):
+    """Beside adapter_config.json, transformers would read model.safetensors with the adapters of the earlier run."""
+    whole, adapters = {"config.json", "model.safetensors"}, {"adapter_config.json", "adapter_model.safetensors"}
+    run = ("--train-iters", "1", "--out")
+    train(ranks, world, *run, "out")
+    assert names("out") >= adapters and not names("out") & whole
+    train(ranks, world, *run, "out", "--lora-rank", "0")
+    assert names("out") >= whole and not names("out") & adapters
+    loaded, info = type(here).from_pretrained("out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    train(ranks, world, *run, "out")
+    assert names("out") >= adapters and not names("out") & whole
+    train(ranks, world, *run, "start")  # the base model remains beside its adapters
+    assert names("start") >= adapters | whole
+
+
 @pytest.mark.parametrize("stage", by_default((3,), (0, 1, 2, 3)))
 @pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_adapters_in_deepspeed(ranks, world, stage, here, monkeypatch):
@@ -94,7 +116,8 @@ def test_adapters_in_deepspeed(ranks, world, stage, here, monkeypatch):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--init-from", ""], "--lora-rank 2 needs a model to adapt: --init-from"),
-    (["--lora-alpha", "0"], "--lora-alpha 0.0 must be positive"),
+    (["--lora-alpha", "0"], "--lora-alpha 0.0 must be positive and finite"),
+    (["--lora-alpha", "inf"], "--lora-alpha inf must be positive and finite"),
     (["--lora-targets", "w1"], "LoRA targets w1: a zamba2 model has the linear layers down_proj, gate_up_proj, in_proj"),
 ])  # fmt: skip
 def test_wrong_options(here, arguments, message, capsys):

@@ -1,5 +1,6 @@
 """examples/pretrain.py as its users run it. Oracles: transformers, the run on one rank, the words of the contract."""
 
+import errno
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from chosen import by_default
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -303,12 +304,16 @@ def test_a_changed_length_of_the_decay_is_reported(here, capsys, before, after, 
     assert line in out and ("decays over" in out) == bool(line)
 
 
-def test_a_full_disk_ends_with_1_and_one_line(here, capsys):
-    """Approximately: rank 0 cannot rename the finished checkpoint."""
-    Path("out/checkpoints").mkdir(parents=True)
-    Path("out/checkpoints/step-000004").touch()
+def test_a_full_disk_ends_with_1_and_one_line(here, capsys, monkeypatch):
+    """Approximately: rank 0 cannot rename what it has written."""
+
+    def refuse(path, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "rename", refuse)
     assert run("pretrain.py", lambda: pretrain(options())) == 1
-    assert capsys.readouterr().err == "pretrain.py: cannot write out/checkpoints/step-000004: Not a directory\n"
+    line = r"cannot write out/checkpoints/step-000004: the disk is full \(No space left on device\): .* MB were free"
+    assert re.fullmatch(f"pretrain.py: {line}\n", capsys.readouterr().err)
 
 
 def test_old_checkpoints_that_cannot_be_set_aside(here, capsys):
@@ -448,6 +453,7 @@ def refused(capsys, *arguments):
     "line, message",
     [
         ("--hidden-sise 3", "unknown argument --hidden-sise (did you mean --hidden-size?)"),
+        ("--async-save false", "unknown argument false: --async-save takes no value"),
         ("--hidden 3", "unknown argument --hidden (did you mean --hidden-size?)"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--out out", "--data is required"),
@@ -624,6 +630,19 @@ def test_parameters_that_are_not_finite_are_not_saved(here, capsys):
     assert run("pretrain.py", lambda: pretrain(options(*overflow, "--train-iters", "2"))) == 1
     line = "pretrain.py: step 2: parameters are not finite, so they are not saved; earlier checkpoints remain\n"
     assert capsys.readouterr().err == line and not Path("out/config.json").exists()
+
+
+@pytest.mark.parametrize("interval, steps", [("0", 3), ("2", 2)])
+def test_a_run_that_skips_all_of_its_steps_fails(here, capsys, interval, steps):
+    """It overflows in its first forward pass."""
+    pretrain(options("--train-iters", "1", "--params-dtype", "float32"))
+    model = {name: tensor * 1e30 for name, tensor in weights().items()}
+    save_file(model, "out/model.safetensors", metadata={"format": "pt"})
+    flags = "--init-from", "out", "--out", "next", "--params-dtype", "float32", "--train-iters", "3"
+    assert run("pretrain.py", lambda: pretrain(options(*flags, "--exit-interval", interval))) == 1
+    line = f"pretrain.py: step {steps}: all steps of this run were skipped ({steps}), so nothing is saved\n"
+    assert capsys.readouterr().err == line
+    assert not Path("next/config.json").exists() and not list(Path("next/checkpoints").glob("step-*"))
 
 
 # In a process of its own

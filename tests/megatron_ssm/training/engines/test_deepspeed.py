@@ -52,6 +52,18 @@ def add_pending_gradients(run):
     assert list(trainer.pending_gradients) == [names[frozen]]
 
 
+@pytest.mark.parametrize("world", (1, 2))
+def test_what_deepspeed_itself_refuses(ranks, tmp_path, world):
+    """In a section that is passed on as it is: one line, on every rank."""
+    run = run_of(0, folder=tmp_path, global_batch_size=2, config={"csv_monitor": {"enabled": "perhaps"}})
+
+    def train(rank):
+        with pytest.raises(ValueError, match=r"json: csv_monitor.enabled: Input should be .*$"):
+            tiny.trainer_on(1, run)
+
+    ranks(train, world)
+
+
 # Curves
 
 

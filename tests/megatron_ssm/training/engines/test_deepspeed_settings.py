@@ -97,6 +97,16 @@ def test_what_changes_nothing_is_accepted(tmp_path):
     assert found == settings(tmp_path, {"zero_optimization": {"stage": 3}})
 
 
+def test_values_that_deepspeed_reads(tmp_path):
+    """A size may be a float, as JSON reads 5e8; null is the default."""
+    given = (
+        '{"steps_per_print": null, "communication_data_type": "FP32", "zero_optimization": {"reduce_bucket_size": 5e8}}'
+    )
+    found = settings(tmp_path, given)
+    config = pytest.importorskip("deepspeed").DeepSpeedConfig(found)
+    assert "steps_per_print" not in found and config.zero_config.reduce_bucket_size == 5 * 10**8
+
+
 def params(**changed):
     return {"optimizer": {"type": "AdamW", "params": changed}}
 
@@ -145,6 +155,18 @@ def params(**changed):
          "fp16.fp16_master_weights_and_grads is not supported by examples/pretrain.py"),
         ({"pipeline": {}}, {}, "pipeline is not supported by examples/pretrain.py"),
         (params(momentum=1), {}, "optimizer.params.momentum is not supported by examples/pretrain.py"),
+        ({"gradient_predivide_factor": 0}, {}, "gradient_predivide_factor 0 is not a positive and finite number"),
+        ({"steps_per_print": "x"}, {}, 'steps_per_print "x" is not a whole number from 1 on'),
+        ({"steps_per_print": 1.5}, {}, "steps_per_print 1.5 is not a whole number from 1 on"),
+        ({"steps_per_print": 0}, {}, "steps_per_print 0 is not a whole number from 1 on"),
+        ({"communication_data_type": "int3"}, {}, 'communication_data_type "int3" is not fp32, fp16 or bf16'),
+        ({"dump_state": 1}, {}, "dump_state 1 is not true or false"),
+        ({"wandb": True}, {}, "wandb true is not an object"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}}, {},
+         "zero_optimization.reduce_bucket_size -5 is not a whole number from 1 on"),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "big"}}, {},
+         'zero_optimization.allgather_bucket_size "big" is not a whole number from 1 on'),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, {}, 'zero_optimization.overlap_comm "yes" is not true or false'),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
     ],
 )  # fmt: skip
