@@ -212,9 +212,8 @@ class Program:
             raise ValueError(f"{self.name}: an expression computes one output, not {names}")
         for each in self.inputs:
             if each.groups or each.source or not each.in_tile:
-                raise ValueError(
-                    f"{self.name}: {each.name}, an input of an expression, must have no groups and no source, and be in the tile"
-                )
+                rule = "must have no groups and no source, and be in the tile"
+                raise ValueError(f"{self.name}: the input {each.name} of an expression {rule}")
         try:
             inputs = {each.name: each.axes for each in self.inputs}
             read_text(self.tile, inputs, [self.outputs[0].name], list(self._axes))

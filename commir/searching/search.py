@@ -9,8 +9,9 @@ from typing import Any
 from commir.ir.checks import check_memory, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
+from commir.lowering.layouts import check_homes
 from commir.lowering.plan import Plan
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import Illegal, LoopNest
 from commir.scheduling.placements import known_as
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
@@ -47,8 +48,9 @@ def search(
     that travel meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see
     `measure_overlap`).
 
-    ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative,
-    overlap is above 1, an argument is of another type, or the fabric is neither a Fabric nor (seconds, bytes per second).
+    ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
+    none holds so little memory, top is below 1, a time is negative, overlap is above 1, an argument is of another type, or
+    the fabric is neither a Fabric nor (seconds, bytes per second).
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
@@ -57,6 +59,7 @@ def search(
         check_type("search", mesh, Mesh)
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
         key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
@@ -73,6 +76,7 @@ def all_plans(
 ) -> list[Plan]:  # fmt: skip
     """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
     chosen = list(candidates(program, mesh))
     if with_chunks:
         chosen += [part for each in chosen for part in each.in_chunks(program)]
@@ -166,6 +170,14 @@ def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int
         f"memory={memory}: no plan of {program.name} on {mesh!r}, in at most {MOST_CHUNKS} chunks, holds less than "
         f"{least.memory} bytes ({least.schedule})"
     )
+
+
+def _check_homes(program: Program, mesh: Mesh) -> None:
+    """ValueError: the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
+    try:
+        check_homes(LoopNest(program, mesh))
+    except Illegal as error:
+        raise ValueError(f"no plan of {program.name} on {mesh!r}: {error}") from None
 
 
 def _does_not_divide(program: Program, mesh: Mesh) -> str:

@@ -159,7 +159,7 @@ def row_sum(tile="a[i, j]", kinds="sr", monoid="sum", **operands):
         (dict(kinds="sc"), "row_sum: j is scanned, but no scan passes a state along it"),
         (
             dict(a=Operand("a", ("i", "j"), "i", (("j", 2),))),
-            "row_sum: a, an input of an expression, must have no groups",
+            "row_sum: the input a of an expression must have no groups",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """The search and its closed-form costs. Oracle: the lowered plans of all candidates; known schedules by name."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -205,9 +206,42 @@ def test_a_fabric_gives_the_speed_of_all_levels():
     assert best.seconds > best.bytes_per_rank / 1e9
 
 
+@pytest.mark.parametrize(
+    "program, ranks, rule",
+    [
+        (
+            programs.attention(1, 2, 2, 30, 8, causal=False),
+            4,
+            "q: axis q of 30 does not divide over 4 ranks: 30 % 4 = 2",
+        ),
+        (
+            programs.attention(1, 4, 2, 60, 8),
+            4,
+            "q: axis q of 60 does not divide over 4 ranks (zigzag order: two blocks for each rank): 60 % 8 = 4",
+        ),
+        (programs.weighted_sum(8, 1), 8, "b: axis cols of 1 does not divide over 8 ranks: 1 % 8 = 1"),
+        (
+            programs.all_gather_matmul(1, 8, 1, "bfloat16"),
+            4,
+            "a: axis rows of 1 does not divide over 4 ranks: 1 % 4 = 1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("find", [search, pareto])
+def test_homes_that_do_not_divide(find, program, ranks, rule):
+    """Every operand is kept along an axis by all ranks, in every plan."""
+    with pytest.raises(ValueError, match=re.escape(f"no plan of {program.name} on Mesh(g={ranks}): {rule}")):
+        find(program, Mesh(g=ranks))
+
+
 def test_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"no placement of attention divides its sizes .*q 30.* over Mesh\(gpu=4\)"):
-        search(programs.attention(1, 2, 2, 30, 8), Mesh(gpu=4))
+    program = programs.weighted_sum(6, 6)
+    inputs, outputs = (tuple(replace(each, home=None) for each in some) for some in (program.inputs, program.outputs))
+    program = replace(program, inputs=inputs, outputs=outputs)
+    with pytest.raises(
+        ValueError, match=r"no placement of weighted_sum divides its sizes \(rows 6, cols 6\) over Mesh"
+    ):
+        search(program, Mesh(gpu=5))
 
 
 @pytest.mark.parametrize("name", ["chunk", "inner", "q", "i"])
@@ -231,8 +265,6 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             search(program, mesh, **options)
-    with pytest.raises(ValueError, match=r"no placement of attention divides its sizes .* over Mesh\(gpu=5\)"):
-        pareto(program, Mesh(gpu=5))
 
 
 SCRIPT = """
