@@ -1,6 +1,7 @@
 """`search`: the best plans of a program on a mesh (paper, section 6): exhaustive and deterministic; nothing is run."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -18,7 +19,7 @@ from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel
 
 TOP = 8  # how many plans are returned
-NEGLIGIBLE = 1e-9  # relative difference of times that are taken to be equal
+NEGLIGIBLE = 2e-8  # relative difference of times that may be equal when they are rounded
 # Why a plan comes before another that is as fast: by bytes, mesh axes, known schedules, messages, memory and text.
 TIES = (
     "sends fewer bytes",
@@ -90,41 +91,67 @@ def pareto(
 
     Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
-    found: list[Plan] = []
-    plans = all_plans(program, mesh, point_seconds, call_seconds, overlap, with_chunks=True)
+    check_type("pareto", program, Program)
+    check_type("pareto", mesh, Mesh)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
+    plans: list[Plan] = []
+    for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
+        if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
+            plans += _lowered(model, [candidate])
     if not plans:
         raise ValueError(_does_not_divide(program, mesh))
+    found: list[Plan] = []
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
         if not found or plan.memory < found[-1].memory:
             found.append(plan)
     return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
 
 
+def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
+    """(seconds, memory, candidate) of all candidates, also in chunks; each takes and holds at least as much."""
+    for candidate in candidates(model.program, model.mesh):
+        cost = model.cost(candidate)
+        yield cost.seconds, model.memory(cost), candidate
+        for each in candidate.in_chunks(model.program):
+            yield model.seconds_in_chunks(each), model.memory_in_chunks(cost, each.chunked, each.chunks), each
+
+
 def _exact(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int) -> list[Plan]:
     """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
-    found: list[Plan] = []
+    found: list[tuple[tuple[Any, ...], Plan]] = []
     for cost, candidate in ranked:
-        if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
+        slowest = found[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(found) >= top else math.inf
+        if cost.seconds > slowest:
             break
-        found = sorted([*found, *_fitting(model, cost, candidate, memory)], key=_order)[:top]
-    return found
+        if fitting := _fitting(model, cost, candidate, memory, slowest):
+            found += [(_order(plan), plan) for plan in fitting]
+            found = sorted(found, key=lambda each: each[0])[:top]
+    return [plan for _, plan in found]
 
 
-def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None) -> list[Plan]:
-    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits."""
+def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
+    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits.
+
+    Chunks of an axis that take longer than `slowest` are left out: with more of them, they take longer still.
+    """
     if memory is None:
         return _lowered(model, [candidate])
     if model.memory(cost) <= memory:
         whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
         if whole:
             return whole
-    found: dict[str, Plan] = {}
-    for each in candidate.in_chunks(model.program):
-        if each.chunked not in found and model.memory_in_chunks(cost, each.chunked, each.chunks) <= memory:
-            for plan in _lowered(model, [each]):
-                if plan.memory <= memory:
-                    found[each.chunked] = plan
-    return list(found.values())
+    found: list[Plan] = []
+    for axis, chunked in groupby(candidate.in_chunks(model.program), lambda each: each.chunked):
+        for each in chunked:
+            if model.memory_in_chunks(cost, axis, each.chunks) > memory:
+                continue
+            if model.seconds_in_chunks(each) > slowest:
+                break
+            if fitting := [plan for plan in _lowered(model, [each]) if plan.memory <= memory]:
+                found += fitting
+                break
+    return found
 
 
 def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:

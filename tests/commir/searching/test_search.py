@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from chosen import by_default
 
 from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
+from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, known_as, place, placements_of
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
@@ -35,14 +37,20 @@ def all_programs(ranks, dtype):
 @pytest.mark.parametrize("dtype", by_default(["bfloat16"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_closed_forms_are_those_of_the_plans(mesh, dtype):
-    """Bytes and messages exactly; time and memory are lower bounds."""
+    """Bytes and messages exactly; time and memory are lower bounds, also of plans in chunks."""
     for program in all_programs(mesh.ranks, dtype):
         model = CostModel(program, mesh)
-        for candidate in candidates(program, mesh):
+        for number, candidate in enumerate(candidates(program, mesh)):
             cost, plan = model.cost(candidate), candidate.schedule(program, mesh).lower()
             assert (cost.sent, cost.messages) == (plan.bytes_per_rank, plan.messages), (program.name, str(candidate))
             assert model.memory(cost) <= plan.memory, (program.name, str(candidate))
             assert cost.seconds <= plan.seconds * (1 + 1e-9), (program.name, str(candidate))
+            for each in list(candidate.in_chunks(program))[number % 7 :: 7]:
+                with suppress(Illegal):
+                    plan = each.schedule(program, mesh).lower()
+                    assert model.memory_in_chunks(cost, each.chunked, each.chunks) <= plan.memory, str(each)
+                    assert cost.seconds <= model.seconds_in_chunks(each) * (1 + 1e-9), str(each)
+                    assert model.seconds_in_chunks(each) <= plan.seconds * (1 + 1e-9), str(each)
 
 
 @pytest.mark.parametrize("overlap", [1.0, 0.5, -1.0])
