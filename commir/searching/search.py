@@ -214,18 +214,19 @@ def _does_not_divide(program: Program, mesh: Mesh) -> str:
 
 def _reason(found: list[Plan], number: int) -> str:
     if number:
-        return f"number {number + 1} of the search, {_times(found[number], found[0])} the best predicted time"
+        return f"number {number + 1} of the search; by prediction it takes {_longer(found[number], found[0])} the best"
     if len(found) == 1:
         return "the only plan that fits"
     best, other = found[:2]
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:
-        return f"fastest by prediction; the next takes {_times(other, best)} this time: {other.schedule}"
+        return f"fastest by prediction; the next takes {_longer(other, best)} this: {other.schedule}"
     return f"as fast by prediction as the next, but {TIES[ties.index(True)]}: {other.schedule}"
 
 
-def _times(plan: Plan, best: Plan) -> str:
-    """How many times as long a plan takes as another, which may take no time at all."""
-    return (
-        f"{plan.seconds / best.seconds:.3g} times" if best.seconds else f"{plan.seconds - best.seconds:.3g} s more than"
-    )
+def _longer(plan: Plan, best: Plan) -> str:
+    """How much longer a plan takes than another, which may take no time at all."""
+    if rounded(plan.seconds) == rounded(best.seconds):
+        return "as long as"
+    more = plan.seconds - best.seconds
+    return f"{100 * more / best.seconds:.3g} % longer than" if best.seconds else f"{more:.3g} s longer than"
