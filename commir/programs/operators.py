@@ -20,11 +20,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from commir.ir.loop_rules import RuleBroken, axis_error, indices_of, read_expression
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
+RESERVED = ("self", "dtype")  # parameters of `Operator.__call__` beside the axes
 REDUCTIONS = "the supported reductions are += and max"
 
 
@@ -144,9 +145,13 @@ class _Reader:
             self._fail(other, f"{other.arg} is no axis: parameters are written rows=1024, without /, * and **")
         if len(arguments.defaults) != len(arguments.args) or not arguments.args:
             self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
-        sizes = {}
+        sizes: dict[str, int] = {}
         for argument, default in zip(arguments.args, arguments.defaults, strict=True):
-            if not (isinstance(default, ast.Constant) and isinstance(default.value, int) and default.value >= 1):
+            if argument.arg in RESERVED:
+                self._fail(
+                    argument, f"no axis can be called {argument.arg}, which a call of the operator means otherwise"
+                )
+            if not (isinstance(default, ast.Constant) and type(default.value) is int and default.value >= 1):
                 self._fail(default, f"the size of axis {argument.arg} must be a whole number of at least 1")
             sizes[argument.arg] = default.value
         return sizes
@@ -173,7 +178,9 @@ class _Reader:
         (target, *others), where = node.targets, {"In": self._inputs, "Out": self._outputs}
         is_declared = isinstance(target, ast.Name) and isinstance(kind, ast.Subscript) and not others
         if not is_declared or ast.unparse(kind.value) not in where:  # type: ignore[attr-defined]
-            self._fail(node, "an operand is declared as name = In[axes] or name = Out[axes]")
+            self._fail(
+                node, "an operand is declared as name = In[axes] or name = Out[axes], with the bare names In and Out"
+            )
         assert isinstance(target, ast.Name) and isinstance(kind, ast.Subscript)
         name, axes = target.id, self._axes_of(kind)
         if name in self._inputs | self._outputs:
@@ -190,9 +197,8 @@ class _Reader:
         if isinstance(argument, ast.Constant) and argument.value is None:
             return None
         if not isinstance(argument, ast.Name):
-            self._fail(
-                node, f"the home of {name} is {ast.unparse(argument)}, and no axis, which has no quotes, nor None"
-            )
+            advice = f"write .home({argument.value}), without quotes" if _is_text(argument) else "it is an axis or None"
+            self._fail(node, f"the home of {name} is {ast.unparse(argument)}: {advice}")
         if argument.id not in axes:
             self._fail(node, f"{name} is kept along {argument.id}, which is none of its axes {', '.join(axes)}")
         return argument.id
@@ -215,7 +221,7 @@ class _Reader:
                 node, f"the loop is over {', '.join(names)}; it must name each axis once: {', '.join(self._sizes)}"
             )
         if len(kinds) != len(names):
-            self._fail(node, f'grid("{kinds}") has {len(kinds)} kinds for {len(names)} axes')
+            self._fail(node, f'grid("{kinds}") needs one letter for each axis, and has {len(kinds)} for {len(names)}')
         for name, kind in zip(names, kinds, strict=True):
             if kind not in (SPATIAL, REDUCED):
                 self._fail(node, f'axis {name} has kind "{kind}", which is neither "s" (spatial) nor "r" (reduced)')
@@ -238,6 +244,12 @@ class _Reader:
         value, is_max = node.value, _is_call(node.value, "max")
         if isinstance(value, ast.Call) and not is_max and ast.unparse(node.targets[0]) in map(ast.unparse, value.args):
             self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
+        if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in _operands_of(value):
+            self._fail(
+                node,
+                f"{output.name} is computed from its own earlier values, so that the result depends on the order of the "
+                f"reduced axis; {REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan",
+            )
         self._check_axes(node, output, kinds, is_combined=is_max)
         if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value
@@ -276,6 +288,15 @@ class _Reader:
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_text(node: ast.expr) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _operands_of(node: ast.expr) -> list[str]:
+    """The operands in an expression, with their indices."""
+    return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Subscript)]
 
 
 def _is_call(node: ast.expr, name: str) -> bool:
