@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 from commir.ir.loop_rules import RuleBroken, axis_error, indices_of, read_expression
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
@@ -197,7 +197,8 @@ class _Reader:
         if isinstance(argument, ast.Constant) and argument.value is None:
             return None
         if not isinstance(argument, ast.Name):
-            advice = f"write .home({argument.value}), without quotes" if _is_text(argument) else "it is an axis or None"
+            text = argument.value if isinstance(argument, ast.Constant) else None
+            advice = f"write .home({text}), without quotes" if isinstance(text, str) else "it is an axis or None"
             self._fail(node, f"the home of {name} is {ast.unparse(argument)}: {advice}")
         if argument.id not in axes:
             self._fail(node, f"{name} is kept along {argument.id}, which is none of its axes {', '.join(axes)}")
@@ -288,10 +289,6 @@ class _Reader:
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _is_text(node: ast.expr) -> TypeGuard[ast.Constant]:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _operands_of(node: ast.expr) -> list[str]:

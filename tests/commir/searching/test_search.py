@@ -215,7 +215,7 @@ def test_a_fabric_gives_the_speed_of_all_levels():
 
 
 @pytest.mark.parametrize(
-    "program, ranks, rule",
+    "program, gpus, rule",
     [
         (
             programs.attention(1, 2, 2, 30, 8, causal=False),
@@ -236,10 +236,10 @@ def test_a_fabric_gives_the_speed_of_all_levels():
     ],
 )
 @pytest.mark.parametrize("find", [search, pareto])
-def test_homes_that_do_not_divide(find, program, ranks, rule):
+def test_homes_that_do_not_divide(find, program, gpus, rule):
     """Every operand is kept along an axis by all ranks, in every plan."""
-    with pytest.raises(ValueError, match=re.escape(f"no plan of {program.name} on Mesh(g={ranks}): {rule}")):
-        find(program, Mesh(g=ranks))
+    with pytest.raises(ValueError, match=re.escape(f"no plan of {program.name} on Mesh(g={gpus}): {rule}")):
+        find(program, Mesh(g=gpus))
 
 
 def test_sizes_that_do_not_divide():
