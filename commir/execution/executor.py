@@ -33,7 +33,7 @@ def execute(
     ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans differ, some
     have a count and others none, or the group has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes.
     """
-    compare(plan, local_inputs, group, "no count" if count is None else "a count")
+    compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given")
     grid = grid_of(plan) if count is None else None
     if grid is not None:
         return attend(plan, grid, local_inputs, group, counter)
@@ -41,21 +41,21 @@ def execute(
         return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
 
 
-def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: object) -> None:
+def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str) -> None:
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
 
-    others: arguments that must be equal on all ranks too.
+    others: what else must be equal on all ranks, each in a line.
     """
 
-    def arguments() -> object:
-        """Check this rank's arguments; what must be equal on all ranks."""
+    def arguments() -> str:
+        """Check this rank's arguments; lines of what must be equal on all ranks."""
         check_type("execute", plan, Plan)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
-        dtypes = [(name, str(x.dtype)) for name, x in sorted(local_inputs.items())]
-        return *others, str(plan.schedule), plan.hash, dtypes
+        dtypes = (f"{name} is {x.dtype}" for name, x in sorted(local_inputs.items()))
+        return "\n".join([*others, *dtypes, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
 
     given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
     device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))

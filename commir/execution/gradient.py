@@ -26,8 +26,8 @@ def backward_plan(plan: Plan) -> Plan:
     """The plan of the gradients of an attention plan that `place` made, on the same mesh.
 
     q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again. ValueError:
-    the plan is not one of attention, was not made by `place` (and `in_chunks`), or keeps q, k, v or out elsewhere than the
-    program does.
+    the plan is not one of attention, has chunks of queries, was not made by `place` (and `in_chunks`), or keeps q, k, v or
+    out elsewhere than the program does.
     """
     check_type("differentiable", plan, Plan)
     program, chosen = plan.program, placements_of(plan.schedule)
@@ -50,7 +50,13 @@ def backward_plan(plan: Plan) -> Plan:
             for operand in SAVED:
                 schedule = schedule.shard(operand, each.axis, name)
     if plan.schedule.chunked is not None:
-        schedule = in_chunks(schedule, plan.schedule.digit(plan.schedule.chunked).axis, plan.schedule.chunks)
+        axis = plan.schedule.digit(plan.schedule.chunked).axis
+        if any(axis not in each.axes for each in backward.outputs):
+            raise ValueError(
+                f"chunks of {axis} have no backward plan, as some gradients are sums over {axis}; chunks of "
+                "batch or heads have one"
+            )
+        schedule = in_chunks(schedule, axis, plan.schedule.chunks)
     return schedule.lower()
 
 

@@ -1,5 +1,6 @@
 """Checks of the arguments of the public functions, so that a wrong kind of object gets one clear error."""
 
+import math
 from typing import Any
 
 HINTS = {
@@ -8,6 +9,7 @@ HINTS = {
     "Plan": "Schedule.lower() makes one, and search() a list of them",
     "Sequence": "such as the plans that search() returns",
     "Operator": "such as Operator(name, program, inputs)",
+    "LoopNest": "Schedule(program, mesh) makes one",
 }
 
 
@@ -18,6 +20,6 @@ def check_type(caller: str, value: Any, kind: type) -> None:
 
 
 def check_memory(memory: Any) -> None:
-    """ValueError unless a limit of memory is a number of bytes, or None."""
-    if not isinstance(memory, int | float | None):
-        raise ValueError(f"memory={memory!r}: it must be a number of bytes, or None for no limit")
+    """ValueError unless a limit of memory is a number of bytes, at least 0, or None."""
+    if memory is not None and (type(memory) not in (int, float) or math.isnan(memory) or memory < 0):
+        raise ValueError(f"memory={memory!r}: it must be a number of bytes of at least 0, or None for no limit")

@@ -39,6 +39,8 @@ class Mesh:
         if not sizes:
             raise ValueError("a mesh needs at least one axis, for example Mesh(gpu=4)")
         self.axes = tuple(MeshAxis(name, size, name) for name, size in sizes.items())
+        if not isinstance(speeds, Mapping | None):
+            raise ValueError(f"speeds={speeds!r}: they are given as {{mesh axis: (seconds, bytes per second)}}")
         self.speeds = dict(speeds or {})
         for name, speed in self.speeds.items():
             if name not in sizes:
@@ -68,6 +70,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     def __repr__(self) -> str:

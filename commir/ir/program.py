@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .loop_rules import axis_error, read_text
+
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
 KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
 ORDERS = ("contiguous", "zigzag")
 MONOID_NAMES = "sum", "max", "softmax"
+TILES = "attention", "attention_backward", "selective_scan"  # that are functions in `commir.programs.tiles`
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -79,7 +82,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs whose partial results combine together, by one of MONOID_NAMES. ValueError: by something else."""
+    """Outputs whose partial results combine together, by one of MONOID_NAMES.
+
+    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum.
+    """
 
     monoid: str
     outputs: tuple[str, ...]
@@ -88,6 +94,10 @@ class Result:
         if self.monoid not in MONOID_NAMES:
             names = ", ".join(MONOID_NAMES)
             raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
+        if self.monoid == "softmax" and len(self.outputs) != 2:
+            raise ValueError(
+                f"softmax combines two outputs, a mean and the log of its weights' sum, not {', '.join(self.outputs)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,14 @@ class Scan:
 class Program:
     """A loop program.
 
-    inputs, outputs: its operands. results: how partial outputs combine; every output belongs to exactly one. tile: the name
-    of the function in `commir.programs.tiles` that computes a block, or the text of the expression of a parsed program.
+    inputs, outputs: its operands. results: how partial outputs combine; every output belongs to exactly one. tile: one of
+    TILES, or the text of an expression (`loop_rules`), such as "a[i, j] * b[j]", which computes the one output.
     options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
     ValueError: a name is no identifier, or is used twice; something names an axis or an operand that does not exist; a size
-    does not divide by a group; an output belongs to no result or to several; or an option is not one number, string or None.
+    does not divide by a group; an output belongs to no result or to several; an option is not one number, string or None;
+    the kind of an axis does not fit the outputs, or the tile is no expression of the inputs with their axes.
     """
 
     name: str
@@ -147,6 +158,9 @@ class Program:
             self._check_operand(operand)
         self._check_results()
         self._check_scan()
+        self._check_kinds()
+        if self.tile not in TILES:
+            self._check_expression()
 
     def _check_operand(self, operand: Operand) -> None:
         for name in (*operand.axes, *([operand.home] if operand.home else [])):
@@ -183,8 +197,34 @@ class Program:
             if name not in internal:
                 raise ValueError(f"the scan of {self.name} needs {name}, which is no internal operand")
 
+    def _check_kinds(self) -> None:
+        """Every kind is true of the outputs, because lowering goes by which axes they have."""
+        outputs = {each.name: each.axes for each in self.outputs}
+        for axis in self.axes:
+            if rule := axis_error(axis.name, axis.kind, outputs):
+                raise ValueError(f"{self.name}: {rule}")
+            if axis.kind == SCANNED and (self.scan is None or self.scan.axis != axis.name):
+                raise ValueError(f"{self.name}: {axis.name} is scanned, but no scan passes a state along it")
+
+    def _check_expression(self) -> None:
+        if len(self.outputs) != 1:
+            names = ", ".join(each.name for each in self.outputs) or "none"
+            raise ValueError(f"{self.name}: an expression computes one output, not {names}")
+        for each in self.inputs:
+            if each.groups or each.source or not each.in_tile:
+                rule = "must have no groups and no source, and be in the tile"
+                raise ValueError(f"{self.name}: the input {each.name} of an expression {rule}")
+        try:
+            inputs = {each.name: each.axes for each in self.inputs}
+            read_text(self.tile, inputs, [self.outputs[0].name], list(self._axes))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name}: the tile {self.tile!r:.80} is none of {', '.join(TILES)}, and as an expression: {error}"
+            ) from None
+
     @property
     def operands(self) -> tuple[Operand, ...]:
+        """The inputs, and then the outputs."""
         return (*self.inputs, *self.outputs)
 
     @property

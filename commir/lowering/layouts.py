@@ -26,7 +26,7 @@ class Digits:
 
     def __init__(self, nest: LoopNest) -> None:
         self.nest = nest
-        _check_homes(nest)
+        check_homes(nest)
         _check_scan(nest)
         self.sizes = {axis: _pieces(nest, axis) for axis in dict.fromkeys(digit.axis for digit in nest.digits)}
         if nest.program.scan is not None:
@@ -245,7 +245,7 @@ def _check_scan(nest: LoopNest) -> None:
         raise Illegal(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
 
 
-def _check_homes(nest: LoopNest) -> None:
+def check_homes(nest: LoopNest) -> None:
     """Illegal: the ranks among which an operand is kept at home do not divide its axis."""
     for operand in nest.program.operands:
         home = nest.home(operand.name)

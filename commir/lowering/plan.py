@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 from commir.scheduling.loop_nest import Digit, LoopNest
@@ -40,10 +41,12 @@ class Plan:
 
     @property
     def program(self) -> Program:
+        """What is computed."""
         return self.schedule.program
 
     @property
     def mesh(self) -> Mesh:
+        """The ranks that compute it."""
         return self.schedule.mesh
 
     @cached_property
@@ -182,6 +185,7 @@ class Plan:
 
     def on_mesh(self, mesh: Mesh) -> "Plan":
         """The same steps on a mesh of the same shape with other speeds. ValueError: its axes differ."""
+        check_type("on_mesh", mesh, Mesh)
         if mesh.axes != self.mesh.axes:
             raise ValueError(f"the plan is for {self.mesh!r}, not for {mesh!r}")
         return replace(self, schedule=replace(self.schedule, mesh=mesh))
@@ -225,16 +229,26 @@ class Plan:
         return {axis.name: self.positions(axis.name) for axis in axes if axis.order != "contiguous"}
 
     def unshard(self, parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-        """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks."""
+        """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks.
+
+        ValueError: a part is missing, or has another shape than the rank's block at home.
+        """
         if len(parts) != self.mesh.ranks:
             raise ValueError(f"unshard: {len(parts)} parts for a mesh of {self.mesh.ranks} ranks")
         found = {}
         for name in parts[0]:
             operand = self.program.operand(name)
+            layout = self.digits.home(operand)
+            shape = self.digits.local_shape(operand, layout)
+            for rank, part in enumerate(parts):
+                if name not in part or tuple(part[name].shape) != shape:
+                    given = tuple(part[name].shape) if name in part else "missing"
+                    raise ValueError(
+                        f"unshard: {name} of rank {rank} is {given}; its block of {name} has shape {shape}"
+                    )
             whole = parts[0][name].new_empty(self.program.shape(operand))
             for rank, part in enumerate(parts):
-                layout, coordinates = self.digits.home(operand), self.mesh.coordinates(rank)
-                put_block(self.digits, operand, whole, part[name], layout, coordinates)
+                put_block(self.digits, operand, whole, part[name], layout, self.mesh.coordinates(rank))
             inverses = {axis: order.argsort() for axis, order in self._orders(operand).items()}
             found[name] = reordered(operand, whole, inverses)
         return found

@@ -12,7 +12,7 @@ Parameters are axes and their sizes. Assignments declare operands over axes. `ho
 kept sharded over all ranks: the first one, unless it says otherwise; `home(None)`: every rank has it whole. The loop over
 `grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is `out[...] += expression`,
 `out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`. Expressions are made of operands,
-numbers, + - * /, and functions such as `torch.exp` (all of `FUNCTIONS`).
+numbers, + - * /, and functions such as `torch.exp` (all of `commir.ir.loop_rules.FUNCTIONS`).
 """
 
 import ast
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn
 
+from commir.ir.loop_rules import RuleBroken, axis_error, indices_of, read_expression
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
+RESERVED = ("self", "dtype")  # parameters of `Operator.__call__` beside the axes
 REDUCTIONS = "the supported reductions are += and max"
-FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
 
 
 class LoopNestError(ValueError):
@@ -110,20 +111,28 @@ class _Reader:
         self._sizes = self._axis_sizes()
         self._inputs: dict[str, Operand] = {}
         self._outputs: dict[str, Operand] = {}
-        self._read: set[str] = set()
 
     def read(self) -> Operator:
         """The operator."""
+        try:
+            return self._operator()
+        except RuleBroken as error:
+            self._fail(error.node, str(error))
+
+    def _operator(self) -> Operator:
         loop = self._loop()
         kinds = self._grid(loop)
         output, monoid, value = self._statement(loop, kinds)
-        tile = ast.unparse(self._expression(value))
+        expression = read_expression(
+            value, {name: each.axes for name, each in self._inputs.items()}, self._outputs, self._sizes
+        )
         if not self._inputs:
             self._fail(loop, "an operator needs at least one input, such as x = In[axes]")
-        if unread := [name for name in self._inputs if name not in self._read]:
+        read = [ast.unparse(part.value) for part in ast.walk(expression) if isinstance(part, ast.Subscript)]
+        if unread := [name for name in self._inputs if name not in read]:
             self._fail(loop, f"the input {unread[0]} is never read")
-        inputs = tuple(self._inputs.values())
-        return Operator(self._node.name, tuple(self._sizes.items()), tuple(kinds.items()), inputs, output, monoid, tile)
+        sizes, inputs = tuple(self._sizes.items()), tuple(self._inputs.values())
+        return Operator(self._node.name, sizes, tuple(kinds.items()), inputs, output, monoid, ast.unparse(expression))
 
     def _fail(self, node: ast.AST, rule: str) -> NoReturn:
         line = self._first + getattr(node, "lineno", 1) - 1
@@ -136,9 +145,13 @@ class _Reader:
             self._fail(other, f"{other.arg} is no axis: parameters are written rows=1024, without /, * and **")
         if len(arguments.defaults) != len(arguments.args) or not arguments.args:
             self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
-        sizes = {}
+        sizes: dict[str, int] = {}
         for argument, default in zip(arguments.args, arguments.defaults, strict=True):
-            if not (isinstance(default, ast.Constant) and isinstance(default.value, int) and default.value >= 1):
+            if argument.arg in RESERVED:
+                self._fail(
+                    argument, f"no axis can be called {argument.arg}, which a call of the operator means otherwise"
+                )
+            if not (isinstance(default, ast.Constant) and type(default.value) is int and default.value >= 1):
                 self._fail(default, f"the size of axis {argument.arg} must be a whole number of at least 1")
             sizes[argument.arg] = default.value
         return sizes
@@ -165,7 +178,9 @@ class _Reader:
         (target, *others), where = node.targets, {"In": self._inputs, "Out": self._outputs}
         is_declared = isinstance(target, ast.Name) and isinstance(kind, ast.Subscript) and not others
         if not is_declared or ast.unparse(kind.value) not in where:  # type: ignore[attr-defined]
-            self._fail(node, "an operand is declared as name = In[axes] or name = Out[axes]")
+            self._fail(
+                node, "an operand is declared as name = In[axes] or name = Out[axes], with the bare names In and Out"
+            )
         assert isinstance(target, ast.Name) and isinstance(kind, ast.Subscript)
         name, axes = target.id, self._axes_of(kind)
         if name in self._inputs | self._outputs:
@@ -182,25 +197,16 @@ class _Reader:
         if isinstance(argument, ast.Constant) and argument.value is None:
             return None
         if not isinstance(argument, ast.Name):
-            self._fail(
-                node, f"the home of {name} is {ast.unparse(argument)}, and no axis, which has no quotes, nor None"
-            )
+            text = argument.value if isinstance(argument, ast.Constant) else None
+            advice = f"write .home({text}), without quotes" if isinstance(text, str) else "it is an axis or None"
+            self._fail(node, f"the home of {name} is {ast.unparse(argument)}: {advice}")
         if argument.id not in axes:
             self._fail(node, f"{name} is kept along {argument.id}, which is none of its axes {', '.join(axes)}")
         return argument.id
 
     def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:
         """The axes in the brackets of an operand."""
-        indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        for index in indices:
-            if not isinstance(index, ast.Name):
-                self._fail(index, f"{ast.unparse(index)} is no axis: an index must be the name of one")
-            if index.id not in self._sizes:
-                self._fail(index, f"there is no axis {index.id}; the axes are {', '.join(self._sizes)}")
-        names = tuple(index.id for index in indices if isinstance(index, ast.Name))
-        if len(set(names)) < len(names):
-            self._fail(node, f"{ast.unparse(node)} names an axis twice")
-        return names
+        return indices_of(node, self._sizes)
 
     def _grid(self, node: ast.For) -> dict[str, str]:
         """{axis: kind} of the loops, in their order."""
@@ -216,7 +222,7 @@ class _Reader:
                 node, f"the loop is over {', '.join(names)}; it must name each axis once: {', '.join(self._sizes)}"
             )
         if len(kinds) != len(names):
-            self._fail(node, f'grid("{kinds}") has {len(kinds)} kinds for {len(names)} axes')
+            self._fail(node, f'grid("{kinds}") needs one letter for each axis, and has {len(kinds)} for {len(names)}')
         for name, kind in zip(names, kinds, strict=True):
             if kind not in (SPATIAL, REDUCED):
                 self._fail(node, f'axis {name} has kind "{kind}", which is neither "s" (spatial) nor "r" (reduced)')
@@ -239,6 +245,12 @@ class _Reader:
         value, is_max = node.value, _is_call(node.value, "max")
         if isinstance(value, ast.Call) and not is_max and ast.unparse(node.targets[0]) in map(ast.unparse, value.args):
             self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
+        if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in _operands_of(value):
+            self._fail(
+                node,
+                f"{output.name} is computed from its own earlier values, so that the result depends on the order of the "
+                f"reduced axis; {REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan",
+            )
         self._check_axes(node, output, kinds, is_combined=is_max)
         if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value
@@ -266,52 +278,22 @@ class _Reader:
     def _check_axes(self, node: ast.AST, output: Operand, kinds: dict[str, str], is_combined: bool = True) -> None:
         """The output is indexed by exactly the spatial axes."""
         for axis, kind in kinds.items():
-            if kind == SPATIAL and axis not in output.axes:
-                self._fail(
-                    node,
-                    f"data race: {axis} is spatial, but {output.name} is not indexed by it, so that all its indices write "
-                    f'the same elements; make {axis} reduced ("r")',
-                )
-            if kind == REDUCED and axis in output.axes:
-                self._fail(node, f'{axis} is reduced, but indexes {output.name}; make it spatial ("s")')
+            if rule := axis_error(axis, kind, {output.name: output.axes}):
+                self._fail(node, rule)
             if kind == REDUCED and not is_combined:
                 self._fail(
                     node,
                     f"data race: = overwrites {output.name} for every index of the reduced axis {axis}; use += or max",
                 )
 
-    def _expression(self, node: ast.expr) -> ast.expr:
-        """Check an expression, and return it with the bare names of functions."""
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            self._check_operand(node, node.value.id)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
-            return ast.BinOp(self._expression(node.left), node.op, self._expression(node.right))
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return ast.UnaryOp(node.op, self._expression(node.operand))
-        elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).removeprefix("torch.")
-            if name not in FUNCTIONS or len(node.args) != 1 or node.keywords:
-                self._fail(
-                    node,
-                    f"{ast.unparse(node)}: the functions of one argument are {', '.join(FUNCTIONS)}; they take no keywords",
-                )
-            return ast.Call(ast.Name(name), [self._expression(node.args[0])], [])
-        elif not (isinstance(node, ast.Constant) and isinstance(node.value, int | float)):
-            self._fail(node, f"{ast.unparse(node)} is neither an operand, a number, + - * /, nor a function of these")
-        return node
-
-    def _check_operand(self, node: ast.Subscript, name: str) -> None:
-        if name in self._outputs:
-            self._fail(node, f"{name} is an output, and cannot be read")
-        if name not in self._inputs:
-            self._fail(node, f"{name} is not declared as In")
-        if self._axes_of(node) != self._inputs[name].axes:
-            self._fail(node, f"{ast.unparse(node)} must be indexed as declared: {', '.join(self._inputs[name].axes)}")
-        self._read.add(name)
-
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _operands_of(node: ast.expr) -> list[str]:
+    """The operands in an expression, with their indices."""
+    return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Subscript)]
 
 
 def _is_call(node: ast.expr, name: str) -> bool:

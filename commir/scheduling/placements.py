@@ -26,6 +26,7 @@ and for matrix products
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from commir.ir.checks import check_type
 from commir.programs.attention_programs import ATTENTION_TILES
 from commir.programs.linear_programs import MATMUL
 
@@ -53,6 +54,7 @@ def place(nest: Nest, **placements: str | Placement) -> Nest:
     Illegal: a mesh axis has no placement or does not exist, the program has no such loop, its size does not divide, or
     nothing travels where the placement is streamed.
     """
+    check_type("place", nest, LoopNest)
     chosen = {name: each if isinstance(each, Placement) else Placement(each) for name, each in placements.items()}
     if missing := [name for name in nest.mesh.names if name not in chosen]:
         raise Illegal(f"mesh axis {missing[0]} has no placement")

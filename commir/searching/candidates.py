@@ -6,7 +6,7 @@ latter is listed. Candidates are listed in a fixed order, and nothing depends on
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from commir.ir.mesh import Mesh
@@ -53,15 +53,20 @@ class Candidate:
     def in_chunks(self, program: Program) -> "Iterator[Candidate]":
         """The same placement in chunks of each axis that indexes all outputs: at most MOST_CHUNKS, the fewest first.
 
-        Some do not fit after all, as a chunk is a part of each rank's own blocks.
+        A chunk is a part of each rank's own blocks, and at home all ranks have one of it. Some do not fit after all.
         """
+        all_ranks = math.prod(part.size for part in self.parts)
         for axis in () if program.scan is not None else program.axes:
             if axis.kind == WHOLE or any(axis.name not in output.axes for output in program.outputs):
                 continue
             ranks = math.prod(part.size for part in self.parts if axis.name in (part.placement.axis, part.shifted))
-            for number in range(2, min(program.most_blocks(axis.name) // ranks, MOST_CHUNKS) + 1):
-                if program.most_blocks(axis.name) // ranks % number == 0:
-                    yield replace(self, chunked=axis.name, chunks=number)
+            blocks = program.most_blocks(axis.name) // ranks
+            at_home = max(
+                (all_ranks * x.divisor(axis.name) for x in program.operands if x.home == axis.name), default=1
+            )
+            for number in range(2, min(blocks, MOST_CHUNKS) + 1):
+                if blocks % number == 0 and axis.size // number % at_home == 0:
+                    yield Candidate(self.parts, axis.name, number)
 
     def __str__(self) -> str:
         chunks = f"; {self.chunked} in {self.chunks} chunks" if self.chunked else ""

@@ -42,6 +42,7 @@ class CostModel:
         check_tile(point_seconds, call_seconds, overlap)
         self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
+        self._of_chunk: dict[tuple[str, int], CostModel] = {}
         self._order = {axis.name: number for number, axis in enumerate(program.axes)}
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
@@ -81,6 +82,14 @@ class CostModel:
         """The least that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
         needed = (held / (chunks if axis in self._axes[name] else 1) for name, held in cost.held.items())
         return self._kept + sum(needed)
+
+    def seconds_in_chunks(self, candidate: Candidate) -> float:
+        """At least the time of a candidate that has chunks: of one chunk by itself, for each of them."""
+        key = candidate.chunked, candidate.chunks
+        if key not in self._of_chunk:
+            chunk = self.program.resized(**{key[0]: self.program.axis(key[0]).size // key[1]})
+            self._of_chunk[key] = CostModel(chunk, self.mesh, self._point_seconds, self._call_seconds, self.overlap)
+        return candidate.chunks * self._of_chunk[key].cost(Candidate(candidate.parts)).seconds
 
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
         parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]

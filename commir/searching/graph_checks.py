@@ -12,6 +12,8 @@ from .operator_options import Operator
 def check_graph(operators: Sequence[Operator], mesh: Mesh, allowed: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
     """ValueError: two operators have one name, an edge does not fit, or `allowed` is wrong. See `search_graph`."""
     check_type("search_graph", mesh, Mesh)
+    if not isinstance(operators, Sequence):
+        raise ValueError(f"search_graph takes a list of operators, not {operators!r:.60}")
     for each in operators:
         check_type("search_graph", each, Operator)
     by_name = {each.name: each for each in operators}

@@ -86,15 +86,25 @@ def options_of(
     """
     program = operator.program
     loops = [axis.name for axis in program.axes if axis.kind != WHOLE and axis.size > 1]
-    found = []
-    for axes in allowed or list(product(loops, repeat=len(mesh.axes))):
-        held = sum(_block(program, each, mesh, axes) for each in operator.parameters())
-        if _divides(program, mesh, axes) and (memory is None or held <= memory):
+    placements = [each for each in allowed or product(loops, repeat=len(mesh.axes)) if _divides(program, mesh, each)]
+    held = [sum(_block(program, each, mesh, axes) for each in operator.parameters()) for axes in placements]
+    found, refused = list[Option](), list[Illegal]()
+    for axes, nbytes in zip(placements, held, strict=True):
+        if memory is None or nbytes <= memory:
             for out in product(*_targets(program, mesh, axes)):
-                found += _option(operator, mesh, Option(tuple(axes), out, 0.0, held))
-    if not found:
-        raise ValueError(f"{operator.name}: no placement divides its sizes over {mesh!r}, within memory={memory}")
-    return found
+                option = Option(tuple(axes), out, 0.0, nbytes)
+                try:
+                    found.append(replace(option, seconds=option.plan(operator, mesh, {}).seconds))
+                except Illegal as error:
+                    refused.append(error)
+    if found:
+        return found
+    if not placements:
+        sizes = ", ".join(f"{name} {program.most_blocks(name)}" for name in loops)
+        raise ValueError(f"{operator.name}: no placement divides its axes (into at most {sizes} blocks) over {mesh!r}")
+    if not refused:
+        raise ValueError(f"{operator.name}: memory={memory}: its parameters need at least {min(held)} bytes of a rank")
+    raise ValueError(f"{operator.name}: no plan on {mesh!r}: {refused[0]}")
 
 
 def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str | None]]:
@@ -103,14 +113,6 @@ def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str
     loops = [name for name in output.axes if program.axis(name).kind != WHOLE]
     return [[None] if part.size == 1 else [axis, None] if axis in output.axes else [None, *loops]
             for part, axis in zip(mesh.axes, axes, strict=True)]  # fmt: skip
-
-
-def _option(operator: Operator, mesh: Mesh, bare: Option) -> list[Option]:
-    """The option with its time, or nothing if it cannot be lowered."""
-    try:
-        return [replace(bare, seconds=bare.plan(operator, mesh, {}).seconds)]
-    except Illegal:
-        return []
 
 
 def _with_parameters_anywhere(operator: Operator) -> Program:

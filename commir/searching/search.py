@@ -1,6 +1,7 @@
 """`search`: the best plans of a program on a mesh (paper, section 6): exhaustive and deterministic; nothing is run."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -9,15 +10,16 @@ from typing import Any
 from commir.ir.checks import check_memory, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
+from commir.lowering.layouts import check_homes
 from commir.lowering.plan import Plan
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import Illegal, LoopNest
 from commir.scheduling.placements import known_as
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel
 
 TOP = 8  # how many plans are returned
-NEGLIGIBLE = 1e-9  # relative difference of times that are taken to be equal
+NEGLIGIBLE = 2e-8  # relative difference of times that may be equal when they are rounded
 # Why a plan comes before another that is as fast: by bytes, mesh axes, known schedules, messages, memory and text.
 TIES = (
     "sends fewer bytes",
@@ -47,8 +49,9 @@ def search(
     that travel meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see
     `measure_overlap`).
 
-    ValueError: no placement divides the program's sizes, none holds so little memory, top is below 1, a time is negative,
-    overlap is above 1, an argument is of another type, or the fabric is neither a Fabric nor (seconds, bytes per second).
+    ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
+    none holds so little memory, top is below 1, a time is negative, overlap is above 1, an argument is of another type, or
+    the fabric is neither a Fabric nor (seconds, bytes per second).
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
@@ -57,6 +60,7 @@ def search(
         check_type("search", mesh, Mesh)
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
         key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
@@ -73,6 +77,7 @@ def all_plans(
 ) -> list[Plan]:  # fmt: skip
     """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
     chosen = list(candidates(program, mesh))
     if with_chunks:
         chosen += [part for each in chosen for part in each.in_chunks(program)]
@@ -86,41 +91,67 @@ def pareto(
 
     Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
-    found: list[Plan] = []
-    plans = all_plans(program, mesh, point_seconds, call_seconds, overlap, with_chunks=True)
+    check_type("pareto", program, Program)
+    check_type("pareto", mesh, Mesh)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    _check_homes(program, mesh)
+    plans: list[Plan] = []
+    for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
+        if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
+            plans += _lowered(model, [candidate])
     if not plans:
         raise ValueError(_does_not_divide(program, mesh))
+    found: list[Plan] = []
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
         if not found or plan.memory < found[-1].memory:
             found.append(plan)
     return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
 
 
+def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
+    """(seconds, memory, candidate) of all candidates, also in chunks; each takes and holds at least as much."""
+    for candidate in candidates(model.program, model.mesh):
+        cost = model.cost(candidate)
+        yield cost.seconds, model.memory(cost), candidate
+        for each in candidate.in_chunks(model.program):
+            yield model.seconds_in_chunks(each), model.memory_in_chunks(cost, each.chunked, each.chunks), each
+
+
 def _exact(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int) -> list[Plan]:
     """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
-    found: list[Plan] = []
+    found: list[tuple[tuple[Any, ...], Plan]] = []
     for cost, candidate in ranked:
-        if len(found) >= top and cost.seconds > found[top - 1].seconds * (1 + NEGLIGIBLE):
+        slowest = found[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(found) >= top else math.inf
+        if cost.seconds > slowest:
             break
-        found = sorted([*found, *_fitting(model, cost, candidate, memory)], key=_order)[:top]
-    return found
+        if fitting := _fitting(model, cost, candidate, memory, slowest):
+            found += [(_order(plan), plan) for plan in fitting]
+            found = sorted(found, key=lambda each: each[0])[:top]
+    return [plan for _, plan in found]
 
 
-def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None) -> list[Plan]:
-    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits."""
+def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
+    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits.
+
+    Chunks of an axis that take longer than `slowest` are left out: with more of them, they take longer still.
+    """
     if memory is None:
         return _lowered(model, [candidate])
     if model.memory(cost) <= memory:
         whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
         if whole:
             return whole
-    found: dict[str, Plan] = {}
-    for each in candidate.in_chunks(model.program):
-        if each.chunked not in found and model.memory_in_chunks(cost, each.chunked, each.chunks) <= memory:
-            for plan in _lowered(model, [each]):
-                if plan.memory <= memory:
-                    found[each.chunked] = plan
-    return list(found.values())
+    found: list[Plan] = []
+    for axis, chunked in groupby(candidate.in_chunks(model.program), lambda each: each.chunked):
+        for each in chunked:
+            if model.memory_in_chunks(cost, axis, each.chunks) > memory:
+                continue
+            if model.seconds_in_chunks(each) > slowest:
+                break
+            if fitting := [plan for plan in _lowered(model, [each]) if plan.memory <= memory]:
+                found += fitting
+                break
+    return found
 
 
 def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
@@ -168,6 +199,14 @@ def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int
     )
 
 
+def _check_homes(program: Program, mesh: Mesh) -> None:
+    """ValueError: the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
+    try:
+        check_homes(LoopNest(program, mesh))
+    except Illegal as error:
+        raise ValueError(f"no plan of {program.name} on {mesh!r}: {error}") from None
+
+
 def _does_not_divide(program: Program, mesh: Mesh) -> str:
     sizes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
     return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
@@ -175,18 +214,19 @@ def _does_not_divide(program: Program, mesh: Mesh) -> str:
 
 def _reason(found: list[Plan], number: int) -> str:
     if number:
-        return f"number {number + 1} of the search, {_times(found[number], found[0])} the best predicted time"
+        return f"number {number + 1} of the search; by prediction it takes {_longer(found[number], found[0])} the best"
     if len(found) == 1:
         return "the only plan that fits"
     best, other = found[:2]
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:
-        return f"fastest by prediction; the next takes {_times(other, best)} this time: {other.schedule}"
+        return f"fastest by prediction; the next takes {_longer(other, best)} this: {other.schedule}"
     return f"as fast by prediction as the next, but {TIES[ties.index(True)]}: {other.schedule}"
 
 
-def _times(plan: Plan, best: Plan) -> str:
-    """How many times as long a plan takes as another, which may take no time at all."""
-    return (
-        f"{plan.seconds / best.seconds:.3g} times" if best.seconds else f"{plan.seconds - best.seconds:.3g} s more than"
-    )
+def _longer(plan: Plan, best: Plan) -> str:
+    """How much longer a plan takes than another, which may take no time at all."""
+    if rounded(plan.seconds) == rounded(best.seconds):
+        return "as long as"
+    more = plan.seconds - best.seconds
+    return f"{100 * more / best.seconds:.3g} % longer than" if best.seconds else f"{more:.3g} s longer than"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
 from sparsefusion.collectives.counted import all_reduce, exchange
@@ -26,8 +27,9 @@ def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None
     group: its ranks measure at the same time, as they will compute, and all return the times of the slowest. The tiles have
     random inputs in the program's dtype. If no tile is smaller, point_seconds is 0. ValueError: ranks is below 1.
     """
-    if ranks < 1:
-        raise ValueError(f"a tile of a plan on {ranks} ranks: at least 1 rank is needed")
+    check_type("measure_tile", program, Program)
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"a tile of a plan on {ranks!r} ranks: a whole number of at least 1 is needed")
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
     times = torch.tensor([_seconds(tile), _seconds(smaller)], dtype=torch.float64)
@@ -49,6 +51,7 @@ def measure_overlap(program: Program, group: ProcessGroup, device: torch.device 
     A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
     as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
     """
+    check_type("measure_overlap", program, Program)
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return 1.0

@@ -77,7 +77,7 @@ def test_gradients(ranks, world, mesh, placement, axis):
     plan = plan_of(mesh, placement, axis, 8 * world)
     inputs = dict(zip("qkv", problem.inputs, strict=False))
     if axis == "q":
-        with pytest.raises(Illegal, match=r"chunk\(q\.chunk\): dk is not indexed by q"):
+        with pytest.raises(ValueError, match="chunks of q have no backward plan, as some gradients are sums over q"):
             backward_plan(plan)
         return
     verify(backward_plan(plan))

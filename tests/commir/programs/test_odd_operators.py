@@ -10,8 +10,8 @@ import commir
 from commir import Axis, In, Operand, Out, Program, Result, grid
 from commir.execution.state import Count
 from commir.ir.monoids import MONOIDS
-from commir.ir.program import MONOID_NAMES
-from commir.programs.tiles import tile_of
+from commir.ir.program import MONOID_NAMES, TILES
+from commir.programs.tiles import _TILES
 from loop_programs import assert_close, mesh_of, random_inputs
 
 
@@ -116,13 +116,69 @@ def test_ranks_keep_a_limit_of_memory(ranks, world, dtype):
 
 
 def test_what_an_expression_cannot_be():
-    """Several outputs; and a program's reductions are those of the monoids."""
+    """Several outputs; and a program's reductions are those of the monoids, its tiles those that there are."""
     a = Operand("a", ("i", "j"), "i")
     outputs = tuple(Operand(name, ("i",), "i") for name in "st")
     results = Result("sum", ("s",)), Result("max", ("t",))
-    program = Program("two", (Axis("i", 8), Axis("j", 8, "r")), (a,), outputs, results, "a[i, j]")
     with pytest.raises(ValueError, match="two: an expression computes one output, not s, t"):
-        tile_of(program)(program, {"a": torch.ones(8, 8)}, {"i": torch.arange(8), "j": torch.arange(8)})
+        Program("two", (Axis("i", 8), Axis("j", 8, "r")), (a,), outputs, results, "a[i, j]")
     with pytest.raises(ValueError, match="s: 'product' is none of the reductions sum, max, softmax"):
         Result("product", ("s",))
     assert tuple(MONOIDS) == MONOID_NAMES
+    assert {name for name, _ in _TILES} == set(TILES)
+
+
+def row_sum(tile="a[i, j]", kinds="sr", monoid="sum", **operands):
+    """c[i] += a[i, j], with something changed."""
+    axes = tuple(Axis(name, 8, kind) for name, kind in zip("ij", kinds, strict=True))
+    a, c = operands.get("a", Operand("a", ("i", "j"), "i")), Operand("c", ("i",), "i")
+    return Program("row_sum", axes, (a,), (c,), (Result(monoid, ("c",)),), tile, dtype="float64")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(tile="a[j, i]"), r"a\[j, i\] must be indexed as declared: i, j"),
+        (dict(tile="a[i]"), r"a\[i\] must be indexed as declared: i, j"),
+        (dict(tile="a[i, i]"), r"a\[i, i\] names an axis twice"),
+        (dict(tile="a[i, k]"), "there is no axis k; the axes are i, j"),
+        (dict(tile="a[i, j + 1]"), r"j \+ 1 is no axis"),
+        (dict(tile="a[i,j]*"), r"the tile 'a\[i,j\]\*' is none of attention, .*: no expression: invalid syntax"),
+        (
+            dict(tile="foo"),
+            "the tile 'foo' is none of attention, .*: foo is neither an operand with its axes, a number",
+        ),
+        (dict(tile="("), "no expression: "),
+        (dict(tile=""), "no expression: "),
+        (dict(tile="a[i,j]*zz[i]"), "zz is not declared as an input"),
+        (dict(tile="a[i, j] * c[i]"), "c is an output, and cannot be read"),
+        (dict(tile="-" * 20_000 + "a[i, j]"), "too deeply"),
+        (dict(monoid="softmax"), "softmax combines two outputs, a mean and the log of its weights' sum, not c"),
+        (dict(kinds="ss"), "row_sum: data race: j is spatial, but c is not indexed by it"),
+        (dict(kinds="rr"), r'row_sum: i is reduced, but indexes c; make it spatial \("s"\)'),
+        (dict(kinds="sc"), "row_sum: j is scanned, but no scan passes a state along it"),
+        (
+            dict(a=Operand("a", ("i", "j"), "i", (("j", 2),))),
+            "row_sum: the input a of an expression must have no groups",
+        ),
+    ],
+)
+def test_a_program_is_what_an_operator_can_be(change, message):
+    """Also if it is written without one, or read from a plan's JSON."""
+    with pytest.raises(ValueError, match=message) as caught:
+        row_sum(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_whose_tile_has_other_indices_is_refused():
+    text = commir.search(row_sum(), commir.Mesh(g=2))[0].to_json()
+    with pytest.raises(ValueError, match=r"a\[j, i\] must be indexed as declared: i, j"):
+        commir.Plan.from_json(text.replace("a[i, j]", "a[j, i]"))
+
+
+@pytest.mark.parametrize("tile", ["a[i, j]", "exp(a[i, j])"])
+def test_an_expression_may_have_an_axis_that_is_whole(tile):
+    (plan, *_) = commir.search(row_sum(tile, kinds="sw"), commir.Mesh(g=2))
+    commir.verify(plan)
+    a = torch.ones(8, 8, dtype=torch.float64)
+    assert_close(commir.interpret(plan, {"a": a}), {"c": (a.exp() if "exp" in tile else a).sum(1)})

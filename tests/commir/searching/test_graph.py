@@ -169,9 +169,15 @@ def test_a_swap_takes_the_time_of_the_slower_axis():
 def test_errors():
     mesh = Mesh(gpu=4)
     product_of = programs.all_gather_matmul(6, 6, 6)
-    with pytest.raises(ValueError, match=r"alone: no placement divides its sizes over Mesh\(gpu=4\)"):
+    with pytest.raises(ValueError, match=r"alone: no placement divides its axes \(.*rows 6.*\) over Mesh\(gpu=4\)"):
         search_graph([Operator("alone", product_of)], mesh)
     program = programs.all_gather_matmul(8, 8, 8)
+    with pytest.raises(ValueError, match="alone: memory=100: its parameters need at least 128 bytes of a rank"):
+        search_graph([Operator("alone", program)], mesh, memory=100)
+    first = Operator("first", programs.matmul_reduce_scatter(6, 8, 8))
+    odd = Operator("odd", programs.all_gather_matmul(6, 8, 8), {"a": ("first", {"rows": "rows", "cols": "inner"})})
+    with pytest.raises(ValueError, match=r"odd: no plan on Mesh\(x=2, y=2\): a: axis rows of 6 does not divide over 4"):
+        search_graph([first, odd], Mesh(x=2, y=2), allowed={"odd": [("rows", "cols")]})
     with pytest.raises(ValueError, match="alone takes a from nobody, which is no operator"):
         search_graph([Operator("alone", program, {"a": ("nobody", {})})], mesh)
     with pytest.raises(ValueError, match="alone takes a from itself"):

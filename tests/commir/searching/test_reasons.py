@@ -34,7 +34,9 @@ def test_the_reason_names_what_decided(mesh, program):
     assert search(program, mesh, top=1)[0].reason == best.reason
     assert str(other.schedule) in best.reason
     if other.seconds > best.seconds * (1 + 1e-8):
-        assert best.reason.startswith("fastest by prediction; the next takes ")
+        longer = 100 * (other.seconds / best.seconds - 1)
+        assert best.reason.startswith(f"fastest by prediction; the next takes {longer:.3g} % longer than this: ")
+        assert other.reason == f"number 2 of the search; by prediction it takes {longer:.3g} % longer than the best"
         return
     why = best.reason.removeprefix("as fast by prediction as the next, but ").partition(": ")[0]
     assert LESS[why](best) < LESS[why](other)

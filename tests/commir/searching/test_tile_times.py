@@ -54,7 +54,8 @@ def test_an_axis_with_groups_of_several_sizes():
     """The number of heads in a tile is a multiple of 2 and of 3."""
     axes, groups = (Axis("heads", 12), Axis("k", 64)), {"a": 2, "b": 3}
     inputs = tuple(Operand(name, ("heads", "k"), groups=(("heads", number),)) for name, number in groups.items())
-    program = Program("product", axes, inputs, (Operand("c", ("heads", "k")),), (Result("sum", ("c",)),), "")
+    outputs, results = (Operand("c", ("heads", "k")),), (Result("sum", ("c",)),)
+    program = Program("product", axes, inputs, outputs, results, "attention")  # a tile whose inputs may have groups
     assert [tile_program(program, blocks).axis("heads").size for blocks in (1, 4, 9, 100)] == [12, 6, 6, 6]
 
 
