@@ -55,6 +55,6 @@ def _compare_in_c() -> Any:
     """compare_layouts of layouts.c, as a function that keeps Python's global lock; None if it cannot be used."""
     if LIBRARY.functions is None or _describe() is None:
         return None
-    address = ctypes.cast(LIBRARY.functions.compare_layouts, ctypes.c_void_p).value
+    address = ctypes.cast(LIBRARY.functions.compare_layouts, ctypes.c_void_p).value or 0
     size, pointer = ctypes.c_ssize_t, ctypes.c_void_p
     return ctypes.PYFUNCTYPE(size, pointer, pointer, size, pointer, size, ctypes.c_int)(address)
