@@ -27,15 +27,15 @@ def check_member(group: dist.ProcessGroup | None) -> None:
 def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object], whose: str = "ranks") -> int:
     """Compare the arguments of all ranks. Returns a random number below 2^48, the same on all ranks.
 
-    gather: an all-gather of int64 on `device`. asked: returns this rank's arguments, whose `repr` is compared, or a text, of
-    whose lines the error names the first that differs; or raises an error. whose: what the error calls the ranks. ValueError
-    on every rank: the arguments differ, or are wrong on some ranks; an error that occurs on all ranks is raised as it is.
-    Gathers 16 bytes per rank, and SHOWN more if they differ.
+    gather: an all-gather of int64 on `device`. asked: returns this rank's arguments, whose `repr` is compared, or a text of
+    several lines, of which the error names the first that differs; or raises an error. whose: what the error calls the
+    ranks. ValueError on every rank: the arguments differ, or are wrong on some ranks; an error that occurs on all ranks is
+    raised as it is. Gathers 16 bytes per rank, and SHOWN more if they differ.
     """
     wrong: Exception | None = None
     try:
         found = asked()
-        text = found if isinstance(found, str) else repr(found)
+        text = found if isinstance(found, str) and "\n" in found else repr(found)
     except TypeError as error:  # a list where a number is meant, and so on
         wrong = ValueError(f"an argument is of the wrong type: {error}")
         text = repr(wrong)
