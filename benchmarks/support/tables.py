@@ -1,5 +1,6 @@
 """Interleaved timing, and tables that are written into the pages of docs/, between their markers."""
 
+import math
 import re
 import statistics
 import sys
@@ -13,13 +14,13 @@ DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs"
 def interleaved(
     functions: dict[str, Callable[[], object]], repetitions: int = 10, in_a_row: int = 0
 ) -> dict[str, float]:
-    """{name: median seconds} of {name: function}. The functions take turns; the first repetition is not counted.
+    """{name: median seconds} of {name: function}. The functions take turns.
 
-    in_a_row: how many repetitions a function has in each of its turns, after one that is not counted: what ran before, and
-    has left the processor's caches and clocks as it needed them, then makes no difference. 0: one, and it is counted.
+    in_a_row: 0: in a turn a function runs once, and the first turn is not counted. Otherwise each turn is one run that is
+    not counted and this many that are, so that it makes no difference what ran before and changed the processor's caches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(-(-repetitions // in_a_row) if in_a_row else repetitions + 1):
+    for turn in range(math.ceil(repetitions / in_a_row) if in_a_row else repetitions + 1):
         for name, function in functions.items():
             for run in range(in_a_row + 1):
                 start = time.perf_counter()

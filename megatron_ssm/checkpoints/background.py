@@ -41,15 +41,15 @@ class BackgroundWriter:
 
     def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The entry of a copy in this host's memory, that of the checkpoint before if shape and dtype are the same."""
-        copy, entry = self._copies.get(name, (None, None))
-        if copy is None or entry is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+        known = self._copies.get(name)
+        if known is None or (known[0].shape, known[0].dtype) != (tensor.shape, tensor.dtype):
             if tensor.is_cuda:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             else:
                 with self._memory:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            entry = entry_of(copy)
-            self._copies[name] = copy, entry
+            known = self._copies[name] = copy, entry_of(copy)
+        copy, entry = known
         copy.copy_(tensor)
         return entry
 

@@ -4,8 +4,6 @@
    of x is a block of ROWS rows, first their high bytes and then their low bytes, in words of 4 columns: (words, 2 ROWS, 4).
    So the sums are exact integers. Blocks of INT8 are read where they are; 16 rows of INT4 become bytes in a buffer, in another
    order of columns, which x then has too. */
-#include <stdlib.h>
-
 #include "tiles.h"
 
 #ifdef HAS_TILES
@@ -17,17 +15,17 @@ typedef struct {
 } Block; /* a block of ROWS rows of x */
 
 typedef struct {
-  const char *values;
-  const float *scales;
-  const void *bias;
-  const Block *x; /* (groups of ROWS rows, blocks) */
-  void *y;
+  const char *values;   /* (out, in) of weight_type */
+  const float *scales;  /* (out, blocks) */
+  const void *bias;     /* (out) of `type`, or NULL */
+  const Block *x;       /* (groups of ROWS rows, blocks) */
+  void *y;              /* (batch, out) of `type` */
   ptrdiff_t batch, out, blocks;
   int type, weight_type;
 } Product;
 
-/* Where the order of an INT4 block's nibbles, first the lower ones of its bytes, has its columns: those from `first` on
-   alternate with those HALF further. */
+/* The columns of an INT4 block in the order of fill_buffer: first those in the lower 4 bits of its bytes (first: 0), then those
+   in the upper ones (first: HALF / 2). In each half, columns from `first` on alternate with those that are HALF further. */
 INLINE_FOR(TARGET_AMX) __m512i order_of(int first) {
   int16_t columns[HALF];
   for (int i = 0; i < HALF; i++) columns[i] = first + i / 2 + i % 2 * HALF;
@@ -40,7 +38,7 @@ INLINE_FOR(TARGET_AMX) __m512i lower_bytes(__m512i first, __m512i second) {
   return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
 }
 
-/* 256 times it and its lower byte, which is signed, are the number. */
+/* The high byte of each 16-bit number: 256 times it plus the number's lower byte, which counts as signed, is the number. */
 INLINE_FOR(TARGET_AMX) __m512i high_byte(__m512i number) {
   return _mm512_srai_epi16(_mm512_add_epi16(number, _mm512_set1_epi16(128)), 8);
 }
@@ -135,8 +133,6 @@ TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdif
   }
   _tile_release();
 }
-
-static void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
 
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {

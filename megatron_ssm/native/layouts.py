@@ -15,19 +15,23 @@ DESCRIBES = 5  # the place of dltensor_from_py_object_no_sync in DLPack's exchan
 
 
 class Layouts:
-    """The layouts of some tensors. In C if that is possible: in Python they cost a part of the time of a decoded token."""
+    """The layouts of some tensors, to compare with later ones.
+
+    This happens in C where it can, because in Python it takes a noticeable part of the time of a decoded token.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._compare, size = _compare_in_c(), sum(FIELDS + 2 * tensor.dim() for tensor in tensors)
         self._numbers: Any = (ctypes.c_int64 * size)() if self._compare else _in_python(tensors)
         if self._compare:
-            self._call(tensors, write=True)
+            self._compared(tensors, write=True)
 
     def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors, in the same order, have these layouts."""
-        return self._call(tensors) == len(self._numbers) if self._compare else _in_python(tensors) == self._numbers
+        return self._compared(tensors) == len(self._numbers) if self._compare else _in_python(tensors) == self._numbers
 
-    def _call(self, tensors: Sequence[Tensor], write: bool = False) -> int:
+    def _compared(self, tensors: Sequence[Tensor], write: bool = False) -> int:
+        """What compare_layouts returns: how many numbers describe the tensors, or 0 if they differ from before."""
         count = len(tensors)
         objects = (ctypes.c_void_p * count)(*map(id, tensors))
         return self._compare(_describe(), objects, count, self._numbers, len(self._numbers), write)

@@ -7,8 +7,6 @@
    A FLOAT32 matrix and its x are not rounded: each number is the sum of three bfloat16 numbers, its parts of 8 bits. Of the
    nine products of two numbers' parts, the six largest are added; the others are below 2^-23 of the product. Parts below
    1e-38 count as zeros, and infinite numbers give NaN. */
-#include <stdlib.h>
-
 #include "tiles.h"
 
 #ifdef HAS_TILES
@@ -218,8 +216,6 @@ TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdif
     else multiply_panel(a, row, buffer, sums, BFLOAT16);
   _tile_release();
 }
-
-static void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
 
 /* The panels of W in equal shares. */
 static int multiply(const Product *a, int threads) {
