@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_ssm.layers.cache import Cache
+from megatron_ssm.native.products import has_tile_products
 
 from .language_model import LanguageModel
 from .request import Request
@@ -25,9 +26,15 @@ SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
 SEARCHED = 2**15  # tokens of a request in which a match is searched
 CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
 # The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: that of the
-# slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512 and AMX. Calls do not read more tokens: then
-# computing takes longer than reading the weights, and other kernels are used, which round differently.
+# slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512. Calls do not read more tokens: then computing
+# takes longer than reading the weights, and other kernels are used, which round differently.
 TIMES = {torch.float32: (1.2, 1.5, 2.0, 2.8), torch.bfloat16: (1.3, 1.6), torch.int8: (1.4, 1.7, 2.9, 5.6)}
+TIMES_WITH_AMX = {
+    torch.bfloat16: (1.5, 1.6, 1.7, 2.0),
+    torch.int8: (1.2, 1.4, 1.8, 2.7),
+    torch.uint8: (1.6, 1.8, 2.1, 3.1),
+}
+STORED = {"int8": torch.int8, "int4": torch.uint8}
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
@@ -115,8 +122,8 @@ class SpeculativeDecoder:
         self._model, self._cache, self._longest = model, cache, longest
         self._draft = None if draft is None else Draft(draft, len(cache.lengths))
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
-        weights = torch.int8 if model.weights == "int8" else model.dtype
-        self._times = 1.0, *TIMES.get(weights, TIMES[torch.float32])
+        times = TIMES | (TIMES_WITH_AMX if has_tile_products() else {})
+        self._times = 1.0, *times.get(STORED.get(str(model.weights), model.dtype), TIMES[torch.float32])
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
 

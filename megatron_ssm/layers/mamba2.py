@@ -131,10 +131,10 @@ class Mamba2Mixer(nn.Module):
         def advance(kept: KeptTokens, state: torch.Tensor) -> torch.Tensor:
             x_, dt_, B_, C_ = (t[:, : kept.longest] for t in (x, dt, B, C))
             dt_ = dt_ if kept.mask is None else dt_ * kept.mask.unsqueeze(-1)  # with dt = 0, the state stays the same
-            return ssd(x_, dt_, self.A_log, B_, C_, self.D, state, overwrite=True)[1]
+            return ssd(x_, dt_, self.A_log, B_, C_, self.D, state, overwrite=True, one_by_one=True)[1]
 
         cache.pending = PendingTokens(torch.cat([conv, mixed], dim=1), advance)
-        return ssd(x, dt, self.A_log, B, C, self.D, state)[0].flatten(2)
+        return ssd(x, dt, self.A_log, B, C, self.D, state, one_by_one=True)[0].flatten(2)
 
     def _scanned_over_context(
         self, mixed: torch.Tensor, dt: torch.Tensor, context: ContextRanks, info: BatchInfo, cache: LayerCache | None

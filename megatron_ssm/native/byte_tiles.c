@@ -11,7 +11,7 @@ enum { ROWS = SIDE / 2, HALF = BLOCK / 2 };
 
 typedef struct {
   uint8_t bytes[SIDE * TILE_BYTES];
-  float scales[SIDE]; /* of what the bytes stand for */
+  float scales[ROWS];
 } Block; /* a block of ROWS rows of x */
 
 typedef struct {
@@ -50,7 +50,7 @@ TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block
   for (ptrdiff_t r = 0; r < ROWS; r++) {
     ptrdiff_t place = (first + r) * blocks + k;
     bytes[r] = bytes[ROWS + r] = _mm512_setzero_si512();
-    to->scales[r] = to->scales[ROWS + r] = 0;
+    to->scales[r] = 0;
     if (first + r >= batch) continue;
     __m512i left = _mm512_loadu_si512(x + place * BLOCK), right = _mm512_loadu_si512(x + place * BLOCK + HALF);
     if (weight_type == INT4) {
@@ -59,7 +59,7 @@ TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block
       left = ordered;
     }
     bytes[r] = lower_bytes(high_byte(left), high_byte(right)), bytes[ROWS + r] = lower_bytes(left, right);
-    to->scales[r] = 256 * x_scales[place], to->scales[ROWS + r] = x_scales[place];
+    to->scales[r] = x_scales[place];
   }
   transpose(bytes);
   for (int word = 0; word < SIDE; word++) _mm512_storeu_si512(to->bytes + word * TILE_BYTES, bytes[word]);
@@ -84,17 +84,22 @@ TARGET_AMX static void fill_buffer(const Product *a, ptrdiff_t row, uint8_t *buf
     }
 }
 
+/* Two tiles' rows: the ROWS sums of the first and those of the second, which are 256 times the high bytes' plus the low ones'. */
+INLINE_FOR(TARGET_AMX) __m512i whole_sums(const int32_t *first, const int32_t *second) {
+  __m512i one = _mm512_loadu_si512(first), two = _mm512_loadu_si512(second);
+  __m512i high = _mm512_shuffle_i64x2(one, two, 0x44), low = _mm512_shuffle_i64x2(one, two, 0xee);
+  return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+
 /* SIDE rows of W from `row` on, whose blocks are `next` bytes apart and their rows `stride`, times the ROWS rows of x from
-   `first` on. ahead: the distance in bytes of what is prefetched, or 0. */
+   `first` on. ahead: the distance in bytes of what is prefetched, or 0. A vector has the sums of two rows of W. */
 INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, ptrdiff_t next, ptrdiff_t stride,
                                           ptrdiff_t row, ptrdiff_t first, ptrdiff_t ahead, int type) {
   const Block *x = a->x + first / ROWS * a->blocks;
   const float *scales[SIDE];
-  __m512 sums[SIDE];
-  for (int r = 0; r < SIDE; r++) {
-    sums[r] = _mm512_setzero_ps();
-    scales[r] = a->scales + (row + r < a->out ? row + r : row) * a->blocks;
-  }
+  __m512 pairs[ROWS];
+  for (int r = 0; r < SIDE; r++) scales[r] = a->scales + (row + r < a->out ? row + r : row) * a->blocks;
+  for (int r = 0; r < ROWS; r++) pairs[r] = _mm512_setzero_ps();
   for (ptrdiff_t k = 0; k < a->blocks; k++, w += next, x++) {
     int32_t products[TILE];
     for (int r = 0; ahead && r < SIDE; r++) __builtin_prefetch(w + ahead + r * stride);
@@ -103,18 +108,21 @@ INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, pt
     _tile_loadd(2, x->bytes, TILE_BYTES);
     _tile_dpbssd(0, 1, 2);
     _tile_stored(0, products, TILE_BYTES);
-    __m512 x_scales = _mm512_loadu_ps(x->scales);
-#pragma GCC unroll 16
-    for (int r = 0; r < SIDE; r++) {
-      __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512(products + r * SIDE));
-      sums[r] = _mm512_fmadd_ps(product, _mm512_mul_ps(x_scales, _mm512_set1_ps(scales[r][k])), sums[r]);
+    __m512 x_scales = _mm512_broadcast_f32x8(_mm256_loadu_ps(x->scales));
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      __m512 own = _mm512_mask_broadcastss_ps(_mm512_set1_ps(scales[2 * r][k]), 0xff00, _mm_load_ss(&scales[2 * r + 1][k]));
+      __m512i sums = whole_sums(products + 2 * r * SIDE, products + (2 * r + 1) * SIDE);
+      pairs[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(own, x_scales), pairs[r]);
     }
   }
   __m512i rows[SIDE];
-  for (int r = 0; r < SIDE; r++) rows[r] = (__m512i)sums[r];
+  for (int r = 0; r < ROWS; r++) {
+    rows[2 * r] = _mm512_castsi256_si512(_mm512_castsi512_si256((__m512i)pairs[r]));
+    rows[2 * r + 1] = _mm512_castsi256_si512(_mm512_extracti64x4_epi64((__m512i)pairs[r], 1));
+  }
   transpose(rows);
-  for (int r = 0; r < ROWS; r++) sums[r] = _mm512_add_ps((__m512)rows[r], (__m512)rows[ROWS + r]);
-  write_sums(sums, ROWS, a->bias, a->y, row, first, a->out, a->batch, type);
+  write_sums((__m512 *)rows, ROWS, a->bias, a->y, row, first, a->out, a->batch, type);
 }
 
 TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint8_t *buffer) {

@@ -38,7 +38,7 @@ SIGNATURES = {
     "selective_scan": [POINTER] * 13 + [SIZE] * 6 + [INT] * 2,
     "selective_scan_backward": [POINTER] * 20 + [SIZE] * 5 + [INT],
     "selective_carry": [POINTER] * 9 + [SIZE] * 4 + [INT] * 2,
-    "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 2,
+    "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 3,
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
@@ -202,7 +202,7 @@ def selective_scan_backward(
 
 def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
-    save: bool = False,
+    save: bool = False, one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
 
@@ -228,7 +228,7 @@ def ssd(
     functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
         y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
-        TYPES[x.dtype], torch.get_num_threads(),
+        TYPES[x.dtype], one_by_one, torch.get_num_threads(),
     )  # fmt: skip
     return y, after, saved
 

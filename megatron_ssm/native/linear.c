@@ -5,13 +5,12 @@
 #include <cpuid.h>
 #endif
 
-#include "kernels.h"
+#include "rounded.h"
 
 enum {
   BATCH = 4,                   /* rows of x that are multiplied at once */
   LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
   ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
-  FEWEST_FOR_TILES = 2,        /* rows of x from which AMX is faster */
   AHEAD = 3072                 /* bytes by which W is prefetched; a third of it for float32 */
 };
 
@@ -118,12 +117,17 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
                    int threads) {
   float *unpacked = NULL;
   if (!out || !batch) return 0;
-  if (weight_type == BFLOAT16 && batch >= FEWEST_FOR_TILES && in % 32 == 0 && weight_stride == in && y_stride == out &&
-      has_tile_products())
+  int by_tiles = weight_type == BFLOAT16 && in % 32 == 0 && weight_stride == in && y_stride == out && has_tile_products();
+  if (by_tiles && batch > 1)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   if (weight_type != FLOAT32 || type != FLOAT32) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
+  }
+  if (by_tiles) {
+    one_row(weight, NULL, bias, unpacked, NULL, y, out, in, weight_type, type, threads);
+    free(unpacked);
+    return 0;
   }
   Linear a = {weight, bias, unpacked ? unpacked : x, y, batch, out, in, weight_stride, unpacked ? in : x_stride,
               y_stride, type};

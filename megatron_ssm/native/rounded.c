@@ -10,7 +10,7 @@ enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
   AHEAD = 3072,  /* bytes by which W is prefetched */
-  FEWEST_FOR_BYTES = 5, MOST_FOR_BYTES = 24, /* rows of x from which and up to which AMX's products of bytes are fastest */
+  MOST_FOR_BYTES = 24, /* rows of x up to which AMX's products of bytes are fastest */
   LARGEST = 32639,  /* 127 * 256 + 127: such a number is the sum of 256 times a byte and a byte */
   ALIGNMENT = 64
 };
@@ -47,23 +47,6 @@ INLINE void multiply_plain(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int
 }
 
 #ifdef HAS_INTRINSICS
-/* Columns 32 `half` to 32 `half` + 31 of a block. */
-INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int weight_type) {
-  if (weight_type == INT8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)block + half));
-  __m512i words = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)block));
-  __m512i shifts = half ? _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 0)
-                        : _mm512_inserti64x4(_mm512_set1_epi16(8), _mm256_set1_epi16(12), 0);
-  return _mm512_srai_epi16(_mm512_sllv_epi16(words, shifts), 12);
-}
-
-/* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
-   needs no target attribute here. */
-INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {
-  if (!has_vnni) return _mm512_add_epi32(sum, _mm512_madd_epi16(columns, x));
-  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(x));
-  return sum;
-}
-
 /* As multiply_plain. */
 INLINE_FOR(TARGET_AVX512) void multiply_512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type,
                                             int has_vnni) {
@@ -211,8 +194,10 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
   round_rows(x, rounded_x, x_scales, batch, in, x_stride, type);
-  if (batch >= FEWEST_FOR_BYTES && has_tile_products()) {
-    int failed = byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, in / BLOCK, weight_type, type, threads);
+  if (has_tile_products()) {
+    int failed = 0;
+    if (batch == 1) one_row(values, scales, bias, rounded_x, x_scales, y, out, in, weight_type, type, threads);
+    else failed = byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, in / BLOCK, weight_type, type, threads);
     free(rounded_x);
     return failed;
   }

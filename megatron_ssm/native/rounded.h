@@ -28,6 +28,31 @@ void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t b
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
 
+/* `linear` for one row of x, like byte_tiles, or in float32 and a BFLOAT16 matrix whose rows are whole tiles: the columns
+   with even numbers come first. Needs AMX. */
+void one_row(const void *values, const float *scales, const void *bias, const void *x, const float *x_scales, void *y,
+             ptrdiff_t out, ptrdiff_t in, int weight_type, int type, int threads);
+
+#ifdef HAS_INTRINSICS
+/* Columns 32 `half` to 32 `half` + 31 of a block. */
+INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int weight_type) {
+  if (weight_type == INT8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)block + half));
+  __m512i words = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)block));
+  __m512i shifts = half ? _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 0)
+                        : _mm512_inserti64x4(_mm512_set1_epi16(8), _mm256_set1_epi16(12), 0);
+  return _mm512_srai_epi16(_mm512_sllv_epi16(words, shifts), 12);
+}
+
+/* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
+   needs no target attribute here. */
+INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {
+  if (!has_vnni) return _mm512_add_epi32(sum, _mm512_madd_epi16(columns, x));
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(x));
+  return sum;
+}
+
+#endif
+
 /* The largest absolute value of BLOCK elements; NaN if one is NaN, because the bits of absolute values have their order. */
 INLINE float largest_size(const void *x, int type) {
   uint32_t most = 0;

@@ -3,7 +3,7 @@
    A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass, with up to WIDTH channels of the head at a time in the
    forward pass and PART in the backward pass. No two tasks write the same memory, except that the tasks of a thread share
    that thread's dB, dC and scratch. */
-#include "kernels.h"
+#include "ssd.h"
 
 enum {
   WIDTH = 64,           /* channels at a time in the forward pass */
@@ -13,26 +13,6 @@ enum {
   STATES = 256,         /* the largest N */
   CHUNK = 16            /* tokens between two saved states (CHUNK in kernels.py) */
 };
-
-typedef struct {
-  const void *x, *B, *C;              /* (batch, seq, heads, P); (batch, seq, groups, N) twice; no gaps within a token */
-  const float *dt, *A_log, *D;        /* (batch, seq, heads); (heads); (heads) */
-  const float *state;                 /* (batch, heads, N, P), with a batch stride; NULL: zeros */
-  void *y;                            /* (batch, seq, heads, P) */
-  float *next;                        /* the final state, like state; may be state itself */
-  float *saved;                       /* the states before each chunk of tokens, (batch, chunks, heads, N, P), or NULL */
-  const ptrdiff_t *strides;           /* see the indices below; their unit is one element */
-  ptrdiff_t batch, seq, heads, P, groups, N;
-} Ssd;
-
-/* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
-   sequence. */
-enum { X = 0, B_ = 2, C_ = 4, STATE = 6, NEXT = 7 };
-
-/* The address of element `place` of token t of sequence b in x, B or C; `which` is the tensor's index into strides. */
-INLINE const void *row(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t place, int type) {
-  return at(p, b * a->strides[which] + t * a->strides[which + 1] + place, type);
-}
 
 /* One token: h = decay * h + B dt_x^T and y += C^T h. The rows of h, (N, width), are `stride` apart; four at a time. */
 INLINE void forward_token(float *h, ptrdiff_t stride, float decay, const float *dt_x, const float *B, const float *C,
@@ -104,14 +84,10 @@ INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *st
 INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
   ptrdiff_t N = a->N, P = a->P, group = head / (a->heads / a->groups), chunks = (a->seq + CHUNK - 1) / CHUNK;
   float A = -exp_(a->A_log[head]), D = a->D[head], steps[TOKENS];
-  float *h = a->next + b * a->strides[NEXT] + head * N * P + first; /* updated where the final states belong */
-  const float *state = a->state ? a->state + b * a->strides[STATE] + head * N * P + first : NULL;
+  float *h = own_state(a, b, head, first, width);
   Tokens k;
-  if (state != h)
-    for (ptrdiff_t n = 0; n < N; n++)
-      for (ptrdiff_t c = 0; c < width; c++) h[n * P + c] = state ? state[n * P + c] : 0;
   for (ptrdiff_t t = 0, count; t < a->seq; t += count) {
-    count = width % LANES == 0 && t + TOKENS <= a->seq ? TOKENS : 1;
+    count = !a->one_by_one && width % LANES == 0 && t + TOKENS <= a->seq ? TOKENS : 1;
     if (a->saved && t % CHUNK == 0) {
       float *saved = a->saved + ((b * chunks + t / CHUNK) * a->heads + head) * N * P + first;
       for (ptrdiff_t n = 0; n < N; n++) memcpy(saved + n * P, h + n * P, width * sizeof(float));
@@ -149,8 +125,9 @@ CLONES static void forward_bfloat16(const Ssd *a, ptrdiff_t task) { forward_task
 
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
         void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
-        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int threads) {
-  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N};
+        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int threads) {
+  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N, one_by_one};
+  if (fits_ssd_tiles(&a, type)) return ssd_tiles(&a, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t task = 0; task < batch * heads; task++)
     if (type == FLOAT32) forward_float32(&a, task);

@@ -146,7 +146,7 @@ static void mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t 
   void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
   ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
       at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads, l->channels / l->heads,
-      l->groups, l->N, type, threads);
+      l->groups, l->N, type, l->speculative, threads);
 }
 
 /* Mamba-2 up to the all-reduce of out_proj -> part. Advances history and state, unless the tokens are speculative. With

@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 enum {
-  DEPTH = 32,                   /* columns of W in a tile */
   PANEL = 2 * SIDE,             /* rows of W, and rows of x, whose four products are computed at once */
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
@@ -42,21 +41,6 @@ INLINE_FOR(TARGET_AMX) __m512i narrowed(const void *x, int type) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + SIDE), _mm512_loadu_ps(from));
 }
 
-/* The first 8 bits of the significands. */
-INLINE_FOR(TARGET_AMX) __m512 truncated(__m512 x) {
-  return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000u));
-}
-
-/* The parts of DEPTH float32 elements. */
-INLINE_FOR(TARGET_AMX) void split(const float *x, __m512i parts[PARTS]) {
-  __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + SIDE);
-  for (int p = 0; p < PARTS; p++) {
-    __m512 first_low = truncated(low), first_high = truncated(high);
-    parts[p] = (__m512i)_mm512_cvtne2ps_pbh(first_high, first_low);
-    low = _mm512_sub_ps(low, first_low), high = _mm512_sub_ps(high, first_high);
-  }
-}
-
 /* The tiles of `count` rows of x, filled up with zeros to whole panels. type and parts are compile-time constants. */
 INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
                                      int type, int parts) {
@@ -66,7 +50,7 @@ INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t 
       for (int r = 0; r < SIDE; r++) {
         const void *from = at(x, (first + r) * x_stride + k, type);
         if (first + r >= count) split_row[0] = split_row[1] = split_row[2] = _mm512_setzero_si512();
-        else if (parts > 1) split(from, split_row);
+        else if (parts > 1) split(_mm512_loadu_ps(from), _mm512_loadu_ps((const float *)from + SIDE), split_row, PARTS);
         else split_row[0] = narrowed(from, type);
         for (int p = 0; p < parts; p++) rows[p][r] = split_row[p];
       }
@@ -177,7 +161,7 @@ TARGET_AMX static void fill_parts(const Product *a, ptrdiff_t row, ptrdiff_t row
       __m512i parts[PARTS];
       __builtin_prefetch(from + PANEL * a->in);
       __builtin_prefetch(from + PANEL * a->in + 16);
-      split(from, parts);
+      split(_mm512_loadu_ps(from), _mm512_loadu_ps(from + SIDE), parts, PARTS);
       for (int p = 0; p < PARTS; p++) _mm512_store_si512(buffer + (p * PANEL + r) * DEPTH, parts[p]);
     }
 }

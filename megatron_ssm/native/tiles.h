@@ -14,6 +14,7 @@
 
 enum {
   SIDE = 16,           /* rows of a tile, and its columns of 4 bytes */
+  DEPTH = 32,          /* its columns of bfloat16 numbers */
   TILE = SIDE * SIDE,  /* elements of 4 bytes in a tile */
   TILE_BYTES = 64,     /* in a row */
   ALIGNMENT = 64
@@ -43,6 +44,21 @@ INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
   for (int i = 0; i < 8; i++) {
     rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+/* The first 8 bits of the significands. */
+INLINE_FOR(TARGET_AMX) __m512 truncated(__m512 x) {
+  return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000u));
+}
+
+/* DEPTH float32 numbers as sums of `count` bfloat16 numbers; three are exact. */
+INLINE_FOR(TARGET_AMX) void split(__m512 low, __m512 high, __m512i *parts, int count) {
+  for (int p = 0; p < count; p++) {
+    __m512 first_low = truncated(low), first_high = truncated(high);
+    int is_last = p == count - 1;
+    parts[p] = (__m512i)_mm512_cvtne2ps_pbh(is_last ? high : first_high, is_last ? low : first_low);
+    low = _mm512_sub_ps(low, first_low), high = _mm512_sub_ps(high, first_high);
   }
 }
 

@@ -117,6 +117,39 @@ def test_speculative_calls(ranks, tp, options, family, changes, tmp_path):
         torch.testing.assert_close(by_calls, singly, rtol=0, atol=atol if "zamba" in family else 0)
 
 
+WIDE = dict(hidden_size=256, vocab_size=320)  # matrices for which there are other products of several rows than of one
+WIDE_MODELS = [
+    ("mamba", dict(WIDE, state_size=16)),
+    ("falcon_mamba", dict(WIDE, state_size=16)),
+    ("mamba2", dict(WIDE, num_heads=16, head_dim=32, state_size=64)),
+]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize(
+    "options", (dict(), dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str
+)
+@pytest.mark.parametrize("family, changes", WIDE_MODELS)
+def test_speculative_calls_in_each_format(ranks, tp, options, family, changes, tmp_path):
+    """Sixteen tokens, the most that a call reads, have the bits of decoding one by one."""
+    directory, ids = saved(tmp_path, family, **changes), torch.arange(20, 43).view(1, -1)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, **options)
+        ahead, plain = model.new_cache(1), model.new_cache(1)
+        for cache in (ahead, plain):
+            model.next_logits(ids[:, :7], cache=cache, prompt=True)
+        logits = model.speculative_logits(ids[:, 7:], ahead)[0]
+        ahead.accept([ids.shape[1] - 7])
+        singly = [model.next_logits(ids[:, t : t + 1], None, plain)[0] for t in range(7, ids.shape[1])]
+        states = [[t for layer in cache.layers for t in (layer.conv, layer.state)] for cache in (ahead, plain)]
+        return [logits, *states[0]], [torch.stack(singly), *states[1]]
+
+    for ours, theirs in ranks(run, tp):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 def test_hooked_and_replaced_layers_are_called(family, tmp_path, native_calls):
     model = megatron_ssm.load(saved(tmp_path, family))

@@ -108,11 +108,16 @@ def reference_results(kind, inputs):
         return everything(KINDS[kind][1], inputs)
 
 
-def check(ours, exact, y_tolerance=TOLERANCE[torch.float32]):
-    """Assert that each output and gradient is close to the exact one."""
+def check(ours, exact, y_tolerance=TOLERANCE[torch.float32], **tolerances):
+    """Assert that each output and gradient is close to the exact one; tolerances: of others than y."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
-    limits = {"y": y_tolerance, "A_log": 5e-5, "D": 5e-5}  # sums of few numbers, in which large ones cancel
+    limits = {
+        "y": y_tolerance,
+        "A_log": 5e-5,
+        "D": 5e-5,
+        **tolerances,
+    }  # sums of few numbers, in which large ones cancel
     assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
 
 
@@ -140,8 +145,10 @@ def test_overwriting_rows_of_a_cache(variant, kind, sizes, dtype):
     assert torch.equal(again, y) and torch.equal(overwritten, carried)
     assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
     assert cache[:, 0].isnan().all()
-    # The states of bfloat16 inputs are not rounded.
-    check(dict(y=y, carried=carried), exact, y_tolerance=TOLERANCE[dtype])
+    # The states of bfloat16 inputs are not rounded, but AMX multiplies numbers of 16 bits.
+    by_tiles = kind == "ssd" and dtype is torch.bfloat16 and products.has_tile_products()
+    carried_tolerance = 2e-5 if by_tiles else TOLERANCE[torch.float32]
+    check(dict(y=y, carried=carried), exact, y_tolerance=TOLERANCE[dtype], carried=carried_tolerance)
     if kind == "selective":
         in_place, _ = KINDS[kind][0](**contiguous, overwrite_x=True)
         assert in_place.data_ptr() == contiguous["x"].data_ptr() and torch.equal(in_place, y)

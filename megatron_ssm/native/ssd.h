@@ -1,0 +1,44 @@
+/* What the forms of Mamba-2's recurrence share: ssd.c goes from token to token, ssd_tiles.c from chunk to chunk. */
+#ifndef SSD_H
+#define SSD_H
+
+#include "kernels.h"
+
+typedef struct {
+  const void *x, *B, *C;              /* (batch, seq, heads, P); (batch, seq, groups, N) twice; no gaps within a token */
+  const float *dt, *A_log, *D;        /* (batch, seq, heads); (heads); (heads) */
+  const float *state;                 /* (batch, heads, N, P), with a batch stride; NULL: zeros */
+  void *y;                            /* (batch, seq, heads, P) */
+  float *next;                        /* the final state, like state; may be state itself */
+  float *saved;                       /* the states before each chunk of tokens, (batch, chunks, heads, N, P), or NULL */
+  const ptrdiff_t *strides;           /* see the indices below; their unit is one element */
+  ptrdiff_t batch, seq, heads, P, groups, N;
+  int one_by_one;                     /* whether the result must be that of a call for each token, bit for bit */
+} Ssd;
+
+/* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
+   sequence. */
+enum { X = 0, B_ = 2, C_ = 4, STATE = 6, NEXT = 7 };
+
+/* The address of element `place` of token t of sequence b in x, B or C; `which` is the tensor's index into strides. */
+INLINE const void *row(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t place, int type) {
+  return at(p, b * a->strides[which] + t * a->strides[which + 1] + place, type);
+}
+
+/* Copies `width` channels of a head's state, from `first` on, to where its final one belongs, and returns that place. */
+INLINE float *own_state(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width) {
+  ptrdiff_t N = a->N, P = a->P;
+  float *h = a->next + b * a->strides[NEXT] + head * N * P + first;
+  const float *state = a->state ? a->state + b * a->strides[STATE] + head * N * P + first : NULL;
+  if (state != h)
+    for (ptrdiff_t n = 0; n < N; n++)
+      for (ptrdiff_t c = 0; c < width; c++) h[n * P + c] = state ? state[n * P + c] : 0;
+  return h;
+}
+
+/* Whether ssd_tiles can compute this. */
+int fits_ssd_tiles(const Ssd *a, int type);
+/* `ssd` by AMX, of BFLOAT16 inputs; saves no states. */
+int ssd_tiles(const Ssd *a, int threads);
+
+#endif

@@ -1,0 +1,281 @@
+/* Mamba-2's recurrence by AMX, in chunks of tokens: the SSD form of its paper (section 6).
+
+   Let c_t be the sum of dt A from a chunk's first token to token t, and h the state before the chunk. Then
+     y_t = e^c_t C_t^T h + the sum over s <= t of (C_t^T B_s) e^(c_t - c_s) dt_s x_s + D x_t,
+     h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
+   The sums are products of tiles of bfloat16 numbers, added up in float32. x, B and C are such numbers; those that are computed
+   (h, the factors e^(...), and what is multiplied by them) are sums of two of them, with errors of 2^-17. For float32 inputs,
+   which would be sums of three, this takes as long as token by token.
+
+   C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
+#include "ssd.h"
+#include "tiles.h"
+
+#ifdef HAS_TILES
+enum {
+  CHUNK = 32,   /* tokens: a tile's columns */
+  WIDTH = 32,   /* channels at a time */
+  STATES = 256, /* the largest N */
+  PIECE = 4,    /* chunks for which what the heads share is computed at once */
+  LEAST = 16,   /* tokens for which this is faster than token by token */
+  PARTS = 2     /* bfloat16 numbers that stand for a number that is computed */
+};
+
+/* What the heads of a group share in a chunk. C: (tokens, N); B: (N, tokens); products: C_t^T B_s. */
+typedef struct {
+  uint16_t C[CHUNK * STATES], B[STATES * CHUNK];
+  float products[CHUNK * CHUNK];
+} Shared;
+
+/* One head's chunk. Arrays of uint32_t have the bfloat16 numbers of two rows, of which the first is even, side by side. */
+typedef struct {
+  Shared shared[PIECE];
+  uint32_t pairs[STATES / 2 * CHUNK];                                      /* of B, while products are computed */
+  uint32_t state[PARTS][STATES / 2 * WIDTH];
+  uint32_t x[CHUNK / 2 * WIDTH], scaled[PARTS][CHUNK / 2 * WIDTH];         /* x; times e^(c_last - c_s) dt_s */
+  uint16_t factors[PARTS][CHUNK * CHUNK];                                  /* (C_t^T B_s) e^(c_t - c_s) dt_s */
+  float before[CHUNK * WIDTH], within[CHUNK * WIDTH];                      /* C_t^T h; the sum over s <= t */
+  float decays[CHUNK], later[CHUNK];                                       /* e^c_t; e^(c_last - c_s) dt_s */
+} Work;
+
+/* 32 elements, in two vectors. */
+typedef struct { __m512 low, high; } Row;
+
+INLINE_FOR(TARGET_AMX) Row load_floats(const float *from) {
+  return (Row){_mm512_loadu_ps(from), _mm512_loadu_ps(from + SIDE)};
+}
+
+INLINE_FOR(TARGET_AMX) Row widened(__m512i row) {
+  __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
+  __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row, 1));
+  return (Row){(__m512)_mm512_slli_epi32(low, 16), (__m512)_mm512_slli_epi32(high, 16)};
+}
+
+/* WIDTH elements of an input, from `place` on; zeros unless the token is one of the `count` tokens from t on. */
+INLINE_FOR(TARGET_AMX) __m512i load_input(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t i,
+                                          ptrdiff_t count, ptrdiff_t place) {
+  return i < count ? _mm512_loadu_si512(row(a, p, which, b, t + i, place, BFLOAT16)) : _mm512_setzero_si512();
+}
+
+INLINE_FOR(TARGET_AMX) Row times(float factor, Row row) {
+  __m512 all = _mm512_set1_ps(factor);
+  return (Row){_mm512_mul_ps(all, row.low), _mm512_mul_ps(all, row.high)};
+}
+
+/* Two rows side by side. */
+INLINE_FOR(TARGET_AMX) void store_pairs(__m512i first, __m512i second, uint32_t *to) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
+  _mm512_store_si512(to, _mm512_permutex2var_epi16(first, low, second));
+  _mm512_store_si512(to + SIDE, _mm512_permutex2var_epi16(first, high, second));
+}
+
+/* The sums of 32 x 32 numbers are in tiles 0 to 3; `stride` is the distance of their rows in elements. */
+INLINE_FOR(TARGET_AMX) void zero_sums(void) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+INLINE_FOR(TARGET_AMX) void load_sums(const float *from, ptrdiff_t stride) {
+  _tile_loadd(0, from, stride * 4);
+  _tile_loadd(1, from + SIDE, stride * 4);
+  _tile_loadd(2, from + SIDE * stride, stride * 4);
+  _tile_loadd(3, from + SIDE * stride + SIDE, stride * 4);
+}
+INLINE_FOR(TARGET_AMX) void store_sums(float *to, ptrdiff_t stride) {
+  _tile_stored(0, to, stride * 4);
+  _tile_stored(1, to + SIDE, stride * 4);
+  _tile_stored(2, to + SIDE * stride, stride * 4);
+  _tile_stored(3, to + SIDE * stride + SIDE, stride * 4);
+}
+
+/* Adds the products of 32 rows of 32 columns, `stride` apart, with 32 rows of 32 columns in pairs of rows; of a number with
+   two parts, the second one is a_next or b_next elements further. */
+INLINE_FOR(TARGET_AMX) void multiply(const uint16_t *a, ptrdiff_t stride, ptrdiff_t a_next, const uint32_t *b,
+                                     ptrdiff_t b_next) {
+  for (int i = 0; i < (a_next ? PARTS : 1); i++, a += a_next) {
+    _tile_loadd(4, a, stride * 2);
+    _tile_loadd(5, a + SIDE * stride, stride * 2);
+    for (int j = 0; j < (b_next ? PARTS : 1); j++) {
+      _tile_loadd(6, b + j * b_next, WIDTH * 4);
+      _tile_loadd(7, b + j * b_next + SIDE, WIDTH * 4);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+/* B of SIDE pairs of states from n on: as it is multiplied by C, and with its states as rows. */
+INLINE_FOR(TARGET_AMX) void fill_B(const Ssd *a, Work *w, Shared *shared, ptrdiff_t b, ptrdiff_t group, ptrdiff_t t,
+                                   ptrdiff_t count, ptrdiff_t n) {
+  const __m512i even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22,
+                                        20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+  __m512i rows[2][SIDE];
+  for (int i = 0; i < CHUNK; i++) rows[i / SIDE][i % SIDE] = load_input(a, a->B, B_, b, t, i, count, group * a->N + n);
+  transpose(rows[0]);
+  transpose(rows[1]);
+  for (int j = 0; j < SIDE; j++) {
+    uint32_t *pairs = w->pairs + (n / 2 + j) * CHUNK;
+    uint16_t *states = shared->B + (n + 2 * j) * CHUNK;
+    _mm512_store_si512(pairs, rows[0][j]);
+    _mm512_store_si512(pairs + SIDE, rows[1][j]);
+    _mm512_store_si512(states, _mm512_permutex2var_epi16(rows[0][j], even, rows[1][j]));
+    _mm512_store_si512(states + CHUNK, _mm512_permutex2var_epi16(rows[0][j], odd, rows[1][j]));
+  }
+}
+
+/* What the heads of a group share in the `count` tokens from t on. */
+INLINE_FOR(TARGET_AMX) void fill_shared(const Ssd *a, Work *w, Shared *shared, ptrdiff_t b, ptrdiff_t group, ptrdiff_t t,
+                                        ptrdiff_t count) {
+  ptrdiff_t N = a->N;
+  for (int i = 0; i < CHUNK; i++)
+    for (ptrdiff_t n = 0; n < N; n += DEPTH)
+      _mm512_store_si512(shared->C + i * N + n, load_input(a, a->C, C_, b, t, i, count, group * N + n));
+  zero_sums();
+  for (ptrdiff_t n = 0; n < N; n += DEPTH) {
+    fill_B(a, w, shared, b, group, t, count, n);
+    multiply(shared->C + n, N, 0, w->pairs + n / 2 * CHUNK, 0);
+  }
+  store_sums(shared->products, CHUNK);
+}
+
+/* The factors of a head's chunk; returns e^c_last. After `count` tokens, dt counts as 0. */
+INLINE_FOR(TARGET_AMX) float fill_factors(const Ssd *a, Work *w, const Shared *shared, ptrdiff_t b, ptrdiff_t head,
+                                          ptrdiff_t t, ptrdiff_t count) {
+  float A = -exp_(a->A_log[head]), dt[CHUNK], logs[CHUNK], sum = 0;
+  for (ptrdiff_t i = 0; i < CHUNK; i++) {
+    dt[i] = i < count ? a->dt[(b * a->seq + t + i) * a->heads + head] : 0;
+    logs[i] = sum += dt[i] * A;
+  }
+#pragma omp simd
+  for (int i = 0; i < CHUNK; i++) w->decays[i] = exp_(logs[i]), w->later[i] = exp_(sum - logs[i]) * dt[i];
+  for (int i = 0; i < CHUNK; i++) {
+    float values[CHUNK];
+    __m512i parts[PARTS];
+#pragma omp simd
+    for (int s = 0; s < CHUNK; s++) {
+      float value = shared->products[i * CHUNK + s] * exp_(logs[i] - logs[s]) * dt[s];
+      values[s] = s <= i ? value : 0;
+    }
+    split(_mm512_loadu_ps(values), _mm512_loadu_ps(values + SIDE), parts, PARTS);
+    for (int p = 0; p < PARTS; p++) _mm512_store_si512(w->factors[p] + i * CHUNK, parts[p]);
+  }
+  return w->decays[CHUNK - 1];
+}
+
+/* x of WIDTH channels from `place` on, as it is and scaled. */
+INLINE_FOR(TARGET_AMX) void fill_x(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff_t t, ptrdiff_t count, ptrdiff_t place) {
+  __m512i own[2], scaled[2][PARTS];
+  for (int i = 0; i < CHUNK; i++) {
+    own[i % 2] = load_input(a, a->x, X, b, t, i, count, place);
+    Row values = times(w->later[i], widened(own[i % 2]));
+    split(values.low, values.high, scaled[i % 2], PARTS);
+    if (i % 2 == 0) continue;
+    store_pairs(own[0], own[1], w->x + i / 2 * WIDTH);
+    for (int p = 0; p < PARTS; p++) store_pairs(scaled[0][p], scaled[1][p], w->scaled[p] + i / 2 * WIDTH);
+  }
+}
+
+/* The parts of WIDTH channels of the state h, whose rows are `stride` apart; h is multiplied by `decay`. */
+INLINE_FOR(TARGET_AMX) void fill_state(Work *w, float *h, ptrdiff_t stride, float decay, ptrdiff_t N) {
+  __m512i parts[2][PARTS];
+  for (ptrdiff_t n = 0; n < N; n++, h += stride) {
+    Row values = load_floats(h), later = times(decay, values);
+    split(values.low, values.high, parts[n % 2], PARTS);
+    _mm512_storeu_ps(h, later.low);
+    _mm512_storeu_ps(h + SIDE, later.high);
+    for (int p = 0; n % 2 && p < PARTS; p++) store_pairs(parts[0][p], parts[1][p], w->state[p] + n / 2 * WIDTH);
+  }
+}
+
+/* y of `count` tokens and WIDTH channels of a head from c on. */
+INLINE_FOR(TARGET_AMX) void write_y(const Ssd *a, const Work *w, ptrdiff_t b, ptrdiff_t head, ptrdiff_t t, ptrdiff_t count,
+                                    ptrdiff_t c) {
+  for (ptrdiff_t i = 0; i < count; i++) {
+    Row skipped = times(a->D[head], widened(load_input(a, a->x, X, b, t, i, count, head * a->P + c)));
+    Row before = times(w->decays[i], load_floats(w->before + i * WIDTH)), within = load_floats(w->within + i * WIDTH);
+    __m512 low = _mm512_add_ps(_mm512_add_ps(skipped.low, before.low), within.low);
+    __m512 high = _mm512_add_ps(_mm512_add_ps(skipped.high, before.high), within.high);
+    uint16_t *to = (uint16_t *)a->y + ((b * a->seq + t + i) * a->heads + head) * a->P + c;
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+/* Rows of x and y are far apart. */
+INLINE_FOR(TARGET_AMX) void prefetch_rows(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t t, ptrdiff_t count) {
+  for (ptrdiff_t i = 0; i < count; i++)
+    for (ptrdiff_t c = 0; c < a->P; c += WIDTH) {
+      __builtin_prefetch(row(a, a->x, X, b, t + i, head * a->P + c, BFLOAT16));
+      __builtin_prefetch((uint16_t *)a->y + ((b * a->seq + t + i) * a->heads + head) * a->P + c, 1);
+    }
+}
+
+/* The `count` tokens from t on of a head. */
+INLINE_FOR(TARGET_AMX) void forward_chunk(const Ssd *a, Work *w, const Shared *shared, ptrdiff_t b, ptrdiff_t head,
+                                          ptrdiff_t t, ptrdiff_t count) {
+  prefetch_rows(a, b, head, t, count);
+  float decay = fill_factors(a, w, shared, b, head, t, count);
+  for (ptrdiff_t c = 0; c < a->P; c += WIDTH) {
+    float *h = a->next + b * a->strides[NEXT] + head * a->N * a->P + c;
+    fill_x(a, w, b, t, count, head * a->P + c);
+    fill_state(w, h, a->P, decay, a->N);
+    zero_sums();
+    for (ptrdiff_t n = 0; n < a->N; n += DEPTH)
+      multiply(shared->C + n, a->N, 0, w->state[0] + n / 2 * WIDTH, STATES / 2 * WIDTH);
+    store_sums(w->before, WIDTH);
+    zero_sums();
+    multiply(w->factors[0], CHUNK, CHUNK * CHUNK, w->x, 0);
+    store_sums(w->within, WIDTH);
+    write_y(a, w, b, head, t, count, c);
+    for (ptrdiff_t n = 0; n < a->N; n += DEPTH) {
+      load_sums(h + n * a->P, a->P);
+      multiply(shared->B + n * CHUNK, CHUNK, 0, w->scaled[0], CHUNK / 2 * WIDTH);
+      store_sums(h + n * a->P, a->P);
+    }
+  }
+}
+
+/* Heads `first` to `last` of a group of sequence b. */
+TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff_t group, ptrdiff_t first, ptrdiff_t last) {
+  configure_tiles();
+  for (ptrdiff_t head = first; head < last; head++) own_state(a, b, head, 0, a->P);
+  for (ptrdiff_t start = 0; start < a->seq; start += PIECE * CHUNK) {
+    ptrdiff_t stop = a->seq < start + PIECE * CHUNK ? a->seq : start + PIECE * CHUNK;
+    for (ptrdiff_t t = start; t < stop; t += CHUNK)
+      fill_shared(a, w, &w->shared[(t - start) / CHUNK], b, group, t, stop - t < CHUNK ? stop - t : CHUNK);
+    for (ptrdiff_t head = first; head < last; head++)
+      for (ptrdiff_t t = start; t < stop; t += CHUNK)
+        forward_chunk(a, w, &w->shared[(t - start) / CHUNK], b, head, t, stop - t < CHUNK ? stop - t : CHUNK);
+  }
+  _tile_release();
+}
+
+int fits_ssd_tiles(const Ssd *a, int type) {
+  int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
+  return fits && type == BFLOAT16 && !a->saved && !a->one_by_one && has_tile_products();
+}
+
+int ssd_tiles(const Ssd *a, int threads) {
+  int failed = 0;
+  ptrdiff_t heads = a->heads / a->groups, groups = a->batch * a->groups;
+  ptrdiff_t shares = groups % threads == 0 ? 1 : threads < heads ? threads : heads, share = (heads + shares - 1) / shares;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
+  for (ptrdiff_t task = 0; task < groups * shares; task++) {
+    ptrdiff_t sequence = task / shares / a->groups, group = task / shares % a->groups, first = task % shares * share;
+    ptrdiff_t last = first + share < heads ? first + share : heads;
+    Work *w = allocate(sizeof(Work));
+    if (w) forward_heads(a, w, sequence, group, group * heads + first, group * heads + last);
+    else failed = 1;
+    free(w);
+  }
+  return failed;
+}
+#else
+int fits_ssd_tiles(const Ssd *a, int type) { return 0; }
+int ssd_tiles(const Ssd *a, int threads) { return 1; }
+#endif
