@@ -29,12 +29,12 @@ CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
 # slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512. Calls do not read more tokens: then computing
 # takes longer than reading the weights, and other kernels are used, which round differently.
 TIMES = {torch.float32: (1.2, 1.5, 2.0, 2.8), torch.bfloat16: (1.3, 1.6), torch.int8: (1.4, 1.7, 2.9, 5.6)}
-TIMES_WITH_AMX = {
+TIMES_WITH_AMX = {  # of the other formats, on such a CPU
     torch.bfloat16: (1.5, 1.6, 1.7, 2.0),
     torch.int8: (1.2, 1.4, 1.8, 2.7),
     torch.uint8: (1.6, 1.8, 2.1, 3.1),
 }
-STORED = {"int8": torch.int8, "int4": torch.uint8}
+STORED = {"int8": torch.int8, "int4": torch.uint8}  # by `LanguageModel.weights`
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
@@ -109,21 +109,29 @@ class _Call:
     proposed: list[int]
 
 
+def _call_times(model: LanguageModel) -> tuple[float, ...]:
+    """The times of calls with this model, as TIMES has them, the same on all ranks: with AMX only if every rank has it."""
+    stored = STORED.get(str(model.weights), model.dtype)
+    lacks_amx = torch.tensor(not (has_tile_products() and model.device.type == "cpu"), dtype=torch.float32)
+    if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and stored in TIMES_WITH_AMX:
+        return TIMES_WITH_AMX[stored]
+    return TIMES.get(stored, TIMES.get(model.dtype, TIMES[torch.float32]))
+
+
 class SpeculativeDecoder:
     """Reads the last token of each request that is decoding, with proposals where that is expected to take less time.
 
     model, cache: the engine's. longest: the most tokens that are proposed for a request at once; 0: none, ever. draft: a
     model with the same vocabulary and ranks that proposes them; None: prompt lookup.
 
-    All decisions follow from the tokens alone, so all ranks make the same.
+    All decisions follow from the tokens and from times that the ranks have agreed on, so all ranks make the same.
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None):
         self._model, self._cache, self._longest = model, cache, longest
         self._draft = None if draft is None else Draft(draft, len(cache.lengths))
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
-        times = TIMES | (TIMES_WITH_AMX if has_tile_products() else {})
-        self._times = 1.0, *times.get(STORED.get(str(model.weights), model.dtype), TIMES[torch.float32])
+        self._times = 1.0, *(_call_times(model) if longest else ())
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
 

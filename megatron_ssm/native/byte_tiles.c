@@ -11,7 +11,7 @@ enum { ROWS = SIDE / 2, HALF = BLOCK / 2 };
 
 typedef struct {
   uint8_t bytes[SIDE * TILE_BYTES];
-  float scales[ROWS];
+  float scales[SIDE]; /* of ROWS rows; the others keep blocks aligned */
 } Block; /* a block of ROWS rows of x */
 
 typedef struct {

@@ -225,11 +225,11 @@ def ssd(
     strides = c_array(
         *(s for t in (x, B, C) for s in token_strides(t)), 0 if state is None else state.stride(0), after.stride(0)
     )
-    functions().ssd(
+    raise_if_failed(functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
         y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
         TYPES[x.dtype], one_by_one, torch.get_num_threads(),
-    )  # fmt: skip
+    ))  # fmt: skip
     return y, after, saved
 
 

@@ -28,8 +28,8 @@ void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t b
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
 
-/* `linear` for one row of x, like byte_tiles, or in float32 and a BFLOAT16 matrix whose rows are whole tiles: the columns
-   with even numbers come first. Needs AMX. */
+/* `linear` by a processor with AMX for one row of x. INT8, INT4: x and x_scales as in byte_tiles. BFLOAT16: x is float32, first
+   its even columns, then its odd ones; `in` is a multiple of 32. */
 void one_row(const void *values, const float *scales, const void *bias, const void *x, const float *x_scales, void *y,
              ptrdiff_t out, ptrdiff_t in, int weight_type, int type, int threads);
 

@@ -1,7 +1,8 @@
 /* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
 
-   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass, with up to WIDTH channels of the head at a time in the
-   forward pass and PART in the backward pass. No two tasks write the same memory, except that the tasks of a thread share
+   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result must be
+   that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward pass. Prompts in
+   bfloat16 are left to ssd_tiles.c on processors with AMX. No two tasks write the same memory, except that the tasks of a thread share
    that thread's dB, dC and scratch. */
 #include "ssd.h"
 
@@ -69,7 +70,7 @@ INLINE void forward_tokens(Tokens *a, float *h, ptrdiff_t stride, const float pr
   }
 }
 
-/* The same as TOKENS calls of forward_token. width: a multiple of LANES. steps[t]: the decay of token t alone. */
+/* As TOKENS calls of forward_token, up to rounding. width: a multiple of LANES. steps[t]: the decay of token t alone. */
 INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *steps, ptrdiff_t N, ptrdiff_t width) {
   float products[TOKENS][TOKENS], later[TOKENS];
   multiply_tokens(a, products, N);

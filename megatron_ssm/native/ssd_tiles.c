@@ -4,20 +4,24 @@
      y_t = e^c_t C_t^T h + the sum over s <= t of (C_t^T B_s) e^(c_t - c_s) dt_s x_s + D x_t,
      h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
    The sums are products of tiles of bfloat16 numbers, added up in float32. x, B and C are such numbers; those that are computed
-   (h, the factors e^(...), and what is multiplied by them) are sums of two of them, with errors of 2^-17. For float32 inputs,
-   which would be sums of three, this takes as long as token by token.
+   (h, the factors e^(...), and what is multiplied by them) are sums of two of them, with errors up to 2^-16. For float32 inputs,
+   which would be sums of three, this takes as long as token by token. An x that is not finite is left to ssd.c: here, 0 times
+   such an x_s would reach the tokens before it.
 
    C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
 #include "ssd.h"
 #include "tiles.h"
 
 #ifdef HAS_TILES
+_Static_assert(DEPTH == 32, "a row of a tile is a chunk of tokens, and a row of channels");
+
 enum {
   CHUNK = 32,   /* tokens: a tile's columns */
   WIDTH = 32,   /* channels at a time */
   STATES = 256, /* the largest N */
   PIECE = 4,    /* chunks for which what the heads share is computed at once */
   LEAST = 16,   /* tokens for which this is faster than token by token */
+  SMALLEST_LOG = -10000, /* of a decay: e to it is 0 */
   PARTS = 2     /* bfloat16 numbers that stand for a number that is computed */
 };
 
@@ -27,7 +31,8 @@ typedef struct {
   float products[CHUNK * CHUNK];
 } Shared;
 
-/* One head's chunk. Arrays of uint32_t have the bfloat16 numbers of two rows, of which the first is even, side by side. */
+/* A task's memory: what heads share, and a chunk of one head. Arrays of uint32_t have the bfloat16 numbers of two rows, of
+   which the first is even, side by side. */
 typedef struct {
   Shared shared[PIECE];
   uint32_t pairs[STATES / 2 * CHUNK];                                      /* of B, while products are computed */
@@ -91,10 +96,11 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *to, ptrdiff_t stride) {
   _tile_stored(3, to + SIDE * stride + SIDE, stride * 4);
 }
 
-/* Adds the products of 32 rows of 32 columns, `stride` apart, with 32 rows of 32 columns in pairs of rows; of a number with
-   two parts, the second one is a_next or b_next elements further. */
+/* Adds the products of 32 rows of a, `stride` apart, of 32 columns, with 32 rows of b in pairs, of WIDTH columns each. Numbers of
+   a have two parts if a_next is not 0: the second ones are a_next elements further. The same holds for b. */
 INLINE_FOR(TARGET_AMX) void multiply(const uint16_t *a, ptrdiff_t stride, ptrdiff_t a_next, const uint32_t *b,
                                      ptrdiff_t b_next) {
+  __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
   for (int i = 0; i < (a_next ? PARTS : 1); i++, a += a_next) {
     _tile_loadd(4, a, stride * 2);
     _tile_loadd(5, a + SIDE * stride, stride * 2);
@@ -147,19 +153,22 @@ INLINE_FOR(TARGET_AMX) void fill_shared(const Ssd *a, Work *w, Shared *shared, p
 /* The factors of a head's chunk; returns e^c_last. After `count` tokens, dt counts as 0. */
 INLINE_FOR(TARGET_AMX) float fill_factors(const Ssd *a, Work *w, const Shared *shared, ptrdiff_t b, ptrdiff_t head,
                                           ptrdiff_t t, ptrdiff_t count) {
-  float A = -exp_(a->A_log[head]), dt[CHUNK], logs[CHUNK], sum = 0;
+  float A = -exp_(a->A_log[head]), dt[CHUNK];
+  double logs[CHUNK], sum = 0; /* differences of large numbers are exact enough in double */
   for (ptrdiff_t i = 0; i < CHUNK; i++) {
     dt[i] = i < count ? a->dt[(b * a->seq + t + i) * a->heads + head] : 0;
-    logs[i] = sum += dt[i] * A;
+    float step = dt[i] * A;
+    logs[i] = sum += step < SMALLEST_LOG ? SMALLEST_LOG : step;
   }
 #pragma omp simd
-  for (int i = 0; i < CHUNK; i++) w->decays[i] = exp_(logs[i]), w->later[i] = exp_(sum - logs[i]) * dt[i];
+  for (int i = 0; i < CHUNK; i++)
+    w->decays[i] = exp_((float)logs[i]), w->later[i] = exp_((float)(sum - logs[i])) * dt[i];
   for (int i = 0; i < CHUNK; i++) {
     float values[CHUNK];
     __m512i parts[PARTS];
 #pragma omp simd
     for (int s = 0; s < CHUNK; s++) {
-      float value = shared->products[i * CHUNK + s] * exp_(logs[i] - logs[s]) * dt[s];
+      float value = shared->products[i * CHUNK + s] * exp_((float)(logs[i] - logs[s])) * dt[s];
       values[s] = s <= i ? value : 0;
     }
     split(_mm512_loadu_ps(values), _mm512_loadu_ps(values + SIDE), parts, PARTS);
@@ -255,15 +264,27 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
   _tile_release();
 }
 
+TARGET_AMX static int is_finite(const Ssd *a) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  for (ptrdiff_t b = 0; b < a->batch; b++)
+    for (ptrdiff_t t = 0; t < a->seq; t++)
+      for (ptrdiff_t c = 0; c < a->heads * a->P; c += WIDTH) {
+        __m512i x = _mm512_loadu_si512(row(a, a->x, X, b, t, c, BFLOAT16));
+        if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent)) return 0;
+      }
+  return 1;
+}
+
 int fits_ssd_tiles(const Ssd *a, int type) {
   int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
-  return fits && type == BFLOAT16 && !a->saved && !a->one_by_one && has_tile_products();
+  return fits && type == BFLOAT16 && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a);
 }
 
 int ssd_tiles(const Ssd *a, int threads) {
   int failed = 0;
   ptrdiff_t heads = a->heads / a->groups, groups = a->batch * a->groups;
-  ptrdiff_t shares = groups % threads == 0 ? 1 : threads < heads ? threads : heads, share = (heads + shares - 1) / shares;
+  ptrdiff_t wanted = groups % threads == 0 ? 1 : threads < heads ? threads : heads, share = (heads + wanted - 1) / wanted;
+  ptrdiff_t shares = (heads + share - 1) / share;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
   for (ptrdiff_t task = 0; task < groups * shares; task++) {
     ptrdiff_t sequence = task / shares / a->groups, group = task / shares % a->groups, first = task % shares * share;

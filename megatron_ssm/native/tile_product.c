@@ -262,7 +262,7 @@ int tile_product(const void *values, const float *scales, const void *bias, cons
 int has_tile_products(void) {
   static int known = -1;
   if (known < 0)
-    known = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+    known = has_avx512_bf16() && has_avx512_vnni() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
             __builtin_cpu_supports("amx-int8") && !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
   return known;
 }

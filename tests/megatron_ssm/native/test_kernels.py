@@ -112,12 +112,8 @@ def check(ours, exact, y_tolerance=TOLERANCE[torch.float32], **tolerances):
     """Assert that each output and gradient is close to the exact one; tolerances: of others than y."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
-    limits = {
-        "y": y_tolerance,
-        "A_log": 5e-5,
-        "D": 5e-5,
-        **tolerances,
-    }  # sums of few numbers, in which large ones cancel
+    limits = {"A_log": 5e-5, "D": 5e-5}  # sums of few numbers, in which large ones cancel
+    limits |= {"y": y_tolerance, **tolerances}
     assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
 
 
@@ -146,7 +142,7 @@ def test_overwriting_rows_of_a_cache(variant, kind, sizes, dtype):
     assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
     assert cache[:, 0].isnan().all()
     # The states of bfloat16 inputs are not rounded, but AMX multiplies numbers of 16 bits.
-    by_tiles = kind == "ssd" and dtype is torch.bfloat16 and products.has_tile_products()
+    by_tiles = kind == "ssd" and dtype is torch.bfloat16 and products.has_tile_products() and inputs["x"].shape[1] >= 16
     carried_tolerance = 2e-5 if by_tiles else TOLERANCE[torch.float32]
     check(dict(y=y, carried=carried), exact, y_tolerance=TOLERANCE[dtype], carried=carried_tolerance)
     if kind == "selective":

@@ -12,7 +12,7 @@ from megatron_ssm.ops.scan import ssd_ref
 from scans import in_pieces, inputs_of
 
 pytestmark = pytest.mark.skipif(not products.has_tile_products(), reason="no AMX")
-STATE_TOLERANCE, Y_TOLERANCE = 2e-5, 2**-8  # numbers with 16 bits (2^-17) in sums; y is rounded to bfloat16
+STATE_TOLERANCE, Y_TOLERANCE = 2e-5, 2**-8  # sums of numbers with errors up to 2^-16; y is rounded to bfloat16
 
 
 @pytest.fixture(params=(1, 3), ids=("one thread", "three threads"))
@@ -81,12 +81,41 @@ def test_large_and_small_numbers(change):
 
 
 @torch.no_grad()
+def test_decays_of_all_sizes_in_a_chunk():
+    """Sums of their logarithms have large and small terms, and may be infinite."""
+    inputs = bfloat16_inputs(**SIZES[2])
+    inputs["dt"] = inputs["dt"].clone()
+    inputs["dt"][:, 0] = 50
+    inputs["A_log"] = torch.tensor([5.0, -3, 0, 2, 88, 1])
+    exact = ssd_ref(**{name: t.double() for name, t in inputs.items()})
+    y, final = kernels.ssd(**inputs)[:2]
+    assert relative_error(y, exact[0]) < Y_TOLERANCE and relative_error(final, exact[1]) < STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", (SIZES[2], SIZES[4]), ids=str)
+@torch.no_grad()
+def test_rows_with_gaps(sizes):
+    """x, B and C are slices of wider rows, as they are of the output of in_proj."""
+    inputs = bfloat16_inputs(**sizes)
+    y, final = kernels.ssd(**inputs)[:2]
+    wide = torch.cat([inputs[name].flatten(2) for name in ("x", "B", "C")], 2)
+    nan = torch.full_like(wide[..., :3], float("nan"))
+    parts = torch.cat([nan, wide, nan], 2)[..., 3:-3].split(
+        [inputs[name].flatten(2).shape[2] for name in ("x", "B", "C")], 2
+    )
+    views = {name: part.unflatten(2, inputs[name].shape[2:]) for name, part in zip(("x", "B", "C"), parts, strict=True)}
+    again, final_again = kernels.ssd(**inputs | views)[:2]
+    assert torch.equal(again, y) and torch.equal(final_again, final)
+
+
+@torch.no_grad()
 def test_nan_stays_in_its_head():
     inputs = bfloat16_inputs(**SIZES[1])
     inputs["x"][0, 5, 1, 3] = float("nan")
     y, final = kernels.ssd(**inputs)[:2]
     others = [0, 2, 3]
-    assert y[0, 5:, 1, 3].isnan().all() and final[0, 1, :, 3].isnan().all()
+    assert y[0, 5:, 1, 3].isnan().all() and final[0, 1, :, 3].isnan().all() and y[0, :5].isfinite().all()
+    assert y[0, :, 1, 4:].isfinite().all()
     assert y[:, :, others].isfinite().all() and y[1].isfinite().all() and final[:, others].isfinite().all()
 
 
