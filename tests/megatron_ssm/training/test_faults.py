@@ -179,7 +179,7 @@ def test_a_rank_that_fails_is_named(here):
     assert trace[0] == "pretrain.py: rank 1 failed" and trace[-1] == "RuntimeError: a bug"
 
 
-@pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), (3, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), (3, 1, 2), full(2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 2.5 s", line)
@@ -232,7 +232,8 @@ def test_a_rank_that_writes_a_trace_is_not_lost(here, monkeypatch, world):
     assert [path.name for path in Path("trace").iterdir()] == ["steps-2-2.json"]
 
 
-@pytest.mark.parametrize("world", [2, full(3)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, world):
     """With a pause that depends on the length: without one, the rank counts as lost."""
     on_rank(world - 1, corpus._ByteTokenizer, "encode", hold_the_lock, monkeypatch)
@@ -253,7 +254,7 @@ def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, wo
         ("torch", 2, 1, signal.SIGTERM, False, []),
         full("torch", 2, 0, signal.SIGTERM, True, []),
         ("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
-        ("zero-3", 2, 1, signal.SIGTERM, False, []),
+        full("zero-3", 2, 1, signal.SIGTERM, False, []),
         full("megatron", 2, 1, signal.SIGTERM, False, []),
         *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
     ],
@@ -309,7 +310,7 @@ def spoil_gradient(trainer):
     handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.inf)[1])
 
 
-@pytest.mark.parametrize("world, tp", [pytest.param(2, 1, marks=pytest.mark.full), (2, 2), (3, 1)])
+@pytest.mark.parametrize("world, tp", [full(2, 1), full(2, 2), (3, 1)])
 def test_a_step_that_is_not_finite_is_skipped_and_said(here, world, tp):
     with launched(world, [*TINY, "--tensor-model-parallel-size", str(tp)], Fault(world - 1, 3, spoil_gradient)) as run:
         codes, _ = run.wait(*range(world))
@@ -468,7 +469,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(
     "engine, world",
-    [("torch", 2), ("zero-3", 2), full("torch", 1), *(full(engine, 2) for engine in ("megatron", *ZERO))],
+    [("torch", 2), full("torch", 1), *(full(engine, 2) for engine in ("megatron", "zero-3", *ZERO))],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
@@ -595,7 +596,8 @@ def test_torchrun_restarts_a_run_that_continues_by_itself(here, world, resume):
     assert_as_undisturbed("torch", world)
 
 
-@pytest.mark.parametrize("step", [0, full(1)])
+@pytest.mark.full
+@pytest.mark.parametrize("step", [0, 1])
 def test_torchrun_restarts_a_run_that_had_not_begun(here, step):
     """It saved no checkpoint, and takes none of the run before it in the same folder."""
     assert train(2) == [0, 0]

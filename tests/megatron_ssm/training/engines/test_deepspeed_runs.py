@@ -78,8 +78,9 @@ def test_a_run_goes_on_in_other_engines(ranks, tp, dp, stages):
         assert (weights("out")[name] - tensor).abs().max() <= 1e-4  # of a learning rate of 3e-3
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_sparse_gradients_are_resumed(ranks, tp, dp, stage):
     """Bitwise, with the gradients that have not been sent. Torch's engine takes these too, and so do dense runs."""
     sparse = ["--gradient-mode", "layerwise", "--gradient-density", "0.05", "--train-iters", "9"]

@@ -48,7 +48,8 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
 
 @pytest.mark.parametrize(
     "tp, dp, cp, model",
-    [(1, 2, 1, "mamba2"), (2, 2, 1, "mamba2 groups"), (1, 1, 2, "mamba2"),
+    [(1, 2, 1, "mamba2"), (2, 2, 1, "mamba2 groups"),
+     pytest.param(1, 1, 2, "mamba2", marks=pytest.mark.full),
      pytest.param(2, 1, 1, "mamba untied", marks=pytest.mark.full),
      pytest.param(1, 4, 1, "mamba2", marks=pytest.mark.full),
      pytest.param(4, 1, 1, "mamba2 groups", marks=pytest.mark.full),
