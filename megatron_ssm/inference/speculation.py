@@ -8,6 +8,7 @@ tokens (prompt lookup) or from a small draft model.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -131,9 +132,13 @@ class SpeculativeDecoder:
         self._model, self._cache, self._longest = model, cache, longest
         self._draft = None if draft is None else Draft(draft, len(cache.lengths))
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
-        self._times = 1.0, *(_call_times(model) if longest else ())
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
+
+    @cached_property
+    def _times(self) -> tuple[float, ...]:
+        """The times of calls that read CALLS tokens; all ranks ask for them in the same step."""
+        return 1.0, *_call_times(self._model)
 
     def decode(self, slots: Iterable[Slot], room: int | None) -> int:
         """One call of the model for all slots, which then have logits; returns how many tokens it read.
