@@ -105,10 +105,16 @@ def test_a_rounded_model_is_the_model_of_its_rounded_weights(monkeypatch, family
     assert (logits_of(rounded).double() - expected).norm() <= 5e-4 * expected.norm()
 
 
+@pytest.fixture
+def in_own_dtype(monkeypatch):
+    """Products in x's own dtype: which form is measured to be the fastest depends on what else the machine does."""
+    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
+
+
 @pytest.mark.parametrize("tp", (1, 2))
 @formats
 @families
-def test_ranks_round_as_one_rank_does(ranks, tp, family, format, directory_of):
+def test_ranks_round_as_one_rank_does(ranks, in_own_dtype, tp, family, format, directory_of):
     """Also covers bfloat16, and deep copies, which compute the same."""
     directory = directory_of(family)
     alone = logits_of(megatron_ssm.load(directory, weights=format))
@@ -148,7 +154,7 @@ def test_formats_that_do_not_exist(directory_of):
 
 @formats
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 5e-4)])
-def test_a_rounded_model_of_another_dtype(directory_of, dtype, tolerance, format):
+def test_a_rounded_model_of_another_dtype(in_own_dtype, directory_of, dtype, tolerance, format):
     """Its scales stay float32, because the C kernels read them as float32."""
     model = megatron_ssm.load(directory_of("mamba2"), weights=format)
     expected = logits_of(model)

@@ -67,7 +67,7 @@ def running(tmp_path_factory):
         assert code == 0 and "Traceback" not in text, text
 
 
-@pytest.mark.parametrize("examples", (30, pytest.param(1000, marks=pytest.mark.full)))
+@pytest.mark.parametrize("examples", (60, pytest.param(1000, marks=pytest.mark.full)))
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_random_bodies(running, path, examples):
     """Each gets a reply of the right form, and none an internal error."""
