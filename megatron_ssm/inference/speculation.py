@@ -29,13 +29,16 @@ CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
 # The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: that of the
 # slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512. Calls do not read more tokens: then computing
 # takes longer than reading the weights, and other kernels are used, which round differently.
-TIMES = {torch.float32: (1.2, 1.5, 2.0, 2.8), torch.bfloat16: (1.3, 1.6), torch.int8: (1.4, 1.7, 2.9, 5.6)}
-TIMES_WITH_AMX = {  # of the other formats, on such a CPU
-    torch.bfloat16: (1.5, 1.6, 1.7, 2.0),
-    torch.int8: (1.2, 1.4, 1.8, 2.7),
-    torch.uint8: (1.6, 1.8, 2.1, 3.1),
+TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
+    torch.float32: (1.2, 1.5, 2.0, 2.8),
+    torch.bfloat16: (1.3, 1.6),
+    "int8": (1.4, 1.7, 2.9, 5.6),
 }
-STORED = {"int8": torch.int8, "int4": torch.uint8}  # by `LanguageModel.weights`
+TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # where every rank has AMX, instead of those of TIMES
+    torch.bfloat16: (1.5, 1.6, 1.7, 2.0),
+    "int8": (1.2, 1.4, 1.8, 2.7),
+    "int4": (1.6, 1.8, 2.1, 3.1),
+}
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
@@ -112,11 +115,11 @@ class _Call:
 
 def _call_times(model: LanguageModel) -> tuple[float, ...]:
     """The times of calls with this model, as TIMES has them, the same on all ranks: with AMX only if every rank has it."""
-    stored = STORED.get(str(model.weights), model.dtype)
+    format = model.weights or model.dtype
     lacks_amx = torch.tensor(not (has_tile_products() and model.device.type == "cpu"), dtype=torch.float32)
-    if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and stored in TIMES_WITH_AMX:
-        return TIMES_WITH_AMX[stored]
-    return TIMES.get(stored, TIMES.get(model.dtype, TIMES[torch.float32]))
+    if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and format in TIMES_WITH_AMX:
+        return TIMES_WITH_AMX[format]
+    return TIMES.get(format, TIMES.get(model.dtype, TIMES[torch.float32]))
 
 
 class SpeculativeDecoder:

@@ -13,8 +13,6 @@
 #include "tiles.h"
 
 #ifdef HAS_TILES
-_Static_assert(DEPTH == 32, "a row of a tile is a chunk of tokens, and a row of channels");
-
 enum {
   CHUNK = 32,   /* tokens: a tile's columns */
   WIDTH = 32,   /* channels at a time */
@@ -24,6 +22,8 @@ enum {
   SMALLEST_LOG = -10000, /* of a decay: e to it is 0 */
   PARTS = 2     /* bfloat16 numbers that stand for a number that is computed */
 };
+
+_Static_assert((int)CHUNK == DEPTH && (int)WIDTH == DEPTH, "two tiles side by side have a column for each token or channel");
 
 /* What the heads of a group share in a chunk. C: (tokens, N); B: (N, tokens); products: C_t^T B_s. */
 typedef struct {
@@ -264,6 +264,7 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
   _tile_release();
 }
 
+/* Whether no element of x is infinite or NaN. */
 TARGET_AMX static int is_finite(const Ssd *a) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   for (ptrdiff_t b = 0; b < a->batch; b++)

@@ -137,7 +137,7 @@ INLINE Mamba2Work mamba2_work(const Layer *l) {
   return (Mamba2Work){l->work, projected, xBC, scanned, at(scanned, rows * l->channels, l->type), mixed, width};
 }
 
-/* As mamba_scan. One token, or one by one, needs no memory, so that ssd cannot fail. */
+/* As mamba_scan. For one token, or tokens one by one, ssd allocates no memory, so it cannot fail. */
 static void mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, float *next, ptrdiff_t next_stride,
                         int threads) {
   Mamba2Work w = mamba2_work(l);

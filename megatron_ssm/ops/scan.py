@@ -218,8 +218,8 @@ def ssd(
     x: (batch, seq, heads, head_dim), seq >= 1; dt: (batch, seq, heads), after softplus; A = -exp(A_log), D: (heads,);
     B, C: (batch, seq, groups, N): heads/groups consecutive heads use the same group.
     state: (batch, heads, N, head_dim), at least fp32; None: zeros. overwrite: without gradients, the final state may be
-    written into state. one_by_one: by the C kernels and without gradients, the results are those
-    of a call for each token, bit for bit; other implementations ignore it.
+    written into state. one_by_one: by the C kernels and without gradients, the results are those of a call for each token,
+    bit for bit; other implementations ignore it.
     Returns y like x, and the final state. Both have gradients.
     """
     wide = at_least_fp32(x.dtype)
