@@ -1,7 +1,8 @@
-"""Which callables decode tokens of a model: `NativeLayers` where the C kernels support the layers, otherwise the blocks.
+"""Which callables compute a model's layers: `NativeLayers` where the C kernels support them, otherwise the blocks.
 
 A plan is made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
-every call, everything that was copied from the model is compared with the model.
+every call, everything that was copied from the model is compared with the model. One more plan reads prompts, into any rows
+of any cache (`NativePrompt`).
 """
 
 import threading
@@ -19,6 +20,7 @@ from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts
 
+from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 
 MOST_TOKENS = 16  # of a row
@@ -34,6 +36,7 @@ class DecodePlans(threading.local):
     def __init__(self, block: type[nn.Module]):
         self._block = block
         self._plans: list[_Plan] = []
+        self._prompts: _PromptPlan | None = None
 
     def __reduce__(self) -> tuple:
         return DecodePlans, (self._block,)
@@ -43,8 +46,11 @@ class DecodePlans(threading.local):
 
         tokens: how many of each row the call reads.
         """
-        is_too_long = tokens > MOST_TOKENS  # for the kernels, whatever the rows
-        if cache is None or is_too_long or not _is_decoding_step(info) or not cache.layers[0].state.is_cpu:
+        if cache is None or not _is_supported(info) or not cache.layers[0].state.is_cpu:
+            return list(enumerate(model.layers))
+        if not info.decoding and model.ranks.group is None:
+            return self._prompt_layers(model, info, cache, tokens) or list(enumerate(model.layers))
+        if not info.decoding or tokens > MOST_TOKENS:  # so many are too long for the kernels, whatever the rows
             return list(enumerate(model.layers))
         ahead = tokens if info.speculative else None
         plan = next((plan for plan in self._plans if plan.is_for(info.rows, ahead, cache)), None)
@@ -55,11 +61,17 @@ class DecodePlans(threading.local):
             self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
         return plan.layers
 
+    def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
+        """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
+        if self._prompts is None or not self._prompts.fingerprint.is_current(cache):
+            self._prompts = _PromptPlan(model, self._block, cache)
+        return self._prompts.layers(cache, info.rows, tokens)
 
-def _is_decoding_step(info: BatchInfo) -> bool:
-    """Whether this call decodes consecutive rows of a cache, without gradients, and without global hooks."""
+
+def _is_supported(info: BatchInfo) -> bool:
+    """Whether this call is for consecutive rows of a cache, without padding, gradients, and global hooks."""
     return (
-        info.decoding and info.mask is None and isinstance(info.rows, slice)
+        info.mask is None and info.sharding is None and isinstance(info.rows, slice)
         and kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
         and not _has_any_global_hook()
@@ -79,11 +91,38 @@ class _Plan:
             _native_layer(each, block, layer, rows, workspace, ahead)
             for each, layer in zip(model.layers, cache.layers, strict=True)
         ]
-        self.layers = _join(layers)
+        self.layers = _join(layers, NativeLayers)
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
         """Whether the plan is for so many tokens of these rows of this cache."""
         return self.ahead == ahead and self.fingerprint.is_for_rows(rows, cache)
+
+
+class _PromptPlan:
+    """The callables for tokens of prompts, and the fingerprint of the model for which they were made.
+
+    cache: a cache of the model, whose first row stands for all rows of all caches.
+    """
+
+    def __init__(self, model: Any, block: type[nn.Module], cache: Cache):
+        first = slice(0, 1)
+        self.fingerprint = ModelFingerprint(model, block, first, cache, lambda _: [])
+        workspace: dict = {}
+        layers = [
+            _native_layer(each, block, layer, first, workspace, None, PIECE)
+            for each, layer in zip(model.layers, cache.layers, strict=True)
+        ]
+        self._layers = _join(layers, NativePrompt)
+
+    def layers(self, cache: Cache, rows: slice | Tensor, tokens: int) -> list[tuple[int, Any]] | None:
+        """[(index of its first block, callable)] for a call that reads so many tokens of each of these rows.
+
+        None if C does not support the cache, or is slower for so many tokens.
+        """
+        for index, each in self._layers:
+            if type(each) is NativePrompt and not each.bind(cache.layers[index : index + len(each)], rows, tokens):
+                return None
+        return self._layers
 
 
 class ModelFingerprint:
@@ -147,8 +186,8 @@ def _cache_tensors(cache: Cache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.conv, layer.state)]
 
 
-def _join(layers: Iterable[nn.Module | NativeLayer]) -> list[tuple[int, Any]]:
-    """[(index of the first layer, callable)]: consecutive native layers are joined, blocks stay alone."""
+def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -> list[tuple[int, Any]]:
+    """[(index of the first layer, callable)]: consecutive native layers are joined to one `kind`, blocks stay alone."""
     runs: list[tuple[int, list[Any]]] = []
     for index, each in enumerate(layers):
         last = runs[-1][1][-1] if runs else None
@@ -156,7 +195,7 @@ def _join(layers: Iterable[nn.Module | NativeLayer]) -> list[tuple[int, Any]]:
             runs[-1][1].append(each)
         else:
             runs.append((index, [each]))
-    return [(index, NativeLayers(run) if type(run[0]) is NativeLayer else run[0]) for index, run in runs]
+    return [(index, kind(run) if type(run[0]) is NativeLayer else run[0]) for index, run in runs]
 
 
 def _native_layer(
@@ -166,9 +205,10 @@ def _native_layer(
     rows: slice | Tensor,
     workspace: dict,
     ahead: int | None,
+    prompt_rows: int = 0,
 ) -> nn.Module | NativeLayer:
     """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it."""
     if type(block) is not kind or not can_decode_natively(block):
         return block
-    native = NativeLayer.of(block, *cache.read(rows), workspace, ahead)
+    native = NativeLayer.of(block, *cache.read(rows), workspace, ahead, prompt_rows)
     return block if native is None else native

@@ -1,12 +1,14 @@
-"""Decodes tokens through several layers by the C code of native/step.c: x + mixer(norm(x)) for each layer.
+"""Takes tokens through several layers by the C code of native/step.c: x + mixer(norm(x)) for each layer.
 
-A `NativeLayers` replaces consecutive `Block`s while sequences are decoded, by one token each, or speculatively by several.
+A `NativeLayers` replaces consecutive `Block`s while sequences are decoded, by one token each, or speculatively by several;
+a `NativePrompt` (native_prompt.py) while prompts are read.
 It gives C the addresses of the layers' tensors and caches, and C goes from layer to layer without Python. (The weights evict
 Python's own data from the CPU's caches, so Python would read it from memory again for every layer.) C also does the
 all-reduces that go through shared memory; for other all-reduces it returns to Python.
 """
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
+from megatron_ssm.ops.matrices import EXACT_TILES, MANY, TILES, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
-from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
+from sparsefusion.native.library import SIZE
+
+from .structs import IN_C, IN_PYTHON, NO_MEMORY, NO_SUM, ONE_RANK, Layer, Layers, Matrix, Sum
 
 INLINED_MODULES = (  # step.c computes what these do, so their forward is not called
     MambaMixer,
@@ -36,58 +41,6 @@ INLINED_MODULES = (  # step.c computes what these do, so their forward is not ca
     Int8Weight,
     Int4Weight,
 )
-
-
-class _Matrix(ctypes.Structure):
-    """step.c's `Matrix`: a floating-point matrix, or a `RoundedMatrix`."""
-
-    _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
-
-    @classmethod
-    def of(cls, weight: Tensor | RoundedMatrix) -> "_Matrix":
-        """The struct of a tensor or a RoundedMatrix."""
-        if isinstance(weight, Tensor):
-            return cls(weight.data_ptr(), None, TYPES[weight.dtype])
-        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
-
-
-class _Sum(ctypes.Structure):
-    """step.c's `Sum`: an all-reduce."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
-        *((name, INT) for name in ("count", "done_by")),
-    ]
-
-
-_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated_weight".split()
-_WORKSPACE = "work parameters part dt squares wide_part next_state".split()
-_SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
-    group_channels""".split()
-NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
-ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
-
-
-class _Layer(ctypes.Structure):
-    """step.c's `Layer`."""
-
-    _fields_ = [
-        *((name, _Matrix) for name in ("in_proj", "out_proj")),
-        *((name, _Sum) for name in ("inner", "outer")),
-        *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
-        *((name, SIZE) for name in _SIZES),
-        *((name, FLOAT) for name in ("eps", "inner_eps")),
-        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative")),
-    ]
-
-
-class _Layers(ctypes.Structure):
-    """step.c's `Layers`: consecutive layers."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("layers", "x", "given", "total")),
-        *((name, SIZE) for name in ("count", "layer", "begun")),
-    ]
 
 
 def can_decode_natively(block: Any) -> bool:
@@ -110,7 +63,8 @@ def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
     own = vars(mixer)
     return (
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
-        own.get("eps"), own.get("group_channels"), getattr(getattr(mixer, "out_proj", None), "ranks", None),
+        own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
+        getattr(getattr(mixer, "out_proj", None), "ranks", None),
     )  # fmt: skip
 
 
@@ -126,12 +80,12 @@ class LayerSum:
         tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
         self.sum_in_c = None if is_alone else ranks.sum_in_c(tensors, "fp32" if is_exact else None)
         done_by = ONE_RANK if is_alone else IN_PYTHON if self.sum_in_c is None else IN_C
-        self.struct = _Sum(total=address(part), squares=address(squares), done_by=done_by)
+        self.struct = Sum(total=address(part), squares=address(squares), done_by=done_by)
         if c := self.sum_in_c:
             struct = self.struct
             struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
 
-    def finish(self, code: int, struct: _Sum) -> None:
+    def finish(self, code: int, struct: Sum) -> None:
         """Finish an all-reduce for which C returned `code`.
 
         NO_SUM: do it in Python, and write the address of the sum into C's struct. Another code is one of the shared
@@ -157,16 +111,17 @@ class LayerSum:
 
 
 class NativeLayer:
-    """A block as step.c decodes it, one token of each of some sequences per call. layer: step.c's `Layer`.
+    """A block as step.c computes it for some tokens of each of some sequences per call. layer: step.c's `Layer`.
 
     conv, state: the sequences' rows of the layer's cache, which are updated in place. workspace: temporaries {(name, dtype,
     shape): tensor}, which consecutive layers share. ahead: how many tokens of each sequence are decoded speculatively; None:
-    one token, for good.
+    they are decoded one by one, for good, or are part of a prompt: then prompt_rows is how many of them, of all sequences
+    together, the temporaries have room for.
     """
 
     @classmethod
     def of(
-        cls, block: Any, conv: Tensor, state: Tensor, workspace: dict, ahead: int | None = None
+        cls, block: Any, conv: Tensor, state: Tensor, workspace: dict, ahead: int | None = None, prompt_rows: int = 0
     ) -> "NativeLayer | None":
         """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
@@ -178,23 +133,27 @@ class NativeLayer:
         float32 = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
         supported = _is_supported(typed, float32, matrices, len(conv) * (ahead or 1))
-        return cls(block, typed, float32, matrices, workspace, ahead) if supported else None
+        return cls(block, typed, float32, matrices, workspace, ahead, prompt_rows) if supported else None
 
     def __init__(
         self, block: Any, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict,
-        ahead: int | None,
+        ahead: int | None, prompt_rows: int,
     ):  # fmt: skip
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], float32["state"]
         self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
-        self.layer = _Layer(
-            **{name: _Matrix.of(weight) for name, weight in matrices.items()},
+        least_dt, most_dt = mixer.dt_limit if mamba2 and prompt_rows else (-math.inf, math.inf)
+        self.layer = Layer(
+            **{name: Matrix.of(weight) for name, weight in matrices.items()},
             **{name: address(tensor) for name, tensor in {**typed, **float32}.items()},
-            batch=len(conv), tokens=ahead or 1, size=len(norm.weight), N=mixer.state_size, taps=mixer.kernel, mamba2=mamba2,
-            history_stride=conv.stride(0), state_stride=state.stride(0), eps=norm.eps, type=TYPES[norm.weight.dtype],
-            sum_type=TYPES[self.sum_dtype], speculative=ahead is not None,
+            batch=len(conv), tokens=prompt_rows or ahead or 1, size=len(norm.weight), N=mixer.state_size,
+            taps=mixer.kernel, mamba2=mamba2, history_stride=conv.stride(0), state_stride=state.stride(0),
+            eps=norm.eps, type=TYPES[norm.weight.dtype],
+            sum_type=TYPES[self.sum_dtype], speculative=ahead is not None, least_dt=least_dt, most_dt=most_dt,
             **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
         )  # fmt: skip
         self._workspace, self._dtype, self._kept = workspace, norm.weight.dtype, []
+        self._row_sizes = conv.shape[1:], state.shape[1:]
+        self._stored = {weight.dtype for weight in _multiplied(typed, matrices)}
         self.layer.next_state, self.layer.next_stride = self.layer.state, self.layer.state_stride
         if ahead is not None:
             after = self._tensor("next_state", *state.shape, dtype=torch.float32)
@@ -202,6 +161,22 @@ class NativeLayer:
         self.sums = self._mamba2_sums(mixer) if mamba2 else self._mamba_sums(mixer)
         for name, each in self.sums.items():
             setattr(self.layer, name, each.struct)
+
+    def holds(self, conv: Tensor, state: Tensor) -> bool:
+        """Whether rows of a cache have the dtypes, the sizes and the layout of those for which this was made."""
+        like = ((self._dtype, self._row_sizes[0]), (torch.float32, self._row_sizes[1]))
+        return all(
+            t.dtype is dtype and t.shape[1:] == sizes and t.is_cpu and t.is_contiguous()
+            for t, (dtype, sizes) in zip((conv, state), like, strict=True)
+        )
+
+    def is_fast(self, rows: int) -> bool:
+        """Whether step.c has the fastest products for so many tokens, and supports them."""
+        if rows < MANY:
+            return all(rows <= products.most_rows(dtype) for dtype in self._stored)
+        has_gaps = not self.layer.mamba2 and self.layer.heads > 1  # between the rows of a head in x_proj's matrix
+        forms = (product_form(dtype, self._dtype, rows) for dtype in self._stored)
+        return products.has_tile_products() and not has_gaps and all(form in (TILES, EXACT_TILES) for form in forms)
 
     def _tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the workspace (dtype None: the model's); its address is written into the C struct."""
@@ -220,7 +195,7 @@ class NativeLayer:
         return self._kept[-1]
 
     def _mamba_sums(self, mixer: MambaMixer) -> dict[str, LayerSum]:
-        """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba_in and mamba_out need."""
+        """{name in Layer: all-reduce}; also allocates the workspace that step.c's mamba_in and mamba_out need."""
         layer = self.layer
         batch, tokens, size = layer.batch, layer.tokens, layer.size
         self._kept_tensor("work", batch * tokens * (size + 5 * layer.channels))
@@ -231,7 +206,7 @@ class NativeLayer:
         )
 
     def _mamba2_sums(self, mixer: Mamba2Mixer) -> dict[str, LayerSum]:
-        """{name in _Layer: all-reduce}; also allocates the workspace that step.c's mamba2_step needs."""
+        """{name in Layer: all-reduce}; also allocates the workspace that step.c's mamba2_step needs."""
         layer = self.layer
         batch, tokens, size = layer.batch, layer.tokens, layer.size
         mixed = layer.channels + 2 * layer.groups * layer.N
@@ -253,8 +228,8 @@ class NativeLayers:
 
     def __init__(self, layers: list[NativeLayer]):
         self._native_layers, self.use, self._dtype = layers, layers[0].use, layers[0].sum_dtype
-        self._structs = (_Layer * len(layers))(*(layer.layer for layer in layers))
-        self._progress = _Layers(layers=ctypes.addressof(self._structs), count=len(layers))
+        self._structs = (Layer * len(layers))(*(layer.layer for layer in layers))
+        self._progress = Layers(layers=ctypes.addressof(self._structs), count=len(layers))
         self._address = ctypes.addressof(self._progress)
         sums_in_c = [each.sum_in_c for layer in layers for each in layer.sums.values() if each.sum_in_c is not None]
         self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
@@ -270,20 +245,32 @@ class NativeLayers:
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x (batch, seq, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
-        x = given = x.to(self._dtype).contiguous()
-        if self.use is not None:
-            given = (x + shared(x, embeddings, self.use, info, cache)).to(self._dtype).contiguous()
-        total, c, threads = torch.empty_like(x), self._progress, torch.get_num_threads()
+        x, given = self._inputs(x, info, cache, shared, embeddings)
+        total = torch.empty_like(x)
         for memory in self._memories:
             memory.check()
-        c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
-        while code := kernels.functions().decode(self._address, threads):
-            self._finish(code)
+        self._compute(x, given, total)
         if self._counter is not None:
             self._counter.include(self._sent)
         if info.speculative and cache is not None:
             cache.pending = self  # the first layer's stands for all
         return total
+
+    def _inputs(
+        self, x: Tensor, info: BatchInfo, cache: LayerCache | None, shared: Any, embeddings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the first layer adds to, and what it reads; both without gaps, in the dtype of the residual stream."""
+        x = x.to(self._dtype).contiguous()
+        if self.use is None:
+            return x, x
+        return x, (x + shared(x, embeddings, self.use, info, cache)).to(self._dtype).contiguous()
+
+    def _compute(self, x: Tensor, given: Tensor, total: Tensor) -> None:
+        """Write the last layer's result into total; the three have one shape, and no gaps."""
+        c, threads = self._progress, torch.get_num_threads()
+        c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
+        while code := kernels.functions().decode(self._address, threads):
+            self._finish(code)
 
     def advance_cache(self, cache: LayerCache, kept: KeptTokens, rows: Rows) -> None:
         """Advance the caches of all these layers by the tokens that are kept; see `PendingTokens`."""
@@ -298,7 +285,7 @@ class NativeLayers:
 
 
 def _mamba_tensors(mixer: MambaMixer) -> dict[str, Tensor]:
-    """The tensors of _Layer that only Mamba-1 has."""
+    """The tensors of Layer that only Mamba-1 has."""
     return dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
 
 
@@ -308,7 +295,7 @@ def _mamba_sizes(mixer: MambaMixer) -> dict[str, float]:
 
 
 def _mamba2_tensors(mixer: Mamba2Mixer) -> dict[str, Tensor]:
-    """The tensors of _Layer that only Mamba-2 has."""
+    """The tensors of Layer that only Mamba-2 has."""
     return dict(gated_weight=mixer.norm_weight)
 
 
@@ -317,14 +304,19 @@ def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
                 inner_eps=mixer.eps)  # fmt: skip
 
 
+def _multiplied(typed: dict[str, Any], matrices: dict[str, Tensor | RoundedMatrix]) -> list[Tensor]:
+    """The matrices of a layer; of rounded ones the integers."""
+    weights = [m if isinstance(m, Tensor) else m.values for m in matrices.values()]
+    return [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
+
+
 def _is_supported(
     typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | RoundedMatrix], batch: int
 ) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
-    weights = [t for m in matrices.values() for t in ([m] if isinstance(m, torch.Tensor) else [m.values])]
-    floating = [weight for weight in weights if weight.dtype not in products.ROUNDED]
+    multiplied = _multiplied(typed, matrices)
+    floating = [weight for weight in multiplied if weight.dtype not in products.ROUNDED]
     scales = [m.scales for m in matrices.values() if isinstance(m, RoundedMatrix)]
-    multiplied = [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
     return (
         usable(typed["norm"], *typed.values(), *floating) and are_float32(*float32.values(), *scales)
         and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE

@@ -7,6 +7,12 @@
 
 INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
 
+/* How many of `rows` rows of `size` elements a thread takes at a time: all of them where starting threads takes longer than
+   the work on elements. */
+INLINE ptrdiff_t rows_per_thread(ptrdiff_t rows, ptrdiff_t size, int threads) {
+  return rows * size < 1 << 15 ? rows : (rows + threads - 1) / threads;
+}
+
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
            ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int strided_linear(const void *weight, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
@@ -26,9 +32,10 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
                    ptrdiff_t N, ptrdiff_t chunk, int type, int threads);
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D,
         const float *state, void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
-        ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int threads);
-int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type);
+        ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int rounds, int threads);
+int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
+             int threads);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
-               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type);
+               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads);
 
 #endif

@@ -38,10 +38,10 @@ SIGNATURES = {
     "selective_scan": [POINTER] * 13 + [SIZE] * 6 + [INT] * 2,
     "selective_scan_backward": [POINTER] * 20 + [SIZE] * 5 + [INT],
     "selective_carry": [POINTER] * 9 + [SIZE] * 4 + [INT] * 2,
-    "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 3,
+    "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 4,
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
-    "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 2,
-    "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
+    "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 3,
+    "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 3,
     "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
     "integer_product": [POINTER] * 5 + [SIZE] * 3 + [INT] * 3,
     "has_integer_products": [],
@@ -202,7 +202,7 @@ def selective_scan_backward(
 
 def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
-    save: bool = False, one_by_one: bool = False,
+    save: bool = False, one_by_one: bool = False, rounds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
 
@@ -228,7 +228,7 @@ def ssd(
     raise_if_failed(functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
         y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
-        TYPES[x.dtype], one_by_one, torch.get_num_threads(),
+        TYPES[x.dtype], one_by_one, rounds, torch.get_num_threads(),
     ))  # fmt: skip
     return y, after, saved
 
@@ -267,8 +267,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_shapes(weight=(weight, (size,)))
     y = torch.empty_like(x, dtype=weight.dtype)
     functions().rms_norm(
-        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, TYPES[x.dtype], TYPES[weight.dtype]
-    )
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, TYPES[x.dtype], TYPES[weight.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
     return y
 
 
@@ -288,6 +289,6 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float | N
     squares = None if eps is not None else y.new_empty(*y.shape[:-1], groups, dtype=torch.float32)
     raise_if_failed(functions().gated_norm(
         y.data_ptr(), rows.data_ptr(), weight.data_ptr(), out.data_ptr(), address(squares), len(rows), rows.stride(0),
-        groups, width // groups, eps or 0.0, eps is not None, TYPES[y.dtype],
+        groups, width // groups, eps or 0.0, eps is not None, TYPES[y.dtype], torch.get_num_threads(),
     ))  # fmt: skip
     return out, squares

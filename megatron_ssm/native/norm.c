@@ -36,10 +36,18 @@ CLONES static void rows_bfloat16(const void *x, const void *weight, void *y, ptr
 }
 
 /* x and y: (rows, size). weight, (size), and y are of `type`; x is of the same type, or FLOAT32 where `type` is BFLOAT16. */
-int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type) {
-  if (x_type == BFLOAT16) rows_bfloat16(x, weight, y, rows, size, eps);
-  else if (type == BFLOAT16) rows_mixed(x, weight, y, rows, size, eps);
-  else rows_float32(x, weight, y, rows, size, eps);
+int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
+             int threads) {
+  ptrdiff_t share = rows_per_thread(rows, size, threads);
+#pragma omp parallel for num_threads(threads) if (share < rows)
+  for (ptrdiff_t first = 0; first < rows; first += share) {
+    ptrdiff_t count = rows - first < share ? rows - first : share;
+    const void *from = at(x, first * size, x_type);
+    void *to = at(y, first * size, type);
+    if (x_type == BFLOAT16) rows_bfloat16(from, weight, to, count, size, eps);
+    else if (type == BFLOAT16) rows_mixed(from, weight, to, count, size, eps);
+    else rows_float32(from, weight, to, count, size, eps);
+  }
   return 0;
 }
 
@@ -75,16 +83,21 @@ CLONES static void gated_bfloat16(const void *y, const void *z, const void *weig
 /* y, out: (rows, groups * size); z: the same shape, with z_stride between rows; weight: (groups * size); all of `type`.
    squares: (rows, groups), or NULL if `normalize`. */
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
-               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type) {
-  float *gated = malloc(size * sizeof(float));
-  if (!gated) return 1;
-  for (ptrdiff_t r = 0; r < rows; r++) {
-    const void *z_row = at(z, r * z_stride, type), *y_row = at(y, r * groups * size, type);
-    void *out_row = at(out, r * groups * size, type);
-    float *squares_row = squares ? squares + r * groups : NULL;
-    if (type == FLOAT32) gated_float32(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
-    else gated_bfloat16(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
+               ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads) {
+  ptrdiff_t share = rows_per_thread(rows, groups * size, threads);
+  int failed = 0;
+#pragma omp parallel for num_threads(threads) if (share < rows) reduction(| : failed)
+  for (ptrdiff_t first = 0; first < rows; first += share) {
+    float *gated = malloc(size * sizeof(float));
+    failed |= !gated;
+    for (ptrdiff_t r = first; gated && r < rows && r < first + share; r++) {
+      const void *z_row = at(z, r * z_stride, type), *y_row = at(y, r * groups * size, type);
+      void *out_row = at(out, r * groups * size, type);
+      float *squares_row = squares ? squares + r * groups : NULL;
+      if (type == FLOAT32) gated_float32(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
+      else gated_bfloat16(y_row, z_row, weight, out_row, squares_row, groups, size, eps, normalize, gated);
+    }
+    free(gated);
   }
-  free(gated);
-  return 0;
+  return failed;
 }

@@ -13,7 +13,9 @@ typedef struct {
   float *saved;                       /* the states before each chunk of tokens, (batch, chunks, heads, N, P), or NULL */
   const ptrdiff_t *strides;           /* see the indices below; their unit is one element */
   ptrdiff_t batch, seq, heads, P, groups, N;
+  int type;                           /* of x, B, C and y */
   int one_by_one;                     /* whether the result must be that of a call for each token, bit for bit */
+  int rounds;                         /* whether x, B and C may be rounded to BFLOAT16 */
 } Ssd;
 
 /* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
@@ -37,8 +39,8 @@ INLINE float *own_state(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t fir
 }
 
 /* Whether ssd_tiles can compute this. */
-int fits_ssd_tiles(const Ssd *a, int type);
-/* `ssd` by AMX, of BFLOAT16 inputs; saves no states. */
+int fits_ssd_tiles(const Ssd *a);
+/* `ssd` by AMX; saves no states. */
 int ssd_tiles(const Ssd *a, int threads);
 
 #endif

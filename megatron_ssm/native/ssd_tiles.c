@@ -3,10 +3,11 @@
    Let c_t be the sum of dt A from a chunk's first token to token t, and h the state before the chunk. Then
      y_t = e^c_t C_t^T h + the sum over s <= t of (C_t^T B_s) e^(c_t - c_s) dt_s x_s + D x_t,
      h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
-   The sums are products of tiles of bfloat16 numbers, added up in float32. x, B and C are such numbers; those that are computed
-   (h, the factors e^(...), and what is multiplied by them) are sums of two of them, with errors up to 2^-16. For float32 inputs,
-   which would be sums of three, this takes as long as token by token. An x that is not finite is left to ssd.c: here, 0 times
-   such an x_s would reach the tokens before it.
+   The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are rounded
+   to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add up: it is
+   the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `rounds` allows it: as sums of
+   three numbers they would take as long as token by token. An x that is not finite is left to ssd.c: here, 0 times such an x_s
+   would reach the tokens before it.
 
    C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
 #include "ssd.h"
@@ -20,7 +21,7 @@ enum {
   PIECE = 4,    /* chunks for which what the heads share is computed at once */
   LEAST = 16,   /* tokens for which this is faster than token by token */
   SMALLEST_LOG = -10000, /* of a decay: e to it is 0 */
-  PARTS = 2     /* bfloat16 numbers that stand for a number that is computed */
+  PARTS = 2     /* bfloat16 numbers that stand for a number that is added to h */
 };
 
 _Static_assert((int)CHUNK == DEPTH && (int)WIDTH == DEPTH, "two tiles side by side have a column for each token or channel");
@@ -36,9 +37,9 @@ typedef struct {
 typedef struct {
   Shared shared[PIECE];
   uint32_t pairs[STATES / 2 * CHUNK];                                      /* of B, while products are computed */
-  uint32_t state[PARTS][STATES / 2 * WIDTH];
+  uint32_t state[STATES / 2 * WIDTH];
   uint32_t x[CHUNK / 2 * WIDTH], scaled[PARTS][CHUNK / 2 * WIDTH];         /* x; times e^(c_last - c_s) dt_s */
-  uint16_t factors[PARTS][CHUNK * CHUNK];                                  /* (C_t^T B_s) e^(c_t - c_s) dt_s */
+  uint16_t factors[CHUNK * CHUNK];                                  /* (C_t^T B_s) e^(c_t - c_s) dt_s */
   float before[CHUNK * WIDTH], within[CHUNK * WIDTH];                      /* C_t^T h; the sum over s <= t */
   float decays[CHUNK], later[CHUNK];                                       /* e^c_t; e^(c_last - c_s) dt_s */
 } Work;
@@ -56,10 +57,14 @@ INLINE_FOR(TARGET_AMX) Row widened(__m512i row) {
   return (Row){(__m512)_mm512_slli_epi32(low, 16), (__m512)_mm512_slli_epi32(high, 16)};
 }
 
-/* WIDTH elements of an input, from `place` on; zeros unless the token is one of the `count` tokens from t on. */
+INLINE_FOR(TARGET_AMX) __m512i narrowed(Row row) { return (__m512i)_mm512_cvtne2ps_pbh(row.high, row.low); }
+
+/* WIDTH elements of an input in bfloat16, from `place` on; zeros unless the token is one of the `count` tokens from t on. */
 INLINE_FOR(TARGET_AMX) __m512i load_input(const Ssd *a, const void *p, int which, ptrdiff_t b, ptrdiff_t t, ptrdiff_t i,
                                           ptrdiff_t count, ptrdiff_t place) {
-  return i < count ? _mm512_loadu_si512(row(a, p, which, b, t + i, place, BFLOAT16)) : _mm512_setzero_si512();
+  if (i >= count) return _mm512_setzero_si512();
+  const void *from = row(a, p, which, b, t + i, place, a->type);
+  return a->type == BFLOAT16 ? _mm512_loadu_si512(from) : narrowed(load_floats(from));
 }
 
 INLINE_FOR(TARGET_AMX) Row times(float factor, Row row) {
@@ -97,21 +102,18 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *to, ptrdiff_t stride) {
 }
 
 /* Adds the products of 32 rows of a, `stride` apart, of 32 columns, with 32 rows of b in pairs, of WIDTH columns each. Numbers of
-   a have two parts if a_next is not 0: the second ones are a_next elements further. The same holds for b. */
-INLINE_FOR(TARGET_AMX) void multiply(const uint16_t *a, ptrdiff_t stride, ptrdiff_t a_next, const uint32_t *b,
-                                     ptrdiff_t b_next) {
+   b have two parts if b_next is not 0: the second ones are b_next elements further. */
+INLINE_FOR(TARGET_AMX) void multiply(const uint16_t *a, ptrdiff_t stride, const uint32_t *b, ptrdiff_t b_next) {
   __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
-  for (int i = 0; i < (a_next ? PARTS : 1); i++, a += a_next) {
-    _tile_loadd(4, a, stride * 2);
-    _tile_loadd(5, a + SIDE * stride, stride * 2);
-    for (int j = 0; j < (b_next ? PARTS : 1); j++) {
-      _tile_loadd(6, b + j * b_next, WIDTH * 4);
-      _tile_loadd(7, b + j * b_next + SIDE, WIDTH * 4);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+  _tile_loadd(4, a, stride * 2);
+  _tile_loadd(5, a + SIDE * stride, stride * 2);
+  for (int i = 0; i < (b_next ? PARTS : 1); i++, b += b_next) {
+    _tile_loadd(6, b, WIDTH * 4);
+    _tile_loadd(7, b + SIDE, WIDTH * 4);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 }
 
@@ -145,7 +147,7 @@ INLINE_FOR(TARGET_AMX) void fill_shared(const Ssd *a, Work *w, Shared *shared, p
   zero_sums();
   for (ptrdiff_t n = 0; n < N; n += DEPTH) {
     fill_B(a, w, shared, b, group, t, count, n);
-    multiply(shared->C + n, N, 0, w->pairs + n / 2 * CHUNK, 0);
+    multiply(shared->C + n, N, w->pairs + n / 2 * CHUNK, 0);
   }
   store_sums(shared->products, CHUNK);
 }
@@ -165,14 +167,12 @@ INLINE_FOR(TARGET_AMX) float fill_factors(const Ssd *a, Work *w, const Shared *s
     w->decays[i] = exp_((float)logs[i]), w->later[i] = exp_((float)(sum - logs[i])) * dt[i];
   for (int i = 0; i < CHUNK; i++) {
     float values[CHUNK];
-    __m512i parts[PARTS];
 #pragma omp simd
     for (int s = 0; s < CHUNK; s++) {
       float value = shared->products[i * CHUNK + s] * exp_((float)(logs[i] - logs[s])) * dt[s];
       values[s] = s <= i ? value : 0;
     }
-    split(_mm512_loadu_ps(values), _mm512_loadu_ps(values + SIDE), parts, PARTS);
-    for (int p = 0; p < PARTS; p++) _mm512_store_si512(w->factors[p] + i * CHUNK, parts[p]);
+    _mm512_store_si512(w->factors + i * CHUNK, narrowed(load_floats(values)));
   }
   return w->decays[CHUNK - 1];
 }
@@ -190,15 +190,15 @@ INLINE_FOR(TARGET_AMX) void fill_x(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff_t
   }
 }
 
-/* The parts of WIDTH channels of the state h, whose rows are `stride` apart; h is multiplied by `decay`. */
+/* WIDTH channels of the state h, whose rows are `stride` apart, in bfloat16; h is multiplied by `decay`. */
 INLINE_FOR(TARGET_AMX) void fill_state(Work *w, float *h, ptrdiff_t stride, float decay, ptrdiff_t N) {
-  __m512i parts[2][PARTS];
+  __m512i rows[2];
   for (ptrdiff_t n = 0; n < N; n++, h += stride) {
     Row values = load_floats(h), later = times(decay, values);
-    split(values.low, values.high, parts[n % 2], PARTS);
+    rows[n % 2] = narrowed(values);
     _mm512_storeu_ps(h, later.low);
     _mm512_storeu_ps(h + SIDE, later.high);
-    for (int p = 0; n % 2 && p < PARTS; p++) store_pairs(parts[0][p], parts[1][p], w->state[p] + n / 2 * WIDTH);
+    if (n % 2) store_pairs(rows[0], rows[1], w->state + n / 2 * WIDTH);
   }
 }
 
@@ -206,21 +206,23 @@ INLINE_FOR(TARGET_AMX) void fill_state(Work *w, float *h, ptrdiff_t stride, floa
 INLINE_FOR(TARGET_AMX) void write_y(const Ssd *a, const Work *w, ptrdiff_t b, ptrdiff_t head, ptrdiff_t t, ptrdiff_t count,
                                     ptrdiff_t c) {
   for (ptrdiff_t i = 0; i < count; i++) {
-    Row skipped = times(a->D[head], widened(load_input(a, a->x, X, b, t, i, count, head * a->P + c)));
+    const void *x = row(a, a->x, X, b, t + i, head * a->P + c, a->type);
+    Row skipped = times(a->D[head], a->type == BFLOAT16 ? widened(_mm512_loadu_si512(x)) : load_floats(x));
     Row before = times(w->decays[i], load_floats(w->before + i * WIDTH)), within = load_floats(w->within + i * WIDTH);
     __m512 low = _mm512_add_ps(_mm512_add_ps(skipped.low, before.low), within.low);
     __m512 high = _mm512_add_ps(_mm512_add_ps(skipped.high, before.high), within.high);
-    uint16_t *to = (uint16_t *)a->y + ((b * a->seq + t + i) * a->heads + head) * a->P + c;
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    void *to = at(a->y, ((b * a->seq + t + i) * a->heads + head) * a->P + c, a->type);
+    if (a->type == BFLOAT16) _mm512_storeu_si512(to, narrowed((Row){low, high}));
+    else _mm512_storeu_ps(to, low), _mm512_storeu_ps((float *)to + SIDE, high);
   }
 }
 
 /* Rows of x and y are far apart. */
 INLINE_FOR(TARGET_AMX) void prefetch_rows(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t t, ptrdiff_t count) {
   for (ptrdiff_t i = 0; i < count; i++)
-    for (ptrdiff_t c = 0; c < a->P; c += WIDTH) {
-      __builtin_prefetch(row(a, a->x, X, b, t + i, head * a->P + c, BFLOAT16));
-      __builtin_prefetch((uint16_t *)a->y + ((b * a->seq + t + i) * a->heads + head) * a->P + c, 1);
+    for (ptrdiff_t c = 0; c < a->P; c += a->type == BFLOAT16 ? WIDTH : SIDE) { /* a cache line */
+      __builtin_prefetch(row(a, a->x, X, b, t + i, head * a->P + c, a->type));
+      __builtin_prefetch(at(a->y, ((b * a->seq + t + i) * a->heads + head) * a->P + c, a->type), 1);
     }
 }
 
@@ -235,15 +237,15 @@ INLINE_FOR(TARGET_AMX) void forward_chunk(const Ssd *a, Work *w, const Shared *s
     fill_state(w, h, a->P, decay, a->N);
     zero_sums();
     for (ptrdiff_t n = 0; n < a->N; n += DEPTH)
-      multiply(shared->C + n, a->N, 0, w->state[0] + n / 2 * WIDTH, STATES / 2 * WIDTH);
+      multiply(shared->C + n, a->N, w->state + n / 2 * WIDTH, 0);
     store_sums(w->before, WIDTH);
     zero_sums();
-    multiply(w->factors[0], CHUNK, CHUNK * CHUNK, w->x, 0);
+    multiply(w->factors, CHUNK, w->x, 0);
     store_sums(w->within, WIDTH);
     write_y(a, w, b, head, t, count, c);
     for (ptrdiff_t n = 0; n < a->N; n += DEPTH) {
       load_sums(h + n * a->P, a->P);
-      multiply(shared->B + n * CHUNK, CHUNK, 0, w->scaled[0], CHUNK / 2 * WIDTH);
+      multiply(shared->B + n * CHUNK, CHUNK, w->scaled[0], CHUNK / 2 * WIDTH);
       store_sums(h + n * a->P, a->P);
     }
   }
@@ -264,21 +266,22 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
   _tile_release();
 }
 
-/* Whether no element of x is infinite or NaN. */
+/* Whether no element of x is infinite or NaN in bfloat16. */
 TARGET_AMX static int is_finite(const Ssd *a) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   for (ptrdiff_t b = 0; b < a->batch; b++)
     for (ptrdiff_t t = 0; t < a->seq; t++)
       for (ptrdiff_t c = 0; c < a->heads * a->P; c += WIDTH) {
-        __m512i x = _mm512_loadu_si512(row(a, a->x, X, b, t, c, BFLOAT16));
+        __m512i x = load_input(a, a->x, X, b, t, 0, 1, c);
         if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent)) return 0;
       }
   return 1;
 }
 
-int fits_ssd_tiles(const Ssd *a, int type) {
+int fits_ssd_tiles(const Ssd *a) {
   int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
-  return fits && type == BFLOAT16 && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a);
+  int is_allowed = a->type == BFLOAT16 || a->rounds;
+  return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a);
 }
 
 int ssd_tiles(const Ssd *a, int threads) {
@@ -298,6 +301,6 @@ int ssd_tiles(const Ssd *a, int threads) {
   return failed;
 }
 #else
-int fits_ssd_tiles(const Ssd *a, int type) { return 0; }
+int fits_ssd_tiles(const Ssd *a) { return 0; }
 int ssd_tiles(const Ssd *a, int threads) { return 1; }
 #endif

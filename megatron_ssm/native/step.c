@@ -1,12 +1,13 @@
-/* Decodes one token of each sequence of a batch through consecutive layers, by the kernels of the other files; or several
-   tokens that may be taken back (speculative decoding). Python is only needed for all-reduces that are not done in shared
-   memory. decoding/native_step.py has the same structs. */
+/* Takes tokens of each sequence of a batch through consecutive layers, by the kernels of the other files: one token to decode,
+   several that may be taken back (speculative decoding), or a piece of a prompt. Python is only needed for all-reduces that
+   are not done in shared memory. decoding/structs.py has the same structs. */
 #include <math.h>
 
 #include "kernels.h"
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
+enum { MANY = 48 }; /* rows from which products are done by AMX: `decode` gets so many only where this is the fastest */
 
 /* A matrix (out, in), as `linear` takes it. */
 typedef struct {
@@ -47,15 +48,28 @@ typedef struct {
   ptrdiff_t rank;               /* of Mamba-1's dt */
   ptrdiff_t heads, groups;      /* those of this rank; groups: Mamba-2's */
   ptrdiff_t group_channels;     /* channels per group of Mamba-2, on all ranks together */
+  float least_dt, most_dt;      /* Mamba-2's limits of dt */
   float eps;                    /* of the layer's norm */
   float inner_eps;              /* of Mamba-2's gated norm, or of Falcon-Mamba's norms of dt, B and C; negative: none */
   int type, sum_type, mamba2;   /* sum_type: of the residual stream; mamba2: whether this is a Mamba-2 layer */
   int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
 } Layer;
 
-static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
+INLINE int is_rounded(const Matrix *m) { return m->type == INT8 || m->type == INT4; }
+
+static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in,
                    int type, int threads) {
-  return linear(m->values, m->scales, bias, x, y, batch, out, in, in, m->type, type, threads);
+  int (*const product)(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                       ptrdiff_t, int, int, int) = rows < MANY ? linear : tile_product;
+  return product(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, type, threads);
+}
+
+/* The product with the columns of a head in x_proj, or with its rows of dt_proj: `rows` rows of x. Of MANY there is one head,
+   so that there are no gaps in weight and y. */
+static int project_head(const Layer *l, const void *weight, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
+                        ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
+  if (rows >= MANY) return tile_product(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
+  return strided_linear(weight, NULL, x, y, rows, out, in, weight_stride, x_stride, y_stride, l->type, l->type, threads);
 }
 
 /* What mamba_in and mamba_out have in `work`, (rows, size + 5 channels). xz: x before the convolution and z, (rows, 2
@@ -75,15 +89,15 @@ INLINE MambaWork mamba_work(const Layer *l) {
 static int mamba_in(const Layer *l, const void *hidden, int threads) {
   ptrdiff_t tokens = l->tokens, rows = l->batch * tokens, channels = l->channels, width = l->rank + 2 * l->N;
   MambaWork w = mamba_work(l);
-  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type);
+  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type, threads);
   int failed = project(&l->in_proj, l->in_bias, w.normed, w.xz, rows, 2 * channels, l->size, l->type, threads);
   causal_conv(w.xz, l->conv, l->conv_bias, l->history, w.x, l->speculative ? NULL : l->history, l->batch, tokens, channels,
               l->taps, 2 * tokens * channels, 2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
   for (ptrdiff_t h = 0; h < l->heads; h++)
-    failed |= strided_linear(at(l->x_proj, h * per_head, type), NULL, at(w.x, h * per_head, type),
-                             at(l->parameters, h * width, type), rows, width, per_head, channels, channels,
-                             l->heads * width, type, type, threads);
+    failed |= project_head(l, at(l->x_proj, h * per_head, type), at(w.x, h * per_head, type),
+                           at(l->parameters, h * width, type), rows, width, per_head, channels, channels,
+                           l->heads * width, threads);
   return failed;
 }
 
@@ -111,13 +125,12 @@ static int mamba_out(const Layer *l, void *parameters, int threads) {
     for (ptrdiff_t b = 0; b < rows * heads; b++)
       for (int k = 0; k < 3; k++) {
         void *part = at(parameters, b * width + cuts[k], l->type);
-        rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], l->inner_eps, l->type, l->type);
+        rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], l->inner_eps, l->type, l->type, 1);
       }
   int failed = 0;
   for (ptrdiff_t h = 0; h < heads; h++)
-    failed |= strided_linear(at(l->dt_proj, h * per_head * rank, l->type), NULL, at(parameters, h * width, l->type),
-                             at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, l->type,
-                             l->type, threads);
+    failed |= project_head(l, at(l->dt_proj, h * per_head * rank, l->type), at(parameters, h * width, l->type),
+                           at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, threads);
   mamba_scan(l, parameters, 0, l->batch, l->tokens, at(w.xz, channels, l->type), l->next_state, l->next_stride, threads);
   return failed | project(&l->out_proj, NULL, w.scanned, l->part, rows, l->size, channels, l->type, threads);
 }
@@ -138,33 +151,42 @@ INLINE Mamba2Work mamba2_work(const Layer *l) {
 }
 
 /* As mamba_scan. For one token, or tokens one by one, ssd allocates no memory, so it cannot fail. */
-static void mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, float *next, ptrdiff_t next_stride,
+static int mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, float *next, ptrdiff_t next_stride,
                         int threads) {
   Mamba2Work w = mamba2_work(l);
   ptrdiff_t mixed = w.mixed, step = l->tokens * mixed, first = b * l->tokens, type = l->type;
   ptrdiff_t strides[] = {step, mixed, step, mixed, step, mixed, l->state_stride, next_stride};
   void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
-  ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
-      at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads, l->channels / l->heads,
-      l->groups, l->N, type, l->speculative, threads);
+  return ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
+             at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads,
+             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(&l->in_proj), threads);
+}
+
+/* Mamba-2's dt. */
+static void fill_dt(const Layer *l, Mamba2Work w, int threads) {
+  ptrdiff_t rows = l->batch * l->tokens, heads = l->heads, first = l->channels + w.mixed;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= MANY)
+  for (ptrdiff_t b = 0; b < rows; b++)
+    for (ptrdiff_t h = 0; h < heads; h++) {
+      float dt = softplus_(get(w.projected, b * w.width + first + h, l->type) + l->dt_bias[h]);
+      l->dt[b * heads + h] = dt < l->least_dt ? l->least_dt : dt > l->most_dt ? l->most_dt : dt; /* NaN stays */
+    }
 }
 
 /* Mamba-2 up to the all-reduce of out_proj -> part. Advances history and state, unless the tokens are speculative. With
    `squares`, out_proj is applied to values that are not normalized yet, and `squares` receives their sums of squares. */
 static int mamba2_step(const Layer *l, const void *hidden, int threads) {
-  ptrdiff_t rows = l->batch * l->tokens, channels = l->channels, heads = l->heads, groups = l->groups;
+  ptrdiff_t rows = l->batch * l->tokens, channels = l->channels, groups = l->groups;
   Mamba2Work w = mamba2_work(l);
-  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type);
+  rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type, threads);
   int failed = project(&l->in_proj, l->in_bias, w.normed, w.projected, rows, w.width, l->size, l->type, threads);
   causal_conv(at(w.projected, channels, l->type), l->conv, l->conv_bias, l->history, w.xBC,
               l->speculative ? NULL : l->history, l->batch, l->tokens, w.mixed, l->taps, l->tokens * w.width, w.width,
               l->history_stride, l->type, threads);
-  for (ptrdiff_t b = 0; b < rows; b++)
-    for (ptrdiff_t h = 0; h < heads; h++)
-      l->dt[b * heads + h] = softplus_(get(w.projected, b * w.width + channels + w.mixed + h, l->type) + l->dt_bias[h]);
-  mamba2_scan(l, 0, l->batch, l->tokens, l->next_state, l->next_stride, threads);
+  fill_dt(l, w, threads);
+  failed |= mamba2_scan(l, 0, l->batch, l->tokens, l->next_state, l->next_stride, threads);
   failed |= gated_norm(w.scanned, w.projected, l->gated_weight, w.gated, l->squares, rows, w.width, groups,
-                       channels / groups, l->inner_eps, !l->squares, l->type);
+                       channels / groups, l->inner_eps, !l->squares, l->type, threads);
   failed |= project(&l->out_proj, NULL, w.gated, l->part, rows, l->size, channels, l->type, threads);
   if (l->wide_part)
     for (ptrdiff_t i = 0; i < rows * l->size; i++) l->wide_part[i] = get(l->part, i, l->type);
@@ -199,10 +221,12 @@ static void keep_tokens_of(const Layer *l, const ptrdiff_t *counts, int threads)
   }
 }
 
-/* total = x + sum + out_proj's bias, rounded after each addition as torch would. squares: the sums of squares that normalize
-   `sum`, which is FLOAT32 then; NULL: `sum` is of `type`. */
-INLINE void add(const Layer *l, const void *x, const void *sum, const float *squares, void *total, int type, int sum_type) {
-  for (ptrdiff_t b = 0; b < l->batch * l->tokens; b++) {
+/* total = x + sum + out_proj's bias of the rows `start` to `stop`, rounded after each addition as torch would. squares: the sums
+   of squares that normalize `sum`, which is FLOAT32 then; NULL: `sum` is of `type`. */
+INLINE void add(const Layer *l, const void *x, void *total, ptrdiff_t start, ptrdiff_t stop, int type, int sum_type) {
+  const void *sum = l->outer.total;
+  const float *squares = l->outer.squares;
+  for (ptrdiff_t b = start; b < stop; b++) {
     float scale = squares ? 1 / sqrtf(squares[b] / l->group_channels + l->inner_eps) : 1;
     ptrdiff_t first = b * l->size;
 #pragma omp simd
@@ -214,23 +238,26 @@ INLINE void add(const Layer *l, const void *x, const void *sum, const float *squ
   }
 }
 
-CLONES static void add_float32(const Layer *l, const void *x, const void *sum, const float *squares, void *total) {
-  add(l, x, sum, squares, total, FLOAT32, FLOAT32);
+CLONES static void add_float32(const Layer *l, const void *x, void *total, ptrdiff_t start, ptrdiff_t stop) {
+  add(l, x, total, start, stop, FLOAT32, FLOAT32);
 }
-CLONES static void add_mixed(const Layer *l, const void *x, const void *sum, const float *squares, void *total) {
-  add(l, x, sum, squares, total, BFLOAT16, FLOAT32);
+CLONES static void add_mixed(const Layer *l, const void *x, void *total, ptrdiff_t start, ptrdiff_t stop) {
+  add(l, x, total, start, stop, BFLOAT16, FLOAT32);
 }
-CLONES static void add_bfloat16(const Layer *l, const void *x, const void *sum, const float *squares, void *total) {
-  add(l, x, sum, squares, total, BFLOAT16, BFLOAT16);
+CLONES static void add_bfloat16(const Layer *l, const void *x, void *total, ptrdiff_t start, ptrdiff_t stop) {
+  add(l, x, total, start, stop, BFLOAT16, BFLOAT16);
 }
 
 /* Adds what a layer gives to the residual stream x; both x and total are of sum_type, and may be the same. */
-static void add_residual(const Layer *l, const void *x, void *total) {
-  const void *sum = l->outer.total;
-  const float *squares = l->outer.squares;
-  if (l->type == FLOAT32) add_float32(l, x, sum, squares, total);
-  else if (l->sum_type == FLOAT32) add_mixed(l, x, sum, squares, total);
-  else add_bfloat16(l, x, sum, squares, total);
+static void add_residual(const Layer *l, const void *x, void *total, int threads) {
+  ptrdiff_t rows = l->batch * l->tokens, share = rows_per_thread(rows, l->size, threads);
+#pragma omp parallel for num_threads(threads) if (share < rows)
+  for (ptrdiff_t start = 0; start < rows; start += share) {
+    ptrdiff_t stop = start + share < rows ? start + share : rows;
+    if (l->type == FLOAT32) add_float32(l, x, total, start, stop);
+    else if (l->sum_type == FLOAT32) add_mixed(l, x, total, start, stop);
+    else add_bfloat16(l, x, total, start, stop);
+  }
 }
 
 /* Consecutive layers and how far they are. x, given and total are (rows, size) of sum_type. */
@@ -265,7 +292,7 @@ int decode(Layers *s, int threads) {
       if (l->mamba2 ? mamba2_step(l, given, threads) : mamba_out(l, l->inner.total, threads)) return NO_MEMORY;
       if ((code = all_reduce(&l->outer))) return code;
     }
-    add_residual(l, x, s->total);
+    add_residual(l, x, s->total, threads);
   }
   return 0;
 }

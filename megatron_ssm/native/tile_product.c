@@ -18,6 +18,7 @@ enum {
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
   X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
+  SECOND_LEVEL = 2,            /* the cache to which __builtin_prefetch brings data */
   XTILEDATA = 18, REQUEST = 0x1023 /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
 
@@ -84,11 +85,10 @@ INLINE_FOR(TARGET_AMX) void load_sums(const float *sums, int is_first) {
 }
 
 /* Adds the products of PANEL rows of W, `stride` bytes apart, with one or two groups of rows of x, whose tiles are `second`
-   elements apart; depth: how many tiles deep. ahead: the distance in bytes of what is prefetched, or 0. */
+   elements apart; depth: how many tiles deep. */
 INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, const uint32_t *x, ptrdiff_t second,
-                                           ptrdiff_t depth, int groups, ptrdiff_t ahead) {
+                                           ptrdiff_t depth, int groups) {
   for (ptrdiff_t k = 0; k < depth; k++, w += DEPTH * 2, x += TILE) {
-    for (int r = 0; ahead && r < PANEL; r++) __builtin_prefetch(w + ahead + r * stride);
     _tile_loadd(4, w, stride);
     _tile_loadd(6, x, SIDE * 4);
     _tile_dpbf16ps(0, 4, 6);
@@ -135,20 +135,44 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrd
   write_sums((__m512 *)rows, SIDE, a->bias, a->y, row, first, a->out, a->batch, type);
 }
 
+/* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
+INLINE const char *address_of(const Product *a, ptrdiff_t place) {
+  if (a->weight_type == FLOAT32 || a->weight_type == BFLOAT16) return at(a->values, place, a->weight_type);
+  return a->values + place / BLOCK * bytes_per_block(a->weight_type);
+}
+
+/* Prefetches a part of what follows columns before `start` of the panel at `row`: `width` columns of some rows. This is called
+   while those before are multiplied by the rows of x from `first` on; all calls together prefetch all rows of the panel. */
+static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t first, ptrdiff_t start, ptrdiff_t width) {
+  if (start >= a->in) start = 0, row += PANEL;
+  ptrdiff_t times = (a->batch + PANEL - 1) / PANEL, share = (PANEL + times - 1) / times, from = row + first / PANEL * share;
+  ptrdiff_t stop = start + width < a->in ? start + width : a->in, next = row + PANEL < a->out ? row + PANEL : a->out;
+  for (ptrdiff_t r = from; r < from + share && r < next; r++) {
+    const char *end = address_of(a, r * a->in + stop);
+    for (const char *line = address_of(a, r * a->in + start); line < end; line += 64) __builtin_prefetch(line, 0, SECOND_LEVEL);
+  }
+}
+
+/* Prefetches what the products of the rows of W from `row` on with the rows of x from `first` on are written to. */
+INLINE void prefetch_y(const Product *a, ptrdiff_t row, ptrdiff_t first, int type) {
+  for (ptrdiff_t r = first; r < first + PANEL && r < a->batch; r++) {
+    const char *line = at(a->y, r * a->out + row, type);
+    __builtin_prefetch(line, 1);
+    if (type == FLOAT32) __builtin_prefetch(line + 64, 1);
+  }
+}
+
 /* Columns `start` to `stop` of `rows` rows of W from `row` on, with zeros up to PANEL rows -> buffer (PANEL, stop - start)
-   in bfloat16, or (columns / DEPTH, PARTS, PANEL, DEPTH) for float32. Prefetches the same columns of the next panel. */
+   in bfloat16, or (columns / DEPTH, PARTS, PANEL, DEPTH) for float32. */
 static void fill_buffer(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer) {
   ptrdiff_t width = stop - start;
   memset(buffer + rows * width, 0, (PANEL - rows) * width * 2);
   for (ptrdiff_t r = 0; r < rows; r++) {
-    ptrdiff_t place = (row + r) * a->in + start, block = place / BLOCK, bytes = bytes_per_block(a->weight_type);
-    const char *blocks = a->values + block * bytes;
-    if (a->weight_type == BFLOAT16) {
-      memcpy(buffer + r * width, at(a->values, place, BFLOAT16), width * 2);
-      continue;
-    }
-    for (ptrdiff_t i = 0; i < width / BLOCK * bytes; i += 64) __builtin_prefetch(blocks + PANEL * a->in / BLOCK * bytes + i);
-    widen_blocks(blocks, a->scales + block, buffer + r * width, width / BLOCK, a->weight_type, BFLOAT16);
+    ptrdiff_t place = (row + r) * a->in + start;
+    const char *from = address_of(a, place);
+    uint16_t *to = buffer + r * width;
+    if (a->weight_type == BFLOAT16) memcpy(to, from, width * 2);
+    else widen_blocks(from, a->scales + place / BLOCK, to, width / BLOCK, a->weight_type, BFLOAT16);
   }
 }
 
@@ -159,8 +183,6 @@ TARGET_AMX static void fill_parts(const Product *a, ptrdiff_t row, ptrdiff_t row
     for (ptrdiff_t r = 0; r < rows; r++) {
       const float *from = (const float *)a->values + (row + r) * a->in + start;
       __m512i parts[PARTS];
-      __builtin_prefetch(from + PANEL * a->in);
-      __builtin_prefetch(from + PANEL * a->in + 16);
       split(_mm512_loadu_ps(from), _mm512_loadu_ps(from + SIDE), parts, PARTS);
       for (int p = 0; p < PARTS; p++) _mm512_store_si512(buffer + (p * PANEL + r) * DEPTH, parts[p]);
     }
@@ -182,9 +204,11 @@ INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, uint
       const uint32_t *x = a->tiles + first / SIDE * group + start / DEPTH * parts * TILE;
       float *own = sums + first / PANEL * 4 * TILE;
       int groups = a->batch - first > SIDE ? 2 : 1;
+      prefetch_next(a, row, first, stop, width);
+      if (!start) prefetch_y(a, row, first, type);
       load_sums(own, !start);
       if (parts > 1) multiply_parts(buffer, x, group, steps, groups);
-      else multiply_tiles(w, stride, x, group, steps, groups, is_copy || first || row + 2 * PANEL > a->out ? 0 : PANEL * stride);
+      else multiply_tiles(w, stride, x, group, steps, groups);
       store_sums(own);
       for (int t = 0; stop == a->in && t < 2 * groups; t++)
         if (row + t % 2 * SIDE < a->out) write_tile(a, own + t * TILE, row + t % 2 * SIDE, first + t / 2 * SIDE, type);

@@ -110,7 +110,7 @@ def test_speculative_calls(ranks, tp, options, family, changes, tmp_path):
             layer.norm.register_forward_hook(lambda *_: None)
         return by_calls, singly, kept(model, ahead=True), calls
 
-    atol = 0.02 if "dtype" in options else 5e-5
+    atol = 0.02 if "dtype" in options else 1e-4
     for by_calls, singly, by_blocks, calls in ranks(run, tp):
         assert calls == 5 * 2  # calls and layers
         torch.testing.assert_close(by_calls, by_blocks, rtol=0, atol=atol)

@@ -1,0 +1,61 @@
+"""The structs of native/step.c, which tell it where a model's tensors are."""
+
+import ctypes
+
+from torch import Tensor
+
+from megatron_ssm.native.kernels import TYPES
+from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
+
+
+class Matrix(ctypes.Structure):
+    """step.c's `Matrix`: a floating-point matrix, or a `RoundedMatrix`."""
+
+    _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
+
+    @classmethod
+    def of(cls, weight: Tensor | RoundedMatrix) -> "Matrix":
+        """The struct of a tensor or a RoundedMatrix."""
+        if isinstance(weight, Tensor):
+            return cls(weight.data_ptr(), None, TYPES[weight.dtype])
+        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
+
+
+class Sum(ctypes.Structure):
+    """step.c's `Sum`: an all-reduce."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
+        *((name, INT) for name in ("count", "done_by")),
+    ]
+
+
+_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated_weight".split()
+_WORKSPACE = "work parameters part dt squares wide_part next_state".split()
+_SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
+    group_channels""".split()
+NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
+ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
+
+
+class Layer(ctypes.Structure):
+    """step.c's `Layer`."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("in_proj", "out_proj")),
+        *((name, Sum) for name in ("inner", "outer")),
+        *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
+        *((name, SIZE) for name in _SIZES),
+        *((name, FLOAT) for name in ("least_dt", "most_dt", "eps", "inner_eps")),
+        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative")),
+    ]
+
+
+class Layers(ctypes.Structure):
+    """step.c's `Layers`: consecutive layers."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("layers", "x", "given", "total")),
+        *((name, SIZE) for name in ("count", "layer", "begun")),
+    ]
