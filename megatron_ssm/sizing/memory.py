@@ -11,8 +11,8 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - stages: the bytes of one token's activations at each stage of a layer (`Memory.stages`); the largest counts.
 - logits: of one position of each sequence.
 
-Where one call of C reads a prompt through several layers (decoding/native_prompt.py), it needs less: the stages are those of a
-piece, and only what enters and leaves the layers has all tokens.
+Where C reads a prompt through several layers in one call (decoding/native_prompt.py), it needs less: the stages are those of
+a piece, and only what enters and leaves the layers has all tokens.
 
 A prompt that is read in chunks needs the cache and the activations of one chunk. In models without attention the number of
 sequences is then limited by their states, whatever their length.
