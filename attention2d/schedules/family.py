@@ -12,6 +12,7 @@
 | 3-D: heads first, then the grid | U | R | C | either |
 """
 
+import math
 from typing import Any
 
 import torch
@@ -138,19 +139,41 @@ class Attention2D(SequenceSharding):
         return repr(self), tuple(q.shape), k.shape[2], q.dtype, causal, scale, length, bool(return_lse), has_gradient
 
 
+def named_grids(ranks: int) -> dict[str, tuple[int, int, int, bool]]:
+    """{name: (rows, cols, ulysses, overlap)} of the schedules whose grid follows from the number of ranks alone.
+
+    2d: the most square grid. usp and 3d, for an even number of ranks: two ranks of each cell divide the heads.
+    """
+
+    def square(cells: int) -> tuple[int, int]:
+        rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
+        return rows, cells // rows
+
+    grids = {"ring": (ranks, 1, 1, True), "all-gather": (ranks, 1, 1, False), "ulysses": (1, 1, ranks, False)}
+    grids["2d"] = (*square(ranks), 1, False)
+    if ranks % 2 == 0:
+        grids |= {"usp": (ranks // 2, 1, 2, True), "3d": (*square(ranks // 2), 2, False)}
+    return grids
+
+
+def _named(name: str, group: ProcessGroup | None, order: str) -> Attention2D:
+    rows, cols, ulysses, overlap = named_grids(group_size(group))[name]
+    return Attention2D(group, rows, cols, ulysses, order, overlap)
+
+
 def Ring(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
     """Ring attention (Liu et al., 2023): keys and values travel around all ranks while earlier ones are attended."""
-    return Attention2D(group, group_size(group), 1, order=order, overlap=True)
+    return _named("ring", group, order)
 
 
 def AllGather(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
     """The context parallelism of Llama 3 (Meta, 2024): every rank gathers all keys and values before it attends."""
-    return Attention2D(group, group_size(group), 1, order=order)
+    return _named("all-gather", group, order)
 
 
 def Ulysses(group: ProcessGroup | None = None, order: str = "zigzag") -> Attention2D:
     """DeepSpeed-Ulysses (Jacobs et al., 2023): every rank attends all tokens with its share of the heads."""
-    return Attention2D(group, 1, 1, group_size(group), order)
+    return _named("ulysses", group, order)
 
 
 def USP(group: ProcessGroup | None = None, ulysses: int = 2, order: str = "zigzag") -> Attention2D:

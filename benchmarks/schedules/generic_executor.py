@@ -36,6 +36,7 @@ class Cell:
 
     @property
     def ranks(self) -> int:
+        """The ranks of the whole grid."""
         return self.rows * self.cols
 
 

@@ -38,6 +38,7 @@ class Cell:
 
     @property
     def ranks(self) -> int:
+        """The ranks of all nodes together."""
         return self.nodes * self.per_node
 
     def operators(self) -> list[Operator]:

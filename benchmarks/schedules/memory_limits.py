@@ -44,6 +44,7 @@ class Cell:
 
     @property
     def program(self) -> Program:
+        """Attention of these sizes, of heads of 64."""
         return programs.attention(1, self.heads, self.kv_heads, self.seq, 64, dtype="bfloat16")
 
 

@@ -36,6 +36,7 @@ class AttentionCell:
 
     @property
     def ranks(self) -> int:
+        """The ranks of all nodes together."""
         return self.nodes * self.per_node
 
     @property
@@ -45,6 +46,7 @@ class AttentionCell:
 
     @property
     def program(self) -> Program:
+        """Attention of these sizes, of heads of 64."""
         return programs.attention(1, self.heads, self.kv_heads, self.seq, 64, dtype="bfloat16")
 
     @property

@@ -155,6 +155,7 @@ class _Partials(_Blocks):
 
     @property
     def is_done(self) -> bool:
+        """Whether all parts are computed, and all but one were sent."""
         return not any(self._sources.values()) and len(self._sent) + 1 == len(self._sources)
 
     def advance(self, number: int) -> Iterator[Step]:

@@ -151,6 +151,7 @@ class _Run(NamedTuple):
 
     @property
     def slots(self) -> slice:
+        """Those of the positions."""
         return slice(self.start, self.start + self.length)
 
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
+from attention2d.schedules.family import named_grids
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
-from megatron_ssm.models.context import named_grids
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import FORMATS, Fabric

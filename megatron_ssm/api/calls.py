@@ -47,10 +47,12 @@ class Call:
 
     @property
     def is_chat(self) -> bool:
+        """Whether the request is for the assistant's next message."""
         return self.endpoint == CHAT
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """The strings at which a reply ends."""
         return _stop_strings(self.values)
 
     @property

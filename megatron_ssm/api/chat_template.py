@@ -57,6 +57,7 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
+        """The nodes between the tag and {% endgeneration %}."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -28,8 +28,9 @@ PLANS = 4  # per model and thread: those for the sets of rows that were used las
 
 
 class DecodePlans(threading.local):
-    """The decode plans of one model in each thread, for the rows of caches that it decoded last. A copy has no plans.
+    """The decode plans of one model in each thread, for the rows of caches that it decoded last, and a plan for prompts.
 
+    A copy has no plans.
     block: the type of the blocks that native layers can replace.
     """
 
@@ -63,8 +64,8 @@ class DecodePlans(threading.local):
 
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
-        if self._prompts is None or not self._prompts.fingerprint.is_current(cache):
-            self._prompts = _PromptPlan(model, self._block, cache)
+        if self._prompts is None or not self._prompts.fingerprint.is_current():
+            self._prompts = _PromptPlan(model, self._block)
         return self._prompts.layers(cache, info.rows, tokens)
 
 
@@ -99,19 +100,12 @@ class _Plan:
 
 
 class _PromptPlan:
-    """The callables for tokens of prompts, and the fingerprint of the model for which they were made.
+    """The callables for tokens of prompts, and the fingerprint of the model for which they were made."""
 
-    cache: a cache of the model, whose first row stands for all rows of all caches.
-    """
-
-    def __init__(self, model: Any, block: type[nn.Module], cache: Cache):
-        first = slice(0, 1)
-        self.fingerprint = ModelFingerprint(model, block, first, cache, lambda _: [])
+    def __init__(self, model: Any, block: type[nn.Module]):
+        self.fingerprint = ModelFingerprint(model, block)
         workspace: dict = {}
-        layers = [
-            _native_layer(each, block, layer, first, workspace, None, PIECE)
-            for each, layer in zip(model.layers, cache.layers, strict=True)
-        ]
+        layers = [_native_layer(each, block, None, slice(None), workspace, None, PIECE) for each in model.layers]
         self._layers = _join(layers, NativePrompt)
 
     def layers(self, cache: Cache, rows: slice | Tensor, tokens: int) -> list[tuple[int, Any]] | None:
@@ -119,14 +113,16 @@ class _PromptPlan:
 
         None if C does not support the cache, or is slower for so many tokens.
         """
+        found = []
         for index, each in self._layers:
-            if type(each) is NativePrompt and not each.bind(cache.layers[index : index + len(each)], rows, tokens):
-                return None
-        return self._layers
+            if type(each) is NativePrompt:
+                each = each.call_for(cache.layers[index : index + len(each)], rows, tokens)
+            found.append((index, each))
+        return None if any(each is None for _, each in found) else found
 
 
 class ModelFingerprint:
-    """What was copied from a model and from some rows of a cache, to detect changes of either.
+    """What was copied from a model, and from some rows of a cache (None: from none), to detect changes of either.
 
     block: the type of the blocks whose settings are compared. tensors_of: returns the tensors of a cache whose
     addresses are compared. The fingerprint references all modules and tensors of the model, but not the model itself,
@@ -137,12 +133,12 @@ class ModelFingerprint:
         self,
         model: Any,
         block: type[nn.Module],
-        rows: slice | Tensor,
-        cache: Cache,
-        tensors_of: Callable[[Cache], list[Tensor]],
+        rows: slice | Tensor | None = None,
+        cache: Cache | None = None,
+        tensors_of: Callable[[Any], list[Tensor]] = lambda _: [],
     ):
-        self._library, self._rows, self._first = kernels.LIBRARY, rows, weakref.ref(cache.layers[0])
-        self._tensors_of = tensors_of
+        self._library, self._rows = kernels.LIBRARY, rows
+        self._first, self._tensors_of = None if cache is None else weakref.ref(cache.layers[0]), tensors_of
         self._modules = [module for module in model.modules() if module is not model]
         named = [
             (owner, name, member)
@@ -159,9 +155,9 @@ class ModelFingerprint:
 
     def is_for_rows(self, rows: slice | Tensor, cache: Cache) -> bool:
         """Whether the fingerprint is that of these rows of this cache."""
-        return self._rows == rows and self._first() is cache.layers[0]
+        return self._rows == rows and self._first is not None and self._first() is cache.layers[0]
 
-    def is_current(self, cache: Cache) -> bool:
+    def is_current(self, cache: Cache | None = None) -> bool:
         """Whether nothing that was copied from the model and the cache has changed."""
         return (
             self._library is kernels.LIBRARY
@@ -201,14 +197,18 @@ def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -
 def _native_layer(
     block: nn.Module,
     kind: type[nn.Module],
-    cache: LayerCache,
+    cache: LayerCache | None,
     rows: slice | Tensor,
     workspace: dict,
     ahead: int | None,
     prompt_rows: int = 0,
 ) -> nn.Module | NativeLayer:
-    """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it."""
+    """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it.
+
+    cache: None for prompts, which are read into different caches; these are like a new one.
+    """
     if type(block) is not kind or not can_decode_natively(block):
         return block
-    native = NativeLayer.of(block, *cache.read(rows), workspace, ahead, prompt_rows)
+    held = block.mixer.new_cache(1).read() if cache is None else cache.read(rows)
+    native = NativeLayer.of(block, *held, workspace, ahead, prompt_rows)
     return block if native is None else native

@@ -114,9 +114,8 @@ class NativeLayer:
     """A block as step.c computes it for some tokens of each of some sequences per call. layer: step.c's `Layer`.
 
     conv, state: the sequences' rows of the layer's cache, which are updated in place. workspace: temporaries {(name, dtype,
-    shape): tensor}, which consecutive layers share. ahead: how many tokens of each sequence are decoded speculatively; None:
-    they are decoded one by one, for good, or are part of a prompt: then prompt_rows is how many of them, of all sequences
-    together, the temporaries have room for.
+    shape): tensor}, which consecutive layers share. A call decodes one token of each sequence; or `ahead` tokens, if that
+    is not None, speculatively; or tokens of prompts, in all at most prompt_rows, if that is not 0.
     """
 
     @classmethod
@@ -245,7 +244,7 @@ class NativeLayers:
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x (batch, seq, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
-        x, given = self._inputs(x, info, cache, shared, embeddings)
+        x, given = self.inputs(x, info, cache, shared, embeddings)
         total = torch.empty_like(x)
         for memory in self._memories:
             memory.check()
@@ -256,7 +255,7 @@ class NativeLayers:
             cache.pending = self  # the first layer's stands for all
         return total
 
-    def _inputs(
+    def inputs(
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None, shared: Any, embeddings: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What the first layer adds to, and what it reads; both without gaps, in the dtype of the residual stream."""

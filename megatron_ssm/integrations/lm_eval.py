@@ -77,6 +77,7 @@ class MegatronSsmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -87,6 +88,7 @@ class MegatronSsmLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
+        """The name under which lm-eval caches tokenized requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

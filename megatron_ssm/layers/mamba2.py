@@ -119,7 +119,7 @@ class Mamba2Mixer(nn.Module):
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
         x, B, C = self._parts(xBC)
-        rounds = isinstance(self.out_proj.weight, RoundedMatrix)  # whose products round as well
+        rounds = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None, rounds=rounds)
         if cache is not None:
             cache.update(conv, state, info.rows)

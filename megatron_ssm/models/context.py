@@ -1,6 +1,5 @@
 """The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
 
-import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 from attention2d import Attention2D, choose
 from attention2d.layout.checks import check_heads
 from attention2d.layout.token_order import local_length
+from attention2d.schedules.family import named_grids
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
 from commir.programs import attention, selective_scan
 from commir.scheduling.placements import place, placements_of
@@ -58,20 +58,6 @@ def schedule_of(
         raise ValueError(f"the schedule {name!r} is none of auto, search, ring, all-gather, ulysses, usp, 2d, 3d")
     rows, cols, ulysses, overlap = grids[name]
     return Attention2D(group, rows, cols, ulysses, overlap=overlap)
-
-
-def named_grids(ranks: int) -> dict[str, tuple[int, int, int, bool]]:
-    """{name: (rows, cols, ulysses, overlap)} of the schedules of `schedule_of` whose grid follows from the ranks alone."""
-
-    def square(cells: int) -> tuple[int, int]:
-        rows = max(size for size in range(1, math.isqrt(cells) + 1) if cells % size == 0)
-        return rows, cells // rows
-
-    grids = {"ring": (ranks, 1, 1, True), "all-gather": (ranks, 1, 1, False), "ulysses": (1, 1, ranks, False)}
-    grids["2d"] = (*square(ranks), 1, False)
-    if ranks % 2 == 0:
-        grids |= {"usp": (ranks // 2, 1, 2, True), "3d": (*square(ranks // 2), 2, False)}
-    return grids
 
 
 def _searched(

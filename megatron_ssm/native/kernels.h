@@ -7,8 +7,8 @@
 
 INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
 
-/* How many of `rows` rows of `size` elements a thread takes at a time: all of them where starting threads takes longer than
-   the work on elements. */
+/* How many of `rows` rows of `size` elements a thread takes at a time: all of them if they are so few elements that starting
+   threads takes longer. */
 INLINE ptrdiff_t rows_per_thread(ptrdiff_t rows, ptrdiff_t size, int threads) {
   return rows * size < 1 << 15 ? rows : (rows + threads - 1) / threads;
 }

@@ -35,18 +35,25 @@ CLONES static void rows_bfloat16(const void *x, const void *weight, void *y, ptr
     norm_row(at(x, r * size, BFLOAT16), weight, at(y, r * size, BFLOAT16), size, eps, BFLOAT16, BFLOAT16);
 }
 
+static void norm_rows(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type,
+                      int type) {
+  if (x_type == BFLOAT16) rows_bfloat16(x, weight, y, rows, size, eps);
+  else if (type == BFLOAT16) rows_mixed(x, weight, y, rows, size, eps);
+  else rows_float32(x, weight, y, rows, size, eps);
+}
+
 /* x and y: (rows, size). weight, (size), and y are of `type`; x is of the same type, or FLOAT32 where `type` is BFLOAT16. */
 int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
              int threads) {
   ptrdiff_t share = rows_per_thread(rows, size, threads);
-#pragma omp parallel for num_threads(threads) if (share < rows)
+  if (share == rows) {
+    norm_rows(x, weight, y, rows, size, eps, x_type, type);
+    return 0;
+  }
+#pragma omp parallel for num_threads(threads)
   for (ptrdiff_t first = 0; first < rows; first += share) {
     ptrdiff_t count = rows - first < share ? rows - first : share;
-    const void *from = at(x, first * size, x_type);
-    void *to = at(y, first * size, type);
-    if (x_type == BFLOAT16) rows_bfloat16(from, weight, to, count, size, eps);
-    else if (type == BFLOAT16) rows_mixed(from, weight, to, count, size, eps);
-    else rows_float32(from, weight, to, count, size, eps);
+    norm_rows(at(x, first * size, x_type), weight, at(y, first * size, type), count, size, eps, x_type, type);
   }
   return 0;
 }
@@ -86,6 +93,7 @@ int gated_norm(const void *y, const void *z, const void *weight, void *out, floa
                ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads) {
   ptrdiff_t share = rows_per_thread(rows, groups * size, threads);
   int failed = 0;
+  if (!rows) return 0;
 #pragma omp parallel for num_threads(threads) if (share < rows) reduction(| : failed)
   for (ptrdiff_t first = 0; first < rows; first += share) {
     float *gated = malloc(size * sizeof(float));

@@ -37,9 +37,9 @@ typedef struct {
 typedef struct {
   Shared shared[PIECE];
   uint32_t pairs[STATES / 2 * CHUNK];                                      /* of B, while products are computed */
-  uint32_t state[STATES / 2 * WIDTH];
+  uint32_t state[STATES / 2 * WIDTH];                                      /* h before the chunk */
   uint32_t x[CHUNK / 2 * WIDTH], scaled[PARTS][CHUNK / 2 * WIDTH];         /* x; times e^(c_last - c_s) dt_s */
-  uint16_t factors[CHUNK * CHUNK];                                  /* (C_t^T B_s) e^(c_t - c_s) dt_s */
+  uint16_t factors[CHUNK * CHUNK];                                         /* (C_t^T B_s) e^(c_t - c_s) dt_s */
   float before[CHUNK * WIDTH], within[CHUNK * WIDTH];                      /* C_t^T h; the sum over s <= t */
   float decays[CHUNK], later[CHUNK];                                       /* e^c_t; e^(c_last - c_s) dt_s */
 } Work;

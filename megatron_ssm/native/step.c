@@ -7,7 +7,9 @@
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
-enum { MANY = 48 }; /* rows from which products are done by AMX: `decode` gets so many only where this is the fastest */
+/* Rows from which all products are done by tile_product: `decode` gets so many only where this is possible, and the fastest. As
+   in ops/matrices.py. */
+enum { MANY = 48 };
 
 /* A matrix (out, in), as `linear` takes it. */
 typedef struct {
@@ -159,7 +161,7 @@ static int mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t t
   void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
   return ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
              at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads,
-             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(&l->in_proj), threads);
+             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(&l->out_proj), threads);
 }
 
 /* Mamba-2's dt. */
@@ -250,7 +252,7 @@ CLONES static void add_bfloat16(const Layer *l, const void *x, void *total, ptrd
 
 /* Adds what a layer gives to the residual stream x; both x and total are of sum_type, and may be the same. */
 static void add_residual(const Layer *l, const void *x, void *total, int threads) {
-  ptrdiff_t rows = l->batch * l->tokens, share = rows_per_thread(rows, l->size, threads);
+  ptrdiff_t rows = l->batch * l->tokens, share = rows_per_thread(rows, l->size, threads); /* there are rows */
 #pragma omp parallel for num_threads(threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share) {
     ptrdiff_t stop = start + share < rows ? start + share : rows;

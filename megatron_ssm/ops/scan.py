@@ -219,7 +219,8 @@ def ssd(
     B, C: (batch, seq, groups, N): heads/groups consecutive heads use the same group.
     state: (batch, heads, N, head_dim), at least fp32; None: zeros. overwrite: without gradients, the final state may be
     written into state. one_by_one: by the C kernels and without gradients, the results are those of a call for each token,
-    bit for bit; rounds: for some tokens they may round x, B and C to bfloat16. Other implementations ignore both.
+    bit for bit; rounds: what is multiplied may be rounded
+    to bfloat16, except the state that remains. Other implementations ignore both.
     Returns y like x, and the final state. Both have gradients.
     """
     wide = at_least_fp32(x.dtype)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tiny
+from attention2d.schedules.family import named_grids
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
 from megatron_ssm.advice.measured import MeasuredDevice, part_of
@@ -28,7 +29,6 @@ from megatron_ssm.advice.traffic import (
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.generation import stream
-from megatron_ssm.models.context import named_grids
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory

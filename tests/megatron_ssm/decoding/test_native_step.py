@@ -163,7 +163,7 @@ def test_hooked_and_replaced_layers_are_called(family, tmp_path, native_calls):
     class Adapted(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
-            self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+            self.inner = inner
 
         def forward(self, x):
             return 2 * self.inner(x)

@@ -333,6 +333,15 @@ def test_a_batch_without_rows(variant, kind):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
+@torch.no_grad()
+def test_norms_without_rows(variant):
+    empty, weight = torch.empty(2, 0, 64), torch.ones(64)
+    assert kernels.rms_norm(empty, weight, 1e-5).shape == empty.shape
+    for eps, squares in ((1e-5, None), (None, (2, 0, 4))):
+        out, found = kernels.gated_norm(empty, empty, weight, 4, eps)
+        assert out.shape == empty.shape and (found is None if squares is None else found.shape == squares)
+
+
 # The products and the norm
 
 
@@ -529,10 +538,19 @@ def results(threads, kind):
             results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         results |= {f"{n} integers": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
+    if kind == "norm":
+        y, z = torch.randn(2, 137, 256, generator=torch.Generator().manual_seed(0))
+        weight, found = torch.linspace(-1, 1, 256), {}
+        for x in (y, y.bfloat16()):
+            typed = weight.to(x.dtype), z.to(x.dtype)
+            found[f"norm of {x.dtype}"] = kernels.rms_norm(x, typed[0], 1e-5)
+            found[f"gated norm of {x.dtype}"] = kernels.gated_norm(x, typed[1], typed[0], 2, 1e-5)[0]
+            found[f"squares of {x.dtype}"] = kernels.gated_norm(x, typed[1], typed[0], 2, None)[1]
+        return found | {"mixed": kernels.rms_norm(y, weight.bfloat16(), 1e-5)}
     return everything(KINDS[kind][0], inputs_of(kind, seq=40, channels=200, size=20, dtype=torch.float32))
 
 assert kernels.LIBRARY
-for kind in (*KINDS, "linear"):
+for kind in (*KINDS, "linear", "norm"):
     one, *others = (results(threads, kind) for threads in (1, 2, 3))
     for other in others:
         for name in one:
