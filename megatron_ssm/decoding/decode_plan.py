@@ -195,7 +195,7 @@ def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -
 
 
 def _native_layer(
-    block: nn.Module,
+    block: Any,
     kind: type[nn.Module],
     cache: LayerCache | None,
     rows: slice | Tensor,

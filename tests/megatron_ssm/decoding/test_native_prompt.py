@@ -34,7 +34,10 @@ def pieces(monkeypatch):
 
 
 def close(options, ours, theirs):
-    atol = 0.03 if "dtype" in options else 1e-3 if "weights" in options else 5e-5
+    if "weights" in options:  # a last bit may decide how an activation is rounded to bfloat16
+        assert (ours - theirs).norm() < 2e-3 * theirs.norm(), (ours - theirs).norm() / theirs.norm()
+        return
+    atol = 0.03 if "dtype" in options else 5e-5
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
@@ -81,7 +84,7 @@ def test_long_prompts_by_tiles(family, options, threads, tmp_path, monkeypatch, 
     for module in ("megatron_ssm.decoding.native_step", "megatron_ssm.ops.matrices"):
         monkeypatch.setattr(f"{module}.product_form", tile_form)
     count = counted(native_prompt.PromptCall, monkeypatch.setattr)
-    prompt = ids(1, 300, vocab=61)
+    prompt = ids(1, 300 if family == "mamba" else 512, vocab=61)  # Mamba-2's chunks are the same in pieces of 256
     cache = model.new_cache(1)
     ours, state = model(prompt, cache=cache), cache.layers[1].state
     assert len(count) == 2
@@ -103,15 +106,13 @@ def limited_threads():
 
 
 @needs_tiles
-@pytest.mark.parametrize(
-    "sizes", (dict(hidden_size=96, num_heads=6), dict(hidden_size=64, expand=1.5, num_heads=3)), ids=str
-)
 @torch.no_grad()
-def test_models_of_which_some_matrices_are_not_rounded(sizes, tmp_path):
-    """C and the modules agree whether the recurrence may round."""
-    model = megatron_ssm.load(saved(tmp_path, "mamba2", head_dim=32, state_size=32, **sizes), weights="int8")
+def test_a_model_of_which_some_matrices_are_not_rounded(tmp_path):
+    """in_proj's rows are not a multiple of 64. C and the modules agree whether the recurrence may round."""
+    sizes = dict(hidden_size=96, num_heads=6, head_dim=32, state_size=32)
+    model = megatron_ssm.load(saved(tmp_path, "mamba2", **sizes), weights="int8")
     weights = model.layers[0].mixer.in_proj.weight(), model.layers[0].mixer.out_proj.weight
-    assert sum(isinstance(weight, torch.Tensor) for weight in weights) == 1
+    assert [isinstance(weight, torch.Tensor) for weight in weights] == [True, False]
     prompt = ids(1, 40, vocab=61)
     ours = prompts_and_a_token(model, prompt)
     hooked_outputs(model)

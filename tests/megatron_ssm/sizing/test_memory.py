@@ -83,7 +83,8 @@ def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
     for by_modules, usual, formula in ranks(peaks, world_size, tmp_path, dtype):
-        assert formula == pytest.approx(by_modules, rel=0.03) and usual < 1.03 * formula
+        assert formula == pytest.approx(by_modules, rel=0.03)
+        assert usual < 1.05 * formula  # with the temporaries of a piece, which C keeps
 
 
 @pytest.mark.parametrize("on_cuda", (False, True))
