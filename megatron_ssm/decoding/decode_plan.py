@@ -195,7 +195,7 @@ def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -
 
 
 def _native_layer(
-    block: Any,
+    block: nn.Module,
     kind: type[nn.Module],
     cache: LayerCache | None,
     rows: slice | Tensor,
@@ -209,6 +209,10 @@ def _native_layer(
     """
     if type(block) is not kind or not can_decode_natively(block):
         return block
-    held = block.mixer.new_cache(1).read() if cache is None else cache.read(rows)
-    native = NativeLayer.of(block, *held, workspace, ahead, prompt_rows)
+    if cache is None:
+        mixer: Any = block.mixer  # for torch's types it is a module or a tensor
+        conv, state = mixer.new_cache(1).read()
+    else:
+        conv, state = cache.read(rows)
+    native = NativeLayer.of(block, conv, state, workspace, ahead, prompt_rows)
     return block if native is None else native
