@@ -79,7 +79,8 @@ class MeasuredDevice:
 
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
-        ttft, _ = self._of_layers(_reply, config, ranks, *_sequences(config, batch, tokens, seq))
+        run = _reply if ranks == 1 and tokens == seq else _divided_reply
+        ttft, _ = self._of_layers(run, config, ranks, *_sequences(config, batch, tokens, seq))
         return ttft + self._attention(config, ranks, batch, tokens, seq)
 
     def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
@@ -107,7 +108,7 @@ class MeasuredDevice:
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences of `length` tokens."""
-        return self._of_layers(_reply, config, ranks, batch, length)[1]
+        return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length)[1]
 
     @cached_property
     def wait(self) -> float:
@@ -239,7 +240,19 @@ def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
 
 def _reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
     """The time to the first token of replies to prompts, and the time of each of the tokens that follow."""
+    return _times_of_reply(model, ids, [])
+
+
+def _divided_reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
+    """As `_reply`, for ranks that divide a model or a sequence: modules read their prompts, as they do here with hooks."""
+    return _times_of_reply(model, ids, [layer.register_forward_hook(lambda *_: None) for layer in model.layers])
+
+
+def _times_of_reply(model: Model, ids: torch.Tensor, hooks: list[Any]) -> tuple[float, ...]:
+    """hooks: removed when the prompt has been read."""
     times = [time.perf_counter()]
     for _ in stream(model, ids, max_new_tokens=1 + FIRST + NEW):
         times.append(time.perf_counter())
+        while hooks:
+            hooks.pop().remove()
     return times[1] - times[0], (times[-1] - times[1 + FIRST]) / NEW

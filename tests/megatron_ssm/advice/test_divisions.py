@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import serving
 import tiny
 from attention2d.schedules.family import named_grids
 from megatron_ssm.advice.devices import DEVICES, Device
@@ -28,7 +29,10 @@ from megatron_ssm.advice.traffic import (
 )
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
+from megatron_ssm.decoding.native_prompt import PromptCall
+from megatron_ssm.decoding.native_step import NativeLayers
 from megatron_ssm.inference.generation import stream
+from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
@@ -385,3 +389,15 @@ def test_wrong_arguments(files, flags, message, capsys):
         code = leave.code
     error = capsys.readouterr().err
     assert code == 2 and message in error and "Traceback" not in error
+
+
+@pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
+def test_only_ranks_that_divide_nothing_read_prompts_in_c(monkeypatch):
+    """As the ranks of a divided model and of a shared sequence do; their tokens are decoded in C."""
+    config, device = config_of(**MODELS["mamba"]), MeasuredDevice(1e9)
+    prompts, tokens = (serving.counted(kind, monkeypatch.setattr) for kind in (PromptCall, NativeLayers))
+    device.forward(config, ranks=2, batch=1, tokens=8, seq=8)
+    device.forward(config, ranks=1, batch=1, tokens=8, seq=16)
+    assert tokens and not prompts
+    device.forward(config, ranks=1, batch=1, tokens=8, seq=8)
+    assert prompts
