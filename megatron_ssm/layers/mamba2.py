@@ -119,8 +119,8 @@ class Mamba2Mixer(nn.Module):
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
         x, B, C = self._parts(xBC)
-        rounds = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
-        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None, rounds=rounds)
+        may_round = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
+        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None, may_round=may_round)
         if cache is not None:
             cache.update(conv, state, info.rows)
         return y.flatten(2), z

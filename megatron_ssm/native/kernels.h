@@ -32,7 +32,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
                    ptrdiff_t N, ptrdiff_t chunk, int type, int threads);
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D,
         const float *state, void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
-        ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int rounds, int threads);
+        ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads);
 int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
              int threads);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,

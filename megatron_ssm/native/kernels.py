@@ -202,7 +202,7 @@ def selective_scan_backward(
 
 def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
-    save: bool = False, one_by_one: bool = False, rounds: bool = False,
+    save: bool = False, one_by_one: bool = False, may_round: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
 
@@ -228,7 +228,7 @@ def ssd(
     raise_if_failed(functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
         y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
-        TYPES[x.dtype], one_by_one, rounds, torch.get_num_threads(),
+        TYPES[x.dtype], one_by_one, may_round, torch.get_num_threads(),
     ))  # fmt: skip
     return y, after, saved
 

@@ -126,8 +126,8 @@ CLONES static void forward_bfloat16(const Ssd *a, ptrdiff_t task) { forward_task
 
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
         void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
-        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int rounds, int threads) {
-  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N, type, one_by_one, rounds};
+        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads) {
+  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N, type, one_by_one, may_round};
   if (fits_ssd_tiles(&a)) return ssd_tiles(&a, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t task = 0; task < batch * heads; task++)

@@ -5,7 +5,7 @@
      h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
    The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are rounded
    to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add up: it is
-   the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `rounds` allows it: as sums of
+   the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows it: as sums of
    three numbers they would take as long as token by token. An x that is not finite is left to ssd.c: here, 0 times such an x_s
    would reach the tokens before it.
 
@@ -280,7 +280,7 @@ TARGET_AMX static int is_finite(const Ssd *a) {
 
 int fits_ssd_tiles(const Ssd *a) {
   int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
-  int is_allowed = a->type == BFLOAT16 || a->rounds;
+  int is_allowed = a->type == BFLOAT16 || a->may_round;
   return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a);
 }
 

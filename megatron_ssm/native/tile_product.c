@@ -141,8 +141,9 @@ INLINE const char *address_of(const Product *a, ptrdiff_t place) {
   return a->values + place / BLOCK * bytes_per_block(a->weight_type);
 }
 
-/* Prefetches a part of what follows columns before `start` of the panel at `row`: `width` columns of some rows. This is called
-   while those before are multiplied by the rows of x from `first` on; all calls together prefetch all rows of the panel. */
+/* Prefetches what is multiplied next: `width` columns from `start` on of the panel at `row`, or after its last column the first
+   columns of the next panel. A call prefetches some rows only, which depend on `first`, the rows of x that are multiplied
+   meanwhile; the calls for all rows of x prefetch all rows of the panel. */
 static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t first, ptrdiff_t start, ptrdiff_t width) {
   if (start >= a->in) start = 0, row += PANEL;
   ptrdiff_t times = (a->batch + PANEL - 1) / PANEL, share = (PANEL + times - 1) / times, from = row + first / PANEL * share;

@@ -211,7 +211,7 @@ def ssd_ref(
 
 def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None = None,
-    overwrite: bool = False, one_by_one: bool = False, rounds: bool = False,
+    overwrite: bool = False, one_by_one: bool = False, may_round: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h_t = exp(dt_t A) h_{t-1} + dt_t B_t (x) x_t;  y_t = C_t h_t + D x_t  (Mamba-2, section 6: block decomposition).
 
@@ -219,14 +219,14 @@ def ssd(
     B, C: (batch, seq, groups, N): heads/groups consecutive heads use the same group.
     state: (batch, heads, N, head_dim), at least fp32; None: zeros. overwrite: without gradients, the final state may be
     written into state. one_by_one: by the C kernels and without gradients, the results are those of a call for each token,
-    bit for bit; rounds: what is multiplied may be rounded
-    to bfloat16, except the state that remains. Other implementations ignore both.
+    bit for bit; may_round: they may round what they multiply to bfloat16, but not the final state. Other implementations
+    ignore both.
     Returns y like x, and the final state. Both have gradients.
     """
     wide = at_least_fp32(x.dtype)
     fits = B.shape[3] <= kernels.LARGEST_STATE
     if fits and not torch.is_grad_enabled() and kernels.usable(x, B, C) and are_float32(dt, A_log, D):
-        return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite, one_by_one=one_by_one, rounds=rounds)[:2]
+        return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite, one_by_one=one_by_one, may_round=may_round)[:2]
     inputs = (x, dt, A_log, B, C, D, state)
     on_cuda = cuda_scans.supports_ssd(*inputs)
     with torch.autocast(x.device.type, enabled=False):

@@ -63,12 +63,12 @@ def test_the_recurrence_may_round_float32(threads, sizes):
     """x, B and C have errors up to 2^-9 then. Numbers beyond bfloat16 are left to the exact form."""
     inputs = {name: t.detach() for name, t in inputs_of("ssd", dtype=torch.float32, **sizes).items()}
     exact = ssd_ref(**{name: t.double() for name, t in inputs.items()})
-    for rounds, tolerance in ((True, 2**-8), (False, 1e-6)):
-        y, final = kernels.ssd(**inputs, rounds=rounds)[:2]
-        assert y.dtype == torch.float32 and 1e-4 * rounds < relative_error(y, exact[0]) < tolerance
-        assert 1e-4 * rounds < relative_error(final, exact[1]) < tolerance
+    for may_round, tolerance in ((True, 2**-8), (False, 1e-6)):
+        y, final = kernels.ssd(**inputs, may_round=may_round)[:2]
+        assert y.dtype == torch.float32 and 1e-4 * may_round < relative_error(y, exact[0]) < tolerance
+        assert 1e-4 * may_round < relative_error(final, exact[1]) < tolerance
     inputs["x"][0, 3, 0, 0] = 3.4e38
-    ours, exact = kernels.ssd(**inputs, rounds=True)[0], kernels.ssd(**inputs)[0]
+    ours, exact = kernels.ssd(**inputs, may_round=True)[0], kernels.ssd(**inputs)[0]
     torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
 
 
