@@ -104,6 +104,24 @@ def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: 
     return _multiply(functions().tile_product, x, values, scales, bias, columns)
 
 
+def has_panel_products() -> bool:
+    """Whether this processor has AVX2, without which there is no `panel_product`."""
+    return kernels.LIBRARY.functions is not None and bool(functions().has_panel_products())
+
+
+def panel_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
+
+    ValueError for a matrix of another dtype; RuntimeError without AVX2.
+    """
+    if not has_panel_products():
+        raise RuntimeError("this processor has no AVX2, or the C kernels are not loaded: use `linear`")
+    columns = columns_of(values)
+    if columns < 1 or values.dtype not in (*ROUNDED, torch.float32, torch.bfloat16):
+        raise ValueError(f"AVX2 needs a float32, bfloat16 or rounded matrix, not {values.dtype} {tuple(values.shape)}")
+    return _multiply(functions().panel_product, x, values, scales, bias, columns)
+
+
 def _multiply(
     kernel: Any, x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None, *x_stride: int
 ) -> Tensor:

@@ -82,13 +82,6 @@ INLINE_FOR(TARGET_AVX512) void multiply_vnni(const Rounded *a, ptrdiff_t row, pt
   multiply_512(a, row, first, batch, weight_type, 1);
 }
 
-/* Columns 16 `quarter` to 16 `quarter` + 15 of a block. */
-INLINE_FOR(TARGET_AVX2) __m256i quarter_block(const char *block, int quarter, int weight_type) {
-  if (weight_type == INT8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)block + quarter));
-  __m256i words = _mm256_loadu_si256((const __m256i *)block);
-  return _mm256_srai_epi16(_mm256_slli_epi16(words, 12 - 4 * quarter), 12);
-}
-
 /* As multiply_plain. */
 INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK;
@@ -165,8 +158,8 @@ INLINE void round_row(const void *x, int16_t *to, float *scales, ptrdiff_t in, i
   }
 }
 
-CLONES static void round_rows(const void *x, int16_t *to, float *scales, ptrdiff_t batch, ptrdiff_t in,
-                              ptrdiff_t x_stride, int type) {
+CLONES void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride,
+                             int type) {
   for (ptrdiff_t b = 0; b < batch; b++, to += in, scales += in / BLOCK, x = at(x, x_stride, type))
     if (type == FLOAT32) round_row(x, to, scales, in, FLOAT32);
     else round_row(x, to, scales, in, BFLOAT16);
@@ -193,7 +186,7 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   int16_t *rounded_x = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
-  round_rows(x, rounded_x, x_scales, batch, in, x_stride, type);
+  round_to_16_bits(x, rounded_x, x_scales, batch, in, x_stride, type);
   if (has_tile_products()) {
     int failed = 0;
     if (batch == 1) one_row(values, scales, bias, rounded_x, x_scales, y, out, in, weight_type, type, threads);

@@ -24,6 +24,9 @@ INLINE int16_t column(const void *block, int i, int weight_type) {
 /* Consecutive blocks times their scales, in `type` (FLOAT32 or BFLOAT16). */
 void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t blocks, int weight_type, int type);
 
+/* Each block of x (batch, in) in 16 bits -> to (batch, in), with its scale -> scales (batch, in / BLOCK). */
+void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type);
+
 /* `linear` by AMX for rows of x that are rounded to 16 bits, (batch, blocks, BLOCK), times x_scales, (batch, blocks). */
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
@@ -34,6 +37,13 @@ void one_row(const void *values, const float *scales, const void *bias, const vo
              ptrdiff_t out, ptrdiff_t in, int weight_type, int type, int threads);
 
 #ifdef HAS_INTRINSICS
+/* Columns 16 `quarter` to 16 `quarter` + 15 of a block. */
+INLINE_FOR(TARGET_AVX2) __m256i quarter_block(const char *block, int quarter, int weight_type) {
+  if (weight_type == INT8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)block + quarter));
+  __m256i words = _mm256_loadu_si256((const __m256i *)block);
+  return _mm256_srai_epi16(_mm256_slli_epi16(words, 12 - 4 * quarter), 12);
+}
+
 /* Columns 32 `half` to 32 `half` + 31 of a block. */
 INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int weight_type) {
   if (weight_type == INT8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)block + half));

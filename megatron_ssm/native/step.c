@@ -7,8 +7,8 @@
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
-/* Rows from which all products are done by tile_product: `decode` gets so many only where this is possible, and the fastest. As
-   in ops/matrices.py. */
+/* Rows from which all products are done by tile_product or panel_product: `decode` gets so many only where one of them is
+   possible, and the fastest. As in ops/matrices.py. */
 enum { MANY = 48 };
 
 /* A matrix (out, in), as `linear` takes it. */
@@ -57,20 +57,25 @@ typedef struct {
   int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
 } Layer;
 
+typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                     ptrdiff_t, int, int, int);
+
+/* The product of MANY rows of x with any matrix. */
+static Multiply *multiply_many(void) { return has_tile_products() ? tile_product : panel_product; }
+
 INLINE int is_rounded(const Matrix *m) { return m->type == INT8 || m->type == INT4; }
 
 static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in,
                    int type, int threads) {
-  int (*const product)(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
-                       ptrdiff_t, int, int, int) = rows < MANY ? linear : tile_product;
-  return product(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, type, threads);
+  Multiply *multiply = rows < MANY ? linear : multiply_many();
+  return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, type, threads);
 }
 
 /* The product with the columns of a head in x_proj, or with its rows of dt_proj: `rows` rows of x. Of MANY there is one head,
    so that there are no gaps in weight and y. */
 static int project_head(const Layer *l, const void *weight, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
                         ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
-  if (rows >= MANY) return tile_product(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
+  if (rows >= MANY) return multiply_many()(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
   return strided_linear(weight, NULL, x, y, rows, out, in, weight_stride, x_stride, y_stride, l->type, l->type, threads);
 }
 

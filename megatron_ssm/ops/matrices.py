@@ -11,7 +11,9 @@ fastest is used; another form than the first must be faster by 5 % at least. The
 - INTEGERS: x is rounded to 8 bits, for a rounded matrix;
 - TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix;
 - EXACT_TILES: by AMX, for a float32 matrix. Each number is the sum of three bfloat16 numbers, so the result is as exact as
-  torch's in float32.
+  torch's in float32;
+- PANELS: by AVX2 in float32, for a float32 or a bfloat16 matrix, on processors without AMX;
+- INTEGER_PANELS: the same with x and a rounded matrix as integers of 16 bits.
 """
 
 import math
@@ -37,7 +39,9 @@ MEASURED = (torch.float32, *HALVES)  # dtypes of tensors whose products have sev
 KINDS: dict[torch.dtype, type[RoundedMatrix]] = {torch.int8: Int8Weight, torch.uint8: Int4Weight}
 # Forms; the others are names of dtypes.
 INTEGERS, TILES, EXACT_TILES = "int8 by VNNI", "bfloat16 by AMX", "float32 by AMX"
-IN_C = (INTEGERS, TILES, EXACT_TILES)
+PANELS, INTEGER_PANELS = "float32 by AVX2", "int16 by AVX2"
+IN_STEP = (TILES, EXACT_TILES, PANELS, INTEGER_PANELS)  # those of native/step.c
+IN_C = (INTEGERS, *IN_STEP)
 SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
 MANY = 48  # rows of x from which the measurement with many applies
 REPETITIONS, MARGIN = 5, 0.95  # another form must take less than this share of the first one's time
@@ -73,12 +77,15 @@ def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Te
 def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
     """`linear` in a form, or in x's dtype if the C kernels do not support these tensors."""
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-    if form in (TILES, EXACT_TILES) and not products.has_tile_products():
+    by_tiles, by_panels = form in (TILES, EXACT_TILES), form in (PANELS, INTEGER_PANELS)
+    if by_tiles and not products.has_tile_products() or by_panels and not products.has_panel_products():
         form = _name(x.dtype)
     if form in IN_C and not (usable(x, bias) and values.is_cpu):
         form = _name(x.dtype)
     if form in (TILES, EXACT_TILES):
         return products.tile_product(x, values, scales, bias)
+    if form in (PANELS, INTEGER_PANELS):
+        return products.panel_product(x, values, scales, bias)
     if form == INTEGERS and scales is not None:
         return products.integer_product(x, values, scales, bias)
     dtype = getattr(torch, form)
@@ -160,8 +167,13 @@ def _forms_to_try(stored: torch.dtype, x: torch.dtype) -> list[str]:
         forms.append(torch.bfloat16)
     has_kernels = x in (torch.float32, torch.bfloat16)
     integers = [INTEGERS] if has_kernels and is_rounded and products.has_integer_products() else []
-    tiles = [EXACT_TILES if stored is torch.float32 else TILES] if has_kernels and stored is not torch.float16 else []
-    return [*map(_name, forms), *integers, *(tiles if products.has_tile_products() else [])]
+    in_step = []
+    if has_kernels and stored is not torch.float16:
+        if products.has_tile_products():
+            in_step = [EXACT_TILES if stored is torch.float32 else TILES]
+        elif products.has_panel_products():
+            in_step = [INTEGER_PANELS if is_rounded else PANELS]
+    return [*map(_name, forms), *integers, *in_step]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -471,6 +471,52 @@ def test_tile_products_of_extreme_numbers():
         products.tile_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
 
 
+@dtypes
+@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16, *ROUNDED_FORMATS.values()))
+@torch.no_grad()
+def test_panel_product(variant, kind, dtype):
+    """By AVX2. Oracle: float64, with x rounded to 16 bits if the matrix is rounded."""
+    weight = torch.randn(1, 64)
+    if not products.has_panel_products():
+        with pytest.raises(RuntimeError, match="no AVX2"):
+            products.panel_product(weight, weight)
+        return
+    generator = torch.Generator().manual_seed(0)
+    is_rounded = not isinstance(kind, torch.dtype)
+    shapes = [(1, 1, 64), (3, 33, 128), (5, 16, 320), (7, 31, 1536), (600, 40, 832), (0, 5, 64), (2, 0, 64)]
+    if not is_rounded:  # rows that are not whole registers
+        shapes += [(40, 33, 389), (3, 5, 7), (17, 40, 1)]
+    for (batch, out, columns), has_bias in product(shapes, (True, False)):
+        weight = torch.randn(out, columns, generator=generator)
+        values = weight.new_empty(0) if is_rounded else weight.to(kind)
+        scales, wide = None, values.double()
+        if is_rounded:
+            matrix = kind.of(weight)
+            values, scales, wide = matrix.values, matrix.scales, matrix.rows(slice(None), torch.float64)
+        x = torch.randn(batch, columns + 3, generator=generator).to(dtype)[:, :columns]
+        bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
+        y = products.panel_product(x, values, scales, bias)
+        exact = (rounded_rows(x, 32639) if is_rounded else x.double()) @ wide.T + (0 if bias is None else bias.double())
+        assert y.dtype == dtype and is_close(y, exact, TOLERANCE[dtype]), (batch, out, columns)
+
+
+@torch.no_grad()
+def test_panel_products_of_extreme_numbers(variant):
+    """What is not finite in x gives what is not finite in its row only."""
+    if not products.has_panel_products():
+        pytest.skip("no AVX2")
+    weight, x = torch.linspace(1, 2, 40 * 64).view(40, 64), torch.ones(40, 64)
+    x[3, 5], x[4, 6] = float("inf"), float("nan")
+    for given in (
+        (weight,),
+        *((each.values, each.scales) for each in (f.of(weight) for f in ROUNDED_FORMATS.values())),
+    ):
+        y = products.panel_product(x, *given)
+        assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
+    with pytest.raises(ValueError, match="AVX2 needs a float32, bfloat16 or rounded matrix, not torch.float16"):
+        products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 def test_widened_matrices(variant, format):
     """In float32 and bfloat16; oracle: torch's conversion of the values."""
@@ -536,6 +582,8 @@ def results(threads, kind):
         results |= {f"wide {name}": each.rows(slice(None)) for name, each in rounded.items()}
         if products.has_tile_products():
             results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
+        if products.has_panel_products():
+            results |= {f"{n} panels": products.panel_product(x, *w, bias=bias) for n, w in given.items()}
         results |= {f"{n} integers": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
     if kind == "norm":

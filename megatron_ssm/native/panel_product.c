@@ -1,0 +1,297 @@
+/* y = x W^T + b for many rows of x by AVX2, on processors without larger registers or AMX.
+
+   PANEL rows of W at a time are rearranged so that the products of a word of x and of PANEL words of W are two vectors. A word
+   has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are multiplied in float32, INT8 and
+   INT4 matrices as 16-bit integers by an x that is rounded as in rounded.c, which is faster and hardly less exact. */
+#include <stdlib.h>
+
+#include "rounded.h"
+
+#ifdef HAS_INTRINSICS
+enum {
+  VECTOR = 8,                  /* words in a register */
+  PANEL = 2 * VECTOR,
+  FLOAT_ROWS = 6, INTEGER_ROWS = 4, /* rows of x that are multiplied at once: their sums stay in registers */
+  DEPTH = 384,                 /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
+  X_ROWS = 256,                /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
+  PAIRS = BLOCK / 2,           /* words of a block of 16-bit columns */
+  SECOND_LEVEL = 2,            /* the cache to which __builtin_prefetch brings data */
+  ALIGNMENT = 64
+};
+
+typedef struct {
+  const char *values;
+  const float *scales;     /* (out, in / BLOCK), of INT8 and INT4 */
+  const void *bias;        /* (out) of `type`, or NULL */
+  const uint32_t *x;       /* (batch, x_words): float32, or 16-bit integers */
+  const float *x_scales;   /* (batch, in / BLOCK), of 16-bit integers */
+  void *y;                 /* (batch, out) of `type` */
+  ptrdiff_t batch, out, in, x_words;
+  int type, weight_type;
+} Product;
+
+/* Temporaries of a thread. */
+typedef struct {
+  uint32_t words[DEPTH * PANEL]; /* (DEPTH, PANEL): columns of W */
+  float scales[DEPTH / PAIRS * PANEL]; /* (blocks, PANEL) */
+  float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
+} Panel;
+
+INLINE int has_integers(int weight_type) { return weight_type == INT8 || weight_type == INT4; }
+/* Words in a row of W. */
+INLINE ptrdiff_t words_in_row(const Product *a) { return has_integers(a->weight_type) ? a->in / 2 : a->in; }
+
+/* rows[i][j] becomes rows[j][i]. */
+INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
+  __m256 t[VECTOR];
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTOR; i += 2) {
+    t[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTOR; i += 4)
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+      rows[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTOR / 2; i++) {
+    t[i] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31);
+  }
+  for (int i = 0; i < VECTOR; i++) rows[i] = t[i];
+}
+
+/* The address of a word of a row of W; in blocks, of its block. */
+INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
+  if (!has_integers(a->weight_type)) return at(a->values, row * a->in + word, a->weight_type);
+  return a->values + (row * a->in / BLOCK + word / PAIRS) * bytes_per_block(a->weight_type);
+}
+
+/* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. */
+INLINE_FOR(TARGET_AVX2) __m256 words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
+  const void *from = address_of(a, row, word);
+  if (has_integers(weight_type)) return (__m256)quarter_block(from, word / VECTOR % 4, weight_type);
+  float rest[VECTOR] = {0};
+  if (word + VECTOR > a->in) {
+    for (ptrdiff_t i = 0; word + i < a->in; i++) rest[i] = get(from, i, weight_type);
+    return _mm256_loadu_ps(rest);
+  }
+  if (weight_type == FLOAT32) return _mm256_loadu_ps(from);
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
+}
+
+/* Rearranges the words `start` to `stop` of PANEL rows of W from `row` on; rows beyond the last are zeros. */
+INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
+                                      int weight_type) {
+  for (ptrdiff_t k = start; k < stop; k += VECTOR)
+    for (ptrdiff_t half = 0; half < PANEL; half += VECTOR) {
+      __m256 rows[VECTOR];
+      for (int i = 0; i < VECTOR; i++)
+        rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm256_setzero_ps();
+      transpose(rows);
+      for (int i = 0; i < VECTOR; i++) _mm256_store_ps((float *)panel->words + (k - start + i) * PANEL + half, rows[i]);
+    }
+  if (has_integers(weight_type))
+    for (ptrdiff_t k = start; k < stop; k += PAIRS)
+      for (ptrdiff_t r = 0; r < PANEL; r++)
+        panel->scales[(k - start) / PAIRS * PANEL + r] = row + r < a->out ? a->scales[((row + r) * a->in + 2 * k) / BLOCK] : 0;
+}
+
+TARGET_AVX2 static void fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
+  if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
+  else if (a->weight_type == BFLOAT16) fill_each(a, panel, row, start, stop, BFLOAT16);
+  else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
+  else fill_each(a, panel, row, start, stop, INT4);
+}
+
+/* Adds to sums (count, PANEL) the products of `words` words of `count` rows of x, x_words apart, with those of the panel.
+   count is a compile-time constant. (Without the pragmas GCC would keep the sums in memory.) */
+INLINE_FOR(TARGET_AVX2) void add_floats(const float *x, ptrdiff_t x_words, const Panel *panel, ptrdiff_t words, float *sums,
+                                       int count) {
+  const float *w = (const float *)panel->words;
+  __m256 low[FLOAT_ROWS], high[FLOAT_ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < count; r++) {
+    low[r] = _mm256_load_ps(sums + r * PANEL);
+    high[r] = _mm256_load_ps(sums + r * PANEL + VECTOR);
+  }
+  for (ptrdiff_t k = 0; k < words; k++, w += PANEL) {
+    __m256 w_low = _mm256_load_ps(w), w_high = _mm256_load_ps(w + VECTOR);
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+      __m256 word = _mm256_broadcast_ss(x + r * x_words + k);
+      low[r] = _mm256_fmadd_ps(w_low, word, low[r]);
+      high[r] = _mm256_fmadd_ps(w_high, word, high[r]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < count; r++) {
+    _mm256_store_ps(sums + r * PANEL, low[r]);
+    _mm256_store_ps(sums + r * PANEL + VECTOR, high[r]);
+  }
+}
+
+/* sum plus a times b, in pairs of 16-bit integers. (GCC would copy the sums from register to register.) */
+INLINE_FOR(TARGET_AVX2) void add_pairs(__m256i *sum, __m256i a, __m256i b) {
+  __m256i products = _mm256_madd_epi16(a, b);
+  __asm__("vpaddd %1, %0, %0" : "+x"(*sum) : "x"(products));
+}
+
+INLINE_FOR(TARGET_AVX2) void add_scaled(float *sum, __m256i integers, __m256 scale) {
+  _mm256_store_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), scale, _mm256_load_ps(sum)));
+}
+
+/* The same for integers. x_scales: those of the first row and word; from row to row `blocks` apart. */
+INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, const float *x_scales, ptrdiff_t blocks,
+                                         const Panel *panel, ptrdiff_t words, float *sums, int count) {
+  const __m256i *w = (const __m256i *)panel->words;
+  const float *scales = panel->scales;
+  for (ptrdiff_t block = 0; block < words / PAIRS; block++, scales += PANEL, x += PAIRS) {
+    __m256i low[INTEGER_ROWS], high[INTEGER_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) low[r] = high[r] = _mm256_setzero_si256();
+    for (ptrdiff_t k = 0; k < PAIRS; k++, w += 2) {
+      __m256i w_low = _mm256_load_si256(w), w_high = _mm256_load_si256(w + 1);
+#pragma GCC unroll 8
+      for (int r = 0; r < count; r++) {
+        __m256i word = _mm256_set1_epi32((int)x[r * x_words + k]);
+        add_pairs(&low[r], w_low, word);
+        add_pairs(&high[r], w_high, word);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+      __m256 scale = _mm256_broadcast_ss(x_scales + r * blocks + block);
+      add_scaled(sums + r * PANEL, low[r], _mm256_mul_ps(scale, _mm256_load_ps(scales)));
+      add_scaled(sums + r * PANEL + VECTOR, high[r], _mm256_mul_ps(scale, _mm256_load_ps(scales + VECTOR)));
+    }
+  }
+}
+
+/* Adds the products of words `start` to `stop` of `count` rows of x from `first` on to their sums. */
+INLINE_FOR(TARGET_AVX2) void add_rows(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
+                                     int count, int integers) {
+  const uint32_t *x = a->x + first * a->x_words + start;
+  float *sums = panel->sums + first * PANEL;
+  ptrdiff_t blocks = a->in / BLOCK;
+  if (!integers) add_floats((const float *)x, a->x_words, panel, stop - start, sums, count);
+  else add_integers(x, a->x_words, a->x_scales + first * blocks + start / PAIRS, blocks, panel, stop - start, sums, count);
+}
+
+/* There is one function for each number of rows of x. */
+typedef void AddRows(const Product *, Panel *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
+#define ADD_ROWS(NAME, COUNT, INTEGERS)                                                                                     \
+  TARGET_AVX2 static void NAME##COUNT(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
+    add_rows(a, panel, first, start, stop, COUNT, INTEGERS);                                                               \
+  }
+ADD_ROWS(floats_, 1, 0) ADD_ROWS(floats_, 2, 0) ADD_ROWS(floats_, 3, 0)
+ADD_ROWS(floats_, 4, 0) ADD_ROWS(floats_, 5, 0) ADD_ROWS(floats_, 6, 0)
+ADD_ROWS(integers_, 1, 1) ADD_ROWS(integers_, 2, 1) ADD_ROWS(integers_, 3, 1) ADD_ROWS(integers_, 4, 1)
+static AddRows *const floats[FLOAT_ROWS] = {floats_1, floats_2, floats_3, floats_4, floats_5, floats_6};
+static AddRows *const integers[INTEGER_ROWS] = {integers_1, integers_2, integers_3, integers_4};
+
+/* Writes the sums plus the bias: the products of all rows of x with the rows of W from `row` on. type is a compile-time
+   constant. */
+INLINE_FOR(TARGET_AVX2) void write_sums(const Product *a, const float *sums, ptrdiff_t row, int type) {
+  ptrdiff_t count = a->out - row < PANEL ? a->out - row : PANEL;
+  float bias[PANEL] = {0};
+  for (ptrdiff_t i = 0; a->bias && i < count; i++) bias[i] = get(a->bias, row + i, type);
+  for (ptrdiff_t r = 0; r < a->batch; r++, sums += PANEL) {
+    void *y = at(a->y, r * a->out + row, type);
+    if (count == PANEL)
+#pragma omp simd
+      for (int i = 0; i < PANEL; i++) put(y, i, sums[i] + bias[i], type);
+    else
+      for (ptrdiff_t i = 0; i < count; i++) put(y, i, sums[i] + bias[i], type);
+  }
+}
+
+/* Prefetches what is rearranged next: DEPTH words from `start` on of PANEL rows from `row` on, or after the last word the first
+   words of the next rows. The calls for all groups of rows of x, the group-th of `groups`, prefetch all of it. */
+static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrdiff_t group, ptrdiff_t groups) {
+  ptrdiff_t words = words_in_row(a);
+  if (start >= words) start = 0, row += PANEL;
+  ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
+  for (ptrdiff_t r = row + group * PANEL / groups; r < row + (group + 1) * PANEL / groups && r < a->out; r++) {
+    const char *end = address_of(a, r, stop);
+    for (const char *line = address_of(a, r, start); line < end; line += 64) __builtin_prefetch(line, 0, SECOND_LEVEL);
+  }
+}
+
+/* All rows of x times PANEL rows of W from `row` on. */
+TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
+  int is_integer = has_integers(a->weight_type), most = is_integer ? INTEGER_ROWS : FLOAT_ROWS;
+  AddRows *const *functions = is_integer ? integers : floats;
+  ptrdiff_t words = words_in_row(a);
+  memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
+  for (ptrdiff_t start = 0; start < words; start += DEPTH) {
+    ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
+    fill(a, panel, row, start, stop);
+    for (ptrdiff_t first = 0; first < a->batch; first += most) {
+      ptrdiff_t count = a->batch - first < most ? a->batch - first : most;
+      prefetch_next(a, row, stop, first / most, (a->batch + most - 1) / most);
+      for (ptrdiff_t r = first; stop == words && r < first + count; r++)
+        __builtin_prefetch(at(a->y, r * a->out + row, a->type), 1);
+      functions[count - 1](a, panel, first, start, stop);
+    }
+  }
+  if (a->type == FLOAT32) write_sums(a, panel->sums, row, FLOAT32);
+  else write_sums(a, panel->sums, row, BFLOAT16);
+}
+
+static void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
+
+/* Each thread takes the next panel that is left. */
+static int multiply(const Product *a, int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
+  {
+    Panel *panel = allocate(sizeof *panel);
+    failed = !panel;
+#pragma omp for schedule(dynamic)
+    for (ptrdiff_t row = 0; row < a->out; row += PANEL)
+      if (!failed) multiply_panel(a, panel, row);
+    free(panel);
+  }
+  return failed;
+}
+
+/* Rows of x as float32, without gaps. */
+TARGET_AVX2 static void fill_x(const void *x, float *to, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride) {
+  for (ptrdiff_t r = 0; r < count; r++, to += in)
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < in; i++) to[i] = get(x, r * x_stride + i, BFLOAT16);
+}
+
+/* As tile_product. `in` is a multiple of BLOCK for INT8 and INT4. */
+int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  int is_integer = has_integers(weight_type), in_place = !is_integer && type == FLOAT32, failed = 0;
+  ptrdiff_t passes = (batch + X_ROWS - 1) / X_ROWS, blocks = in / BLOCK;
+  ptrdiff_t step = passes ? (batch + passes - 1) / passes : 1, x_words = in_place ? x_stride : is_integer ? in / 2 : in;
+  uint32_t *copy = allocate(in_place ? ALIGNMENT : step * (x_words + blocks) * sizeof(uint32_t));
+  float *x_scales = (float *)copy + step * x_words;
+  for (ptrdiff_t first = 0; first < batch && copy && !failed; first += step) {
+    ptrdiff_t count = batch - first < step ? batch - first : step;
+    const void *rows = at(x, first * x_stride, type);
+    if (is_integer) round_to_16_bits(rows, (int16_t *)copy, x_scales, count, in, x_stride, type);
+    else if (!in_place) fill_x(rows, (float *)copy, count, in, x_stride);
+    Product a = {values, scales, bias, in_place ? rows : copy, x_scales, at(y, first * out, type), count, out, in, x_words,
+                 type, weight_type};
+    failed = multiply(&a, threads);
+  }
+  free(copy);
+  return failed || !copy;
+}
+
+int has_panel_products(void) { return level() >= AVX2; }
+#else
+int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return 1;
+}
+
+int has_panel_products(void) { return 0; }
+#endif
