@@ -1,6 +1,6 @@
 """`execute`: a plan on the ranks of a torch process group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed import ProcessGroup
@@ -25,26 +25,42 @@ def execute(
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
     of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, shapes and dtypes.
-    A plan of attention2d's family is computed by attention2d, and differentiable; other plans have no gradient
-    (`differentiable` gives attention one). count: counts what this rank sends and holds, of a plan whose steps are taken one
-    by one, which it therefore asks for; all ranks have a count, or none has. counter: counts messages as
-    `sparsefusion.collectives` does.
+    A plan of attention2d's family is computed by attention2d, and differentiable. Other plans have no gradient, and are
+    refused if gradients are enabled and an input requires one (`differentiable` gives attention one). count: counts what
+    this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for; all ranks have a
+    count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
     ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans differ, some
-    have a count and others none, or the group has another number of ranks than the mesh. Sends `plan.bytes_per_rank` bytes.
+    have a count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there
+    is none of. Sends `plan.bytes_per_rank` bytes.
     """
-    compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given")
-    grid = grid_of(plan) if count is None else None
-    if grid is not None:
-        return attend(plan, grid, local_inputs, group, counter)
+
+    def grid() -> tuple[int, int, int, bool] | None:
+        """What attention2d needs to compute the plan; None if the steps are taken."""
+        return grid_of(plan) if count is None else None
+
+    def check_gradients() -> None:
+        needing = [name for name, x in local_inputs.items() if x.requires_grad]
+        if torch.is_grad_enabled() and needing and grid() is None:
+            raise ValueError(
+                f"input {needing[0]} requires a gradient, and {plan.schedule} is executed step by step, without gradients: "
+                f"use commir.differentiable, or torch.no_grad()"
+            )
+
+    compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given", check=check_gradients)
+    if (found := grid()) is not None:
+        return attend(plan, found, local_inputs, group, counter)
     with torch.no_grad():
         return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
 
 
-def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str) -> None:
+def compare(
+    plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
+    check: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
 
-    others: what else must be equal on all ranks, each in a line.
+    others: what else must be equal on all ranks, each in a line. check: raises a ValueError about this rank's arguments.
     """
 
     def arguments() -> str:
@@ -54,6 +70,7 @@ def compare(plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup 
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
+        check()
         dtypes = (f"{name} is {x.dtype}" for name, x in sorted(local_inputs.items()))
         return "\n".join([*others, *dtypes, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
 

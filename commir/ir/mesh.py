@@ -115,11 +115,17 @@ class Mesh:
         return self._with((*self.axes[:index], *parts, *self.axes[index + 1 :]))
 
     def with_speeds(self, speeds: Mapping[str, Any]) -> "Mesh":
-        """The same ranks, with these speeds of levels besides those that are known. ValueError: a value is no speed."""
+        """The same ranks, with these speeds of levels in place of those that are known; other levels keep theirs.
+
+        ValueError: a value is no speed, or there is no such level.
+        """
+        levels = {axis.level for axis in self.axes}
         for name, speed in speeds.items():
+            if name not in levels:
+                raise ValueError(f"speed for level {name!r}, but the mesh has {', '.join(sorted(levels))}")
             _check_speed(name, speed)
         mesh = self._with(self.axes)
-        mesh.speeds = {**speeds, **self.speeds}
+        mesh.speeds = {**self.speeds, **speeds}
         return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:

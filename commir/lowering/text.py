@@ -69,7 +69,7 @@ def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str]:
             raise ValueError(f"it is {found['format']!r}, version {found['version']!r}")
         if not re.fullmatch("[0-9a-f]{64}", expected := found.pop("hash")):
             raise ValueError(f"{expected!r} is no hash")
-        schedule, steps = _schedule_from(found), tuple(step_from(*step) for step in found["steps"])
+        schedule, steps = _schedule_from(found), _steps_from(found["steps"])
         if canonical(content(schedule, steps)) != canonical(found):
             raise ValueError("it does not have exactly the keys and primitives that a plan is written with")
         return schedule, steps, expected
@@ -94,51 +94,71 @@ def _schedule_from(found: dict[str, Any]) -> LoopNest:
     """The schedule of a plan's content."""
     program = found["program"]
     options = [list(option) for option in program["options"].items()]
-    mesh = Mesh.of_axes(_value(tuple[MeshAxis, ...], found["mesh"]))
+    mesh = Mesh.of_axes(_value(tuple[MeshAxis, ...], found["mesh"], "mesh"))
     for primitive in found["schedule"]:
         for argument in primitive:
-            _value(int if isinstance(argument, int) else str, argument)
-    return LoopNest(_value(Program, program | {"options": options}), mesh).apply(found["schedule"])
+            _value(int if isinstance(argument, int) else str, argument, f"schedule, {primitive!r:.60}: an argument")
+    return LoopNest(_value(Program, program | {"options": options}, "program"), mesh).apply(found["schedule"])
 
 
-def step_from(kind: str, values: Sequence[Any]) -> Step:
-    """The step that `content` wrote as (kind, values). ValueError: it is not one."""
+def _steps_from(found: Any) -> tuple[Step, ...]:
+    """The steps of a plan's content. ValueError: one of them is none; it is named by its number."""
+    steps = []
+    for number, step in enumerate(_list(found, "steps")):
+        if len(_list(step, f"steps[{number}]")) != 2:
+            raise ValueError(f"steps[{number}] is {step!r:.60}, not [kind, values]")
+        kind, values = step
+        steps.append(step_from(kind, values, f"steps[{number}]"))
+    return tuple(steps)
+
+
+def step_from(kind: str, values: Any, where: str = "step") -> Step:
+    """The step that `content` wrote as (kind, values). ValueError: it is not one. where: what the error calls it."""
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is none of the steps {', '.join(KINDS)}")
-    step: Step = _value(KINDS[kind], values)
+        raise ValueError(f"{where}: {kind!r:.60} is none of the steps {', '.join(KINDS)}")
+    step: Step = _value(KINDS[kind], values, f"{where}, {kind}")
     return step
 
 
-def _value(kind: Any, found: Any) -> Any:
-    """A value of the text as a field of this type: lists become tuples and dataclasses. ValueError: it does not fit."""
+def _value(kind: Any, found: Any, where: str) -> Any:
+    """A value of the text as a field of this type: lists become tuples and dataclasses. ValueError: it does not fit.
+
+    where: which value it is, for the error.
+    """
     parts = get_args(kind)
     if NoneType in parts:  # `type | None`
-        return None if found is None else _value(parts[0], found)
+        return None if found is None else _value(parts[0], found, where)
     if get_origin(kind) is tuple:
-        return _tuple_from(parts, found)
+        return _tuple_from(parts, found, where)
     if is_dataclass(kind):
-        return _dataclass_from(kind, found)
+        return _dataclass_from(kind, found, where)
     if kind is Any:
         return found
     if type(found) is not kind or (kind is str and not found.isprintable()):
-        raise ValueError(f"{found!r:.60} is no {kind.__name__}")
+        raise ValueError(f"{where} is {found!r:.60}, which is no {kind.__name__}")
     return found
 
 
-def _tuple_from(kinds: tuple[Any, ...], found: Any) -> tuple[Any, ...]:
+def _tuple_from(kinds: tuple[Any, ...], found: Any, where: str) -> tuple[Any, ...]:
     """kinds: the types of the elements; (type, ...) for any number of one type."""
+    kinds = kinds[:1] * len(_list(found, where)) if kinds[1:] == (...,) else kinds
+    if len(_list(found, where)) != len(kinds):
+        raise ValueError(f"{where} has {len(found)} elements, not {len(kinds)}")
+    return tuple(_value(kind, each, f"{where}[{n}]") for n, (kind, each) in enumerate(zip(kinds, found, strict=True)))
+
+
+def _list(found: Any, where: str) -> list[Any]:
     if not isinstance(found, list):
-        raise ValueError(f"{found!r:.60} is no list")
-    kinds = kinds[:1] * len(found) if kinds[1:] == (...,) else kinds
-    return tuple(_value(kind, each) for kind, each in zip(kinds, found, strict=True))
+        raise ValueError(f"{where} is {found!r:.60}, which is no list")
+    return found
 
 
-def _dataclass_from(kind: Any, found: Any) -> Any:
+def _dataclass_from(kind: Any, found: Any, where: str) -> Any:
     """A dataclass from {field: value}, or from the list of its values."""
     names = [each.name for each in fields(kind) if each.init]
-    if isinstance(found, list):
+    if isinstance(found, list) and len(found) == len(names):
         found = dict(zip(names, found, strict=True))
     if not isinstance(found, dict) or found.keys() != set(names):
-        raise ValueError(f"{kind.__name__} needs exactly {', '.join(names) or 'no fields'}")
+        raise ValueError(f"{where} needs exactly {', '.join(names) or 'no fields'}, not {found!r:.60}")
     types = get_type_hints(kind)
-    return kind(**{name: _value(types[name], found[name]) for name in names})
+    return kind(**{name: _value(types[name], found[name], f"{where}.{name}") for name in names})

@@ -1,6 +1,7 @@
 """Tiles that are an expression: products of operands and functions of them, summed over the axes that an output lacks.
 
-`a[rows, inner] * b[inner, cols]` is evaluated for one block of every axis. A product of operands is one einsum.
+`a[rows, inner] * b[inner, cols]` is evaluated for one block of every axis. A product of operands, and of numbers, is
+one einsum; any other expression is computed for all points of the block before it is summed.
 """
 
 import ast
@@ -34,9 +35,10 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     (output,), (result,) = program.outputs, program.results
     expression = ast.parse(program.tile, mode="eval").body
     loops = [axis.name for axis in program.axes]
-    factors = _factors(expression)
+    number, factors = _split_number(_factors(expression))
     if result.monoid == "sum" and _is_product(program, factors, loops):
-        return {output.name: _unshared(_einsum(program, factors, inputs, loops, output.axes), inputs)}
+        value = _einsum(program, factors, inputs, loops, output.axes)
+        return {output.name: _unshared(value if number == 1 else value * _number(number, inputs), inputs)}
     sizes = [len(indices[each.name]) if each.name in indices else each.size for each in program.axes]
     value = _value(program, expression, inputs, loops).expand(sizes)
     reduced = [d for d, name in enumerate(loops) if name not in output.axes]
@@ -64,7 +66,20 @@ def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> 
 def _factors(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _factors(node.left) + _factors(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return [ast.Constant(-1.0), *_factors(node.operand)]
     return [node]
+
+
+def _split_number(factors: list[ast.expr]) -> tuple[float, list[ast.expr]]:
+    """The product of those factors that are numbers, and the others."""
+    number, others = 1.0, []
+    for factor in factors:
+        if isinstance(factor, ast.Constant):
+            number *= float(factor.value)  # type: ignore[arg-type]
+        else:
+            others.append(factor)
+    return number, others
 
 
 def _einsum(

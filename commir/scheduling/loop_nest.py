@@ -67,13 +67,14 @@ class LoopNest:
     def tile(self, digit: str, factor: int, outer: str | None = None, inner: str | None = None) -> Self:
         """Split a digit into `factor` blocks: digits `outer` (of size factor) and `inner`, by default digit.o and digit.i.
 
-        Illegal: the factor does not divide the size, a name is taken, or the digit is parallelized or shifted.
+        Illegal: the factor does not divide the size, a name is taken (by another digit or axis), the digit is parallelized
+        or shifted, or loops were reordered before.
         """
         found, outer, inner = self.digit(digit), outer or f"{digit}.o", inner or f"{digit}.i"
         self._refuse_bound(digit, "tile it before that")
         if type(factor) is not int or factor < 1 or found.size % factor:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
-        names = {each.name for each in self.digits} - {digit}
+        names = {each.name for each in self.digits} - {digit} | {each.name for each in self.program.axes} - {found.axis}
         for name in (outer, inner):
             if name in names or outer == inner:
                 raise Illegal(f"tile({digit}, {factor}): the name {name} is taken")
@@ -86,7 +87,8 @@ class LoopNest:
 
         name: None is the axis's name, which it always has if no other digit of the axis is left.
 
-        Illegal: they are not adjacent digits of one axis, or one of them is parallelized or shifted. Digits of two axes are
+        Illegal: they are not adjacent digits of one axis, one of them is parallelized or shifted, or loops were reordered
+        before. Digits of two axes are
         parallelized one by one instead, on a split mesh axis.
         """
         first, second = self.digit(outer), self.digit(inner)
@@ -105,8 +107,9 @@ class LoopNest:
     def reorder(self, *loops: str) -> Self:
         """Run these digits as loops of a rank, outermost first; all other digits that are not parallelized are in the tile.
 
-        An output that a loop does not index is kept whole while the loop runs; `Plan.memory` counts this. Illegal: a shifted
-        digit is missing, a parallelized one is named, one is named twice, or digits of a scanned axis change their order.
+        It comes after `tile`, `join`, `parallelize` and `shift`. An output that a loop does not index is kept whole while
+        the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
+        named twice, or digits of a scanned axis change their order.
         """
         rule = f"reorder({', '.join(loops)})"
         if missing := [name for name, _ in self.shifts if name not in loops]:
@@ -126,7 +129,8 @@ class LoopNest:
         """Compute the blocks of a digit on the ranks along a mesh axis.
 
         Outputs that the digit indexes are then sharded; others become partial results, which lowering combines. Illegal: the
-        sizes differ, the mesh axis has a digit already, or the digit is parallelized or shifted.
+        sizes differ, the mesh axis has a digit already, the digit is parallelized or shifted, or loops were reordered
+        before.
         """
         found, size = self.digit(digit), self.mesh.size(mesh_axis)
         self._refuse_bound(digit, "parallelize another digit")
@@ -145,8 +149,8 @@ class LoopNest:
         """Run the loop over a digit shifted by the rank's coordinate along a mesh axis, so that blocks travel in a ring.
 
         Illegal: nothing is parallelized on the mesh axis, the sizes differ, the digit is parallelized or shifted, its axis
-        is scanned, the mesh axis has a shift already, or no operand is indexed by this digit and not by the parallelized
-        one, so that nothing would travel.
+        is scanned, the mesh axis has a shift already, loops were reordered before, or no operand is indexed by this digit
+        and not by the parallelized one, so that nothing would travel.
         """
         found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"shift({digit}, {mesh_axis})"
         self._refuse_bound(digit, "shift another digit")
@@ -329,6 +333,11 @@ class LoopNest:
 
     def _with_loops(self, **changes: Any) -> Self:
         """The schedule with other digits, or another use of them, and the default order of its loops."""
+        if self.order != self.default_order():
+            raise Illegal(
+                f"reorder({', '.join(self.order)}) must come after all tile, join, parallelize and shift, "
+                f"which decide what is a loop"
+            )
         changed = replace(self, **changes)
         return replace(changed, order=changed.default_order())
 

@@ -46,7 +46,7 @@ class Placement:
         return self.axis + ", streamed" * self.is_streamed
 
 
-def place(nest: Nest, **placements: str | Placement) -> Nest:
+def place(nest: Nest, /, **placements: str | Placement) -> Nest:
     """`nest`, an untransformed schedule, with a placement for each mesh axis: `place(nest, cols="kv", rows="q")`.
 
     A name is the placement of that loop, with collective messages; `Placement(loop, True)` passes operands around in a ring.

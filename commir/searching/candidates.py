@@ -128,7 +128,7 @@ def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]
     """(placement, the loop that is shifted if it is streamed), without and with streaming."""
     nest, found = Schedule(program, mesh), []
     for axis in program.axes:
-        if axis.kind != WHOLE and axis.size > 1:
+        if axis.kind != WHOLE and (axis.size > 1 or program.points == 1):
             shifted = streamed_axis(nest, mesh.names[0], axis.name)
             if shifted and program.axis(shifted).kind == SCANNED:
                 shifted = None

@@ -71,7 +71,8 @@ def zamba_layer(
 def best_3d_parallel(operators: Sequence[Operator], mesh: Mesh, memory: int | None = None) -> GraphPlan:
     """The best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
 
-    ValueError: none divides the sizes and fits into `memory` bytes of parameters of one operator.
+    Which loop a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
+    them. ValueError: no layout divides the sizes and fits into `memory` bytes of parameters of one operator.
     """
     found: list[GraphPlan] = []
     for roles in product(ROLES, repeat=len(mesh.axes)):

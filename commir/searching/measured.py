@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from commir.execution.executor import execute
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import all_gather_small
 from sparsefusion.fabric.measurement import repetitions, timed
 
 from .tile_times import random_inputs
@@ -23,17 +25,26 @@ def fastest(
 
     Every rank of `group` calls it with the same plans, and gets the same order: the time of a plan is the median over
     `repeated` runs of the slowest rank's. The plans take turns, with random inputs of the program's dtype on `device`.
-    ValueError on every rank: there are no plans or repetitions, or as in `execute`. Sends `repeated` + 1 times what the
-    plans send.
+    ValueError on every rank: there are no plans or repetitions, the ranks' plans or repetitions differ, or as in `execute`.
+    Gathers 16 bytes of each rank to compare them, and sends `repeated` + 1 times what the plans send.
     """
-    check_type("fastest", plans, Sequence)
-    if not plans:
-        raise ValueError("fastest: there are no plans to time")
-    if repeated < 1:
-        raise ValueError(f"fastest: repeated={repeated}; a plan must run at least once")
+
+    def arguments() -> str:
+        """Check this rank's arguments; lines of what must be equal on all ranks."""
+        check_type("fastest", plans, Sequence)
+        for plan in plans:
+            check_type("fastest", plan, Plan)
+        if not plans:
+            raise ValueError("fastest: there are no plans to time")
+        if type(repeated) is not int or repeated < 1:
+            raise ValueError(f"fastest: repeated={repeated!r}; a plan must run at least once")
+        return "\n".join(
+            [f"repeated is {repeated}", *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans)]
+        )
+
+    agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
     calls = []
     for plan in plans:
-        check_type("fastest", plan, Plan)
         shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}
         calls.append(timed(partial(execute, plan, random_inputs(plan.program, shapes, device), group), device))
     if group is None:

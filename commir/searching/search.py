@@ -58,7 +58,7 @@ def search(
     check_memory(memory)
     if fabric is not None:
         check_type("search", mesh, Mesh)
-        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes})
+        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     _check_homes(program, mesh)
     ranked = sorted(

@@ -21,18 +21,21 @@ LEAST_OVERLAP = -2.0
 LARGEST = 1 << 24  # bytes of a block
 
 
-def measure_tile(program: Program, ranks: int, group: ProcessGroup | None = None) -> tuple[float, float]:
+def measure_tile(
+    program: Program, ranks: int, group: ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> tuple[float, float]:
     """(point_seconds, call_seconds), as `search` takes them, from two tiles: as plans on `ranks` ranks have, and a smaller.
 
     group: its ranks measure at the same time, as they will compute, and all return the times of the slowest. The tiles have
-    random inputs in the program's dtype. If no tile is smaller, point_seconds is 0. ValueError: ranks is below 1.
+    random inputs in the program's dtype, on `device`. If no tile is smaller, point_seconds is 0.
+    ValueError: ranks is below 1.
     """
     check_type("measure_tile", program, Program)
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"a tile of a plan on {ranks!r} ranks: a whole number of at least 1 is needed")
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
-    times = torch.tensor([_seconds(tile), _seconds(smaller)], dtype=torch.float64)
+    times = torch.tensor([_seconds(tile, device), _seconds(smaller, device)], dtype=torch.float64, device=device)
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     if smaller == tile:
         return 0.0, large
@@ -105,9 +108,9 @@ def random_inputs(
     return {name: torch.randn(tuple(shape), device=device).to(dtypes[name]) for name, shape in shapes.items()}
 
 
-def _seconds(tile: Program) -> float:
-    """The median time of a tile on this machine."""
-    stopwatch = timed(_prepared(tile))
+def _seconds(tile: Program, device: torch.device | str) -> float:
+    """The median time of a tile on a device of this machine."""
+    stopwatch = timed(_prepared(tile, device), device)
     return statistics.median(stopwatch() for _ in range(REPETITIONS))
 
 

@@ -12,6 +12,7 @@ from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, in_chunks, place
 from loop_programs import assert_close, random_inputs
+from sparsefusion.collectives.counted import Counter
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)  # keys travel; queries travel
 LAYOUTS = [  # world, mesh, placement
@@ -80,22 +81,51 @@ def test_bytes_are_those_of_attention2d_in_both_directions(rows, cols, ulysses, 
     assert (plan.bytes_per_rank, backward_plan(plan).bytes_per_rank) == (formula.forward, formula.backward)
 
 
-@pytest.mark.parametrize("world, rows, cols", [(2, 2, 1), (4, 2, 2)])
-def test_plans_of_the_family_run_on_attention2d(ranks, world, rows, cols):
-    """With the bits of the steps taken one by one, and a gradient."""
-    plan = plan_of(dict(cols=cols, rows=rows), dict(cols="kv", rows="q"), 12 * world)
-    assert grid_of(plan) == (rows, cols, 1, False)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "world, rows, cols, ulysses", [(2, 2, 1, 1), (4, 2, 2, 1), (4, 1, 2, 2), (6, 3, 2, 1), (8, 2, 2, 2)]
+)
+def test_plans_of_the_family_run_on_attention2d(ranks, world, rows, cols, ulysses, overlap):
+    """With the bits of the steps taken one by one, the bytes that the plan predicts, and a gradient."""
+    placements = dict(cols=Placement("kv", overlap), rows=Placement("q", overlap), heads="heads")
+    sizes = {name: size for name, size in dict(cols=cols, rows=rows, heads=ulysses).items() if size > 1}
+    program = programs.attention(2, 4, 2, 12 * world, 8, dtype="float64")
+    plan = place(Schedule(program, Mesh(**sizes)), **{name: placements[name] for name in sizes}).lower()
+    assert grid_of(plan) == (rows, cols, ulysses, overlap)
     inputs = dict(zip("qkv", Problem.of(12 * world, 4, 2, True, 2, 8).inputs, strict=False))
 
     def run(rank):
         local = plan.shard(inputs, rank)
         local["q"].requires_grad_()
-        outputs, steps = execute(plan, local, dist.group.WORLD), execute(plan, local, dist.group.WORLD, Count())
+        counter = Counter()
+        outputs = execute(plan, local, dist.group.WORLD, counter=counter)
+        with torch.no_grad():
+            steps = execute(plan, local, dist.group.WORLD, Count())
+        assert counter.sent == plan.bytes_per_rank
         (gradient,) = torch.autograd.grad(outputs["out"].sum(), [local["q"]])
         return (outputs["out"] - steps["out"]).abs().max().item(), gradient.isfinite().all()
 
     for error, is_finite in ranks(run, world):
         assert error <= 1e-15 and is_finite
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_inputs_that_require_gradients_are_refused_by_other_plans(ranks, world):
+    """Also if only one rank's does, and if a plan of attention2d's family is to be counted."""
+    plan = plan_of(dict(x=2, y=world // 2), dict(x="kv", y=RING_KV if world > 2 else "q"), 24)
+    inputs = dict(zip("qkv", Problem.of(24, 4, 2, True, 2, 8).inputs, strict=False))
+
+    def run(rank):
+        local = plan.shard(inputs, rank)
+        local["k"].requires_grad_(rank == 1)
+        with pytest.raises(
+            ValueError, match="input k requires a gradient, .* use commir.differentiable, or torch.no_grad"
+        ):
+            execute(plan, local, dist.group.WORLD, Count())
+        with torch.no_grad():
+            return execute(plan, local, dist.group.WORLD, Count())["out"].requires_grad
+
+    assert ranks(run, world) == [False] * world
 
 
 def test_other_plans_do_not_run_on_attention2d():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 
@@ -99,6 +100,23 @@ def test_primitives_in_another_form_are_refused():
     plan = Schedule(programs.weighted_sum(8, 8), Mesh(x=2)).tile("rows", 2).parallelize("rows.o", "x").lower()
     assert '["tile","rows",2,"rows.o","rows.i"]' in plan.to_json()
     assert "primitives" in refusal(plan.to_json().replace(',"rows.o","rows.i"]', "]"))
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("steps", 1, 0), "Jump", r"steps\[1\]: 'Jump' is none of the steps .*"),
+        (("steps", 1, 1, 0), 2.5, r"steps\[1\], \w+\.\w+ is 2\.5, which is no .*"),
+        (("steps", 1, 1), [], r"steps\[1\], \w+ needs exactly .*, not \[\]"),
+        (("steps", 1), 7, r"steps\[1\] is 7, which is no list"),
+        (("steps",), 7, r"steps is 7, which is no list"),
+        (("mesh", 0, "size"), "two", r"mesh\[0\]\.size is 'two', which is no int"),
+        (("program", "axes", 0, "name"), 3, r"program\.axes\[0\]\.name is 3, which is no str"),
+    ],
+)
+def test_the_error_names_the_place(path, value, message):
+    found = refusal(json.dumps(changed(PLANS[0].to_json(), path, value)))
+    assert re.fullmatch("this is no plan, or a damaged one: ValueError: " + message, found), found
 
 
 @pytest.mark.parametrize("text", [None, 5, b"abc", "", "[]", "{}", "NaN", "[" * 100_000, '"a\\nb"'])

@@ -33,9 +33,20 @@ def test_all_lowered_plans_on_up_to_twelve_ranks_pass(sizes, number):
         verify(plan)
 
 
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("sizes", [(2,), (6,), (2, 2), pytest.param((2, 3), marks=pytest.mark.full)])
+def test_steps_do_not_depend_on_sizes(sizes, number):
+    """A plan at other sizes has the steps that lowering the same schedule at those sizes gives."""
+    mesh = mesh_of(*sizes)
+    for plan in all_plans(cases(mesh.ranks)[number].program, mesh):
+        small = smallest(plan, whole=1, inner=1)
+        again = Schedule(small.program, small.mesh).apply(small.schedule.primitives()).lower()
+        assert again.steps == plan.steps == small.steps
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(8))
-@pytest.mark.parametrize("mesh", UP_TO_TWELVE, ids=str)
+@pytest.mark.parametrize("mesh", [*UP_TO_TWELVE, mesh_of(2, 2, 2)], ids=str)
 def test_every_plan_that_a_search_can_emit_passes(mesh, number):
     """Without chunks; those are in test_chunks."""
     program = cases(mesh.ranks)[number].program

@@ -80,6 +80,11 @@ def test_tiles_and_joins():
             r"rows\.o is parallelized, so it is no loop",
         ),
         (lambda s: s.reorder("rows", "rows"), r"rows is named twice"),
+        (
+            lambda s: s.tile("rows", 2).tile("cols", 3).reorder("cols.o").parallelize("rows.o", "x"),
+            r"reorder\(cols\.o\) must come after all tile, join, parallelize and shift",
+        ),
+        (lambda s: s.tile("cols", 2, "c1", "c2").tile("rows", 2, "cols", "b"), r"the name cols is taken"),
         (lambda s: s.shard("a", "depth", "x"), r"a is not indexed by depth"),
         (lambda s: s.shard("a", "cols", "z"), r"the mesh has no axis 'z'; it has x, y"),
         (lambda s: s.patch("magic"), r"patch\(magic\): the implementations of a tile are library and reference"),

@@ -27,6 +27,26 @@ def test_ranks_agree(ranks, world, mesh):
     assert times == sorted(times) and ordered[0][1].endswith("number 1")
 
 
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_call_with_other_plans(ranks, world):
+    """One error on all of them, and no rank waits."""
+    plans = search(programs.attention(1, 6, 6, 36, 8), Mesh(gpu=world))[:3]
+
+    def run(rank, given, repeated):
+        with pytest.raises(ValueError) as error:
+            fastest(given[rank], dist.group.WORLD, repeated[rank])
+        return str(error.value)
+
+    fewer = [plans[:2] if rank == world - 1 else plans for rank in range(world)]
+    other_times = [*range(1, world + 1)]
+    for given, repeated, message in (
+        (fewer, [2] * world, f"[{world - 1}] were asked"),
+        ([plans] * world, other_times, "rank 1: repeated is 2; "),
+    ):
+        (found,) = set(ranks(run, world, given, repeated))
+        assert message in found
+
+
 def test_one_rank_and_no_plans():
     (plan, *_) = fastest(search(programs.weighted_sum(4, 4), Mesh(gpu=1)))
     assert plan.reason.startswith("measured: ")

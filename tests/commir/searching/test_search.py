@@ -252,7 +252,20 @@ def test_sizes_that_do_not_divide():
         search(program, Mesh(gpu=5))
 
 
-@pytest.mark.parametrize("name", ["chunk", "inner", "q", "i"])
+def test_one_rank_and_one_element():
+    (plan, *_) = search(programs.weighted_sum(1, 1), Mesh(gpu=1))
+    assert plan.bytes_per_rank == 0
+
+
+def test_other_speeds():
+    """They replace those that are known, of levels that the mesh has."""
+    mesh = Mesh({"node": (1e-4, 1e8), "gpu": (1e-6, 1e10)}, node=2, gpu=4).split("gpu", a=2, b=2)
+    assert mesh.with_speeds({"gpu": (1.0, 1.0)}).speeds == {"node": (1e-4, 1e8), "gpu": (1.0, 1.0)}
+    with pytest.raises(ValueError, match="speed for level 'a', but the mesh has gpu, node"):
+        mesh.with_speeds({"a": (1.0, 1.0)})
+
+
+@pytest.mark.parametrize("name", ["chunk", "inner", "q", "i", "nest"])
 def test_names_of_mesh_axes_do_not_matter(name):
     """Also where schedules call their digits so."""
     program = programs.attention(1, 8, 8, 128, 8)
