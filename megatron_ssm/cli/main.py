@@ -75,7 +75,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
     serve.add_argument("--drain-timeout", type=int, default=60, metavar="S",
-                       help="after SIGTERM, for the requests that run (default: 60)")  # fmt: skip
+                       help="after SIGTERM, for open requests; then they end with an error (default: 60)")  # fmt: skip
     serve.add_argument("--lost-rank-timeout", type=float, default=15, metavar="S",
                        help="without a sign of life of a rank, until the server ends; 0: off (default: 15)")  # fmt: skip
     _add_model_options(serve)

@@ -27,25 +27,26 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # the exit code after SIGINT
 ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
+DRAIN_ERRORS_S = 2  # the same after the drain time-out; uvicorn then breaks off what a client does not read
 LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests have ended
 
 
 class Server(uvicorn.Server):
-    """uvicorn with other signals. SIGTERM: no connections are accepted, requests are finished, at most for `drain_s`.
+    """uvicorn with other signals. SIGTERM: no connections are accepted, and requests are finished.
 
-    SIGINT: requests end with an error; a second one ends the process at once. is_interrupted: whether there was one.
-    why_aborted: the reason if requests were ended with an error, or "".
+    Those that are still open after `drain_s` seconds end with an error. SIGINT: requests end with an error; a second one
+    ends the process at once. is_interrupted: whether there was one. why_aborted: the reason if `abort` was called, or "".
     """
 
     def __init__(self, app: ASGIApp, service: Service, drain_s: int, announce: Callable[[], None]):
         super().__init__(
             uvicorn.Config(
                 app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=drain_s,
+                proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
             )
         )  # fmt: skip
         self.is_interrupted, self.why_aborted = False, ""
-        self._service, self._announce = service, announce
+        self._service, self._drain_s, self._announce = service, drain_s, announce
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,6 +67,7 @@ class Server(uvicorn.Server):
     def _drain(self) -> None:
         self._service.drain()
         self.should_exit = True
+        self._loop.call_later(self._drain_s, self._service.close, "the server is shutting down")
 
     def abort(self, reason: str) -> None:
         """End all requests with an error, and the server soon after, whatever its clients do."""

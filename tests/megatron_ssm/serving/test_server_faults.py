@@ -14,6 +14,8 @@ import pytest
 from servers import IGNORE_EOS, LIMIT_S, events, expected, server, with_template
 
 LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0, **IGNORE_EOS}
+ENDLESS = {**LONG, "max_tokens": 10**6}
+ENDLESS_LENGTH = ["--max-length", 10**6 + 5000]  # the server's flag for it
 SHORT = {"prompt": "a", "max_tokens": 3, "temperature": 0, **IGNORE_EOS}
 LOST_RANK_S = 30  # three times the longest that clients may wait for an error after a rank has died
 
@@ -41,14 +43,14 @@ def last_event(lines):
 def test_limits(directory, tmp_path):
     """Two slots, and one request may wait; a reply has a second."""
     flags = ["--slots", 2, "--max-waiting", 1, "--max-body-mb", 0.01, "--request-timeout", 1]
-    flags += ["--max-length", 10**6 + 5000]
-    with server(directory, tmp_path / "log", *flags) as running, running.client() as client:
+    with server(directory, tmp_path / "log", *flags, *ENDLESS_LENGTH) as running, running.client() as client:
         assert running.post("/v1/completions", {**SHORT, "prompt": "a" * 20_000}).status_code == 413
         chunked = client.post("/v1/completions", content=(b"x" * 1000 for _ in range(20)))
         assert chunked.status_code == 413 and chunked.json()["error"]["type"] == "invalid_request_error"
         assert running.post("/v1/completions", {**SHORT, "max_tokens": 2 * 10**6}).status_code == 400
 
-        response, lines = begin(client, n=3)
+        endless = {**ENDLESS, "n": 3}
+        response, lines = begin(client, **endless)
         refused = running.post("/v1/completions", SHORT)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["code"] == "queue_full"
@@ -57,7 +59,6 @@ def test_limits(directory, tmp_path):
         assert running.post("/v1/completions", SHORT).status_code == 200
         assert running.metric("requests_total", 'status="429"') == 1
 
-        endless = {**LONG, "max_tokens": 10**6, "n": 3}
         late = running.post("/v1/completions", endless)
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         _, lines = begin(client, **endless)
@@ -84,6 +85,23 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, 
         assert running.log.read_text().count("\n") == 1  # the line that names the kernels
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert tokens == expected(directory, "a", 100)[1:]
+
+
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
+def test_after_the_drain_timeout_open_requests_end_with_an_error(directory, tmp_path, tp):
+    """One is a stream, one is not."""
+    flags = ["--drain-timeout", 1, *ENDLESS_LENGTH]
+    with server(directory, tmp_path / "log", *flags, tp=tp) as running, running.client() as client:
+        _, lines = begin(client, **ENDLESS)
+        with ThreadPoolExecutor() as pool:
+            whole = pool.submit(running.post, "/v1/completions", ENDLESS)
+            running.wait_until(lambda: running.metric("running") == 2, "the requests do not run")
+            running.process.terminate()
+            for error in (last_event(lines)["error"], whole.result().json()["error"]):
+                assert (error["message"], error["code"]) == ("the server is shutting down", "unavailable")
+            assert whole.result().status_code == 503
+        assert running.process.wait(LIMIT_S) == 0
+        assert running.log.read_text().count("\n") == 1  # the line that names the kernels
 
 
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
