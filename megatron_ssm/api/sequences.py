@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ssm.inference.engine import Engine
-from megatron_ssm.inference.grammar import Grammar
+from megatron_ssm.inference.grammar import Grammar, GrammarMatcher
 from megatron_ssm.inference.request import Request
 from megatron_ssm.inference.sampling import Sampling
 
@@ -36,8 +36,11 @@ class Arguments:
     grammar: tuple[str, str] | None = None
     prefix_key: str = ""
 
-    def request(self, engine: Engine) -> Request:
-        """The request, which is not queued yet. ValueError or FileNotFoundError if the engine cannot serve it."""
+    def request(self, engine: Engine, matcher: GrammarMatcher | None = None) -> Request:
+        """The request, which is not queued yet. matcher: of its grammar, if that was compiled before.
+
+        ValueError or FileNotFoundError if the engine cannot serve it.
+        """
         return engine.make_request(
             self.prompt,
             self.max_new_tokens,
@@ -51,6 +54,7 @@ class Arguments:
             prompt_logprobs=self.prompt_logprobs,
             grammar=None if self.grammar is None else Grammar.unchecked(*self.grammar),
             prefix_key=self.prefix_key,
+            matcher=matcher,
         )
 
     def to_json(self) -> dict[str, Any]:

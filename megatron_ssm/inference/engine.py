@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .grammar import Grammar
+from .grammar import Grammar, GrammarMatcher
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
 from .prompt_reader import PromptReader
@@ -148,6 +148,7 @@ class Engine:
         prompt_logprobs: bool = False,
         grammar: Grammar | None = None,
         prefix_key: str = "",
+        matcher: GrammarMatcher | None = None,
     ) -> Request:
         """A request that is not queued yet; reserves space for it in the cache. For the other arguments see `add`.
 
@@ -155,7 +156,8 @@ class Engine:
         token `Request.logprobs` has with their log-probabilities (0: that of the token alone; None: it stays empty).
         prompt_logprobs: fill `Request.prompt_logprobs`, too. grammar: what the text of the new tokens must match (see the
         module `grammar`). Stop tokens come only where it may end, and it ends the request if nothing else may follow.
-        prefix_key: the prefix cache is shared only between requests with the same key.
+        prefix_key: the prefix cache is shared only between requests with the same key. matcher: an unused one of the
+        grammar, which is then not compiled here.
 
         Sends nothing. ValueError or FileNotFoundError if this engine cannot serve it.
         """
@@ -165,7 +167,7 @@ class Engine:
         biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
         request = Request(
             ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
-            biases, logprobs, prompt_logprobs, grammar, prefix_key,
+            biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher,
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
@@ -192,7 +194,7 @@ class Engine:
             raise ValueError(f"stop_strings={strings!r} must be strings")
         if strings:
             self.tokenizer.text_stream(strings)  # ValueError if one is empty
-        if request.grammar is not None:
+        if request.grammar is not None and request.matcher is None:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> list:

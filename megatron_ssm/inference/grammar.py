@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|end of the text of a grammar|>"
+REMEMBERED = 64  # parsers: a grammar that is used again is compiled once
 KINDS = ("json_object", "json_schema", "regex", "lark")
 
 
@@ -98,7 +99,7 @@ class GrammarTokens:
         extended.add_special_tokens([_END])
         self._end = extended.get_vocab()[_END]
         self._tokens = _llguidance().LLTokenizer(extended.to_str(), eos_token=self._end)
-        self._parser = lru_cache(maxsize=16)(self._new_parser)
+        self._parser = lru_cache(maxsize=REMEMBERED)(self._new_parser)
 
     def allowed(self, parser: Any) -> torch.Tensor:
         """(vocab_size,) bool: the ids that may follow, without an end of the text."""

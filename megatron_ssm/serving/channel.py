@@ -14,13 +14,15 @@ from megatron_ssm.parallel.ranks import Ranks
 class Orders:
     """What changes before a step, the same on every rank. additions: the arguments of new requests, in their order.
 
-    cancellations: the ids of requests. grammars: the kind and the text of those that are to be compiled, for requests that
-    will be added when that is done. is_last: there is no further step.
+    cancellations: the ids of requests. grammars: the kind and the text of those that are to be compiled, each for a request
+    that will be added when that is done. dropped: those of earlier `grammars` whose requests will not be added. is_last:
+    there is no further step.
     """
 
     additions: tuple[Arguments, ...] = ()
     cancellations: tuple[int, ...] = ()
     grammars: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()
     is_last: bool = False
 
     def encode(self) -> bytes:
@@ -28,8 +30,8 @@ class Orders:
         if self == Orders():
             return b""
         added = [each.to_json() for each in self.additions]
-        values = {"add": added, "cancel": self.cancellations, "compile": self.grammars, "last": self.is_last}
-        return json.dumps(values).encode()
+        values = {"add": added, "cancel": self.cancellations, "compile": self.grammars, "drop": self.dropped}
+        return json.dumps({**values, "last": self.is_last}).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "Orders":
@@ -37,8 +39,9 @@ class Orders:
         if not message:
             return cls()
         values = json.loads(message)
-        added, grammars = map(Arguments.from_json, values["add"]), ((kind, text) for kind, text in values["compile"])
-        return cls(tuple(added), tuple(values["cancel"]), tuple(grammars), values["last"])
+        grammars, dropped = (tuple((kind, text) for kind, text in values[name]) for name in ("compile", "drop"))
+        added = tuple(map(Arguments.from_json, values["add"]))
+        return cls(added, tuple(values["cancel"]), grammars, dropped, values["last"])
 
 
 class Channel:

@@ -8,15 +8,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from megatron_ssm.api.errors import ApiError, bad_request
-from megatron_ssm.api.sequences import Sequence, Update
+from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
 
 from .channel import Channel, Orders
-from .grammars import GrammarCompiler
+from .grammars import Compilations, Compiling, GrammarCompiler
 from .metrics import Load
 
 log = logging.getLogger(__name__)
@@ -50,13 +49,20 @@ class Replica:
 def follow(engine: Engine, channel: Channel) -> None:
     """Make every turn that rank 0 makes, until it says that there are no more. For the other ranks."""
     replica, compiler = Replica(engine), GrammarCompiler(engine)
+    compilations = Compilations(compiler)
+
+    def made(arguments: Arguments) -> Request:
+        """Rank 0 has compiled the grammar, so this rank needs little more time for it."""
+        matcher = None if arguments.grammar is None else compilations.take(arguments.grammar)
+        return arguments.request(engine, matcher)
+
     try:
         while not (orders := Orders.decode(channel.receive(engine.is_busy))).is_last:
             for grammar in orders.grammars:
-                compiler.start(grammar)
-            for grammar in {each.grammar for each in orders.additions if each.grammar is not None}:
-                compiler.wait(grammar)  # rank 0 has compiled it, so this rank needs little more time
-            replica.turn([arguments.request(engine) for arguments in orders.additions], orders.cancellations)
+                compilations.start(grammar)
+            for grammar in orders.dropped:
+                compilations.drop(grammar)
+            replica.turn(list(map(made, orders.additions)), orders.cancellations)
     finally:
         compiler.stop()
 
@@ -81,7 +87,7 @@ class Driver(threading.Thread):
         self._engine, self._channel, self._replica = engine, channel, Replica(engine)
         self._deliver, self._fail, self._compiler = deliver, fail, GrammarCompiler(engine)
         self._inbox: queue.SimpleQueue[tuple[str, Sequence | None]] = queue.SimpleQueue()
-        self._compiling: dict[Sequence, Future] = {}  # those whose grammars are being compiled, in their order
+        self._compiling: dict[Sequence, Compiling] = {}  # those whose grammars are being compiled, in their order
         self._running: dict[Request, Sequence] = {}
 
     # From any thread
@@ -115,6 +121,7 @@ class Driver(threading.Thread):
         """One turn; False if it was the last."""
         added: list[Sequence] = []
         cancelled: list[Sequence] = []
+        dropped: list[Sequence] = []  # those whose grammars are compiled in vain
         is_last = False
         for order, sequence in self._orders():
             if sequence is None:
@@ -123,19 +130,25 @@ class Driver(threading.Thread):
                 added.append(sequence)
             elif sequence in added:
                 added.remove(sequence)
-            elif self._compiling.pop(sequence, None) is None:
+            elif compiling := self._compiling.pop(sequence, None):
+                compiling.cancel()
+                dropped.append(sequence)
+            else:
                 cancelled.append(sequence)
-        grammars = self._compile([sequence for sequence in added if sequence.arguments.grammar is not None])
-        added = [sequence for sequence in added if sequence.arguments.grammar is None]
-        added += [sequence for sequence, compiled in self._compiling.items() if compiled.done()]
+        for_grammar = [sequence for sequence in added if sequence.arguments.grammar is not None]
+        self._compile(for_grammar)
+        compiled = [sequence for sequence, compiling in self._compiling.items() if compiling.done()]
+        added = [sequence for sequence in added if sequence.arguments.grammar is None] + compiled
         updates = [update for sequence in added if (update := self._prepare(sequence))]
         requests = {each.request: each for each in added if each.request is not None}
+        dropped += [sequence for sequence in compiled if sequence.request is None]
         running = [each.request for each in cancelled if each.request is not None]
         ended = [request for request in running if self._running.pop(request, None)]  # the others have finished
         orders = Orders(
             tuple(each.arguments for each in requests.values()),
             tuple(request.id for request in ended),
-            grammars,
+            _grammars(for_grammar),
+            _grammars(dropped),
             is_last,
         )
         self._channel.send(orders.encode(), self._engine.is_busy)
@@ -157,20 +170,17 @@ class Driver(threading.Thread):
         except queue.Empty:
             return orders
 
-    def _compile(self, sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:
-        """Begin to compile the grammars of new sequences; returns them."""
-        grammars = [sequence.arguments.grammar for sequence in sequences if sequence.arguments.grammar is not None]
-        for sequence, grammar in zip(sequences, grammars, strict=True):
+    def _compile(self, sequences: list[Sequence]) -> None:
+        """Begin to compile the grammars of new sequences."""
+        for sequence, grammar in zip(sequences, _grammars(sequences), strict=True):
             self._compiling[sequence] = self._compiler.start(grammar)
             self._compiling[sequence].add_done_callback(lambda _: self._inbox.put(("compiled", None)))
-        return tuple(dict.fromkeys(grammars))
 
     def _prepare(self, sequence: Sequence) -> Update | None:
         """Make the request of a sequence, which all other ranks then can make; or an update with the error."""
         try:
-            if compiled := self._compiling.pop(sequence, None):
-                compiled.result()
-            sequence.request = sequence.arguments.request(self._engine)
+            compiling = self._compiling.pop(sequence, None)
+            sequence.request = sequence.arguments.request(self._engine, compiling and compiling.result())
             return None
         except ValueError as error:
             return Update(sequence, error=bad_request(str(error)))
@@ -207,3 +217,8 @@ class Driver(threading.Thread):
         )
         if updates:
             self._deliver(updates)
+
+
+def _grammars(sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:
+    """The grammars of sequences that have one."""
+    return tuple(sequence.arguments.grammar for sequence in sequences if sequence.arguments.grammar is not None)

@@ -1,37 +1,58 @@
 """Compiles grammars in a thread of its own, so that the engine goes on meanwhile; on every rank."""
 
-from collections import OrderedDict
+from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_ssm.inference.engine import Engine
-from megatron_ssm.inference.grammar import Grammar
+from megatron_ssm.inference.grammar import Grammar, GrammarMatcher
 
-REMEMBERED = 64  # compilations: a grammar that is used again is compiled once
+Compiling = Future[GrammarMatcher]
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests for an engine. All ranks start the same compilations in the same order."""
+    """Makes the matchers of requests for an engine, one for each request, in the order in which they are begun.
+
+    The engine's tokenizer remembers the parsers of the last grammars, so that a matcher of one of these is made at once.
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._pool = ThreadPoolExecutor(1, "grammars")
-        self._started: OrderedDict[tuple[str, str], Future] = OrderedDict()
 
-    def start(self, grammar: tuple[str, str]) -> Future:
-        """Begin to compile a grammar, its kind and its text, unless that was begun before. The future has no result."""
-        if grammar not in self._started:
-            self._started[grammar] = self._pool.submit(self._compile, grammar)
-            if len(self._started) > REMEMBERED:
-                self._started.popitem(last=False)
-        return self._started[grammar]
-
-    def wait(self, grammar: tuple[str, str]) -> None:
-        """Return when a grammar is compiled. ValueError if the engine cannot use it."""
-        self.start(grammar).result()
+    def start(self, grammar: tuple[str, str]) -> Compiling:
+        """Begin to make a matcher of a grammar, its kind and its text. Its ValueError: the engine cannot use the grammar."""
+        return self._pool.submit(self._matcher, grammar)
 
     def stop(self) -> None:
         """End the thread when the current compilation is done, and forget the others."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: tuple[str, str]) -> None:
-        self._engine.tokenizer.matcher(Grammar.unchecked(*grammar))
+    def _matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
+        return self._engine.tokenizer.matcher(Grammar.unchecked(*grammar))
+
+
+class Compilations:
+    """On a rank beside rank 0: what it compiles for requests that rank 0 has not added yet."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self._compiler = compiler
+        self._begun: defaultdict[tuple[str, str], deque[Compiling]] = defaultdict(deque)
+
+    def start(self, grammar: tuple[str, str]) -> None:
+        """Begin to make a matcher, for one request."""
+        self._begun[grammar].append(self._compiler.start(grammar))
+
+    def take(self, grammar: tuple[str, str]) -> GrammarMatcher:
+        """A matcher of a grammar, for a request that is added; waits for it. Those of one grammar are alike."""
+        matcher = self._begun[grammar].popleft().result()
+        self._forget_if_none(grammar)
+        return matcher
+
+    def drop(self, grammar: tuple[str, str]) -> None:
+        """Cancel one, for a request that will not be added; the one that was begun last, which others need least."""
+        self._begun[grammar].pop().cancel()
+        self._forget_if_none(grammar)
+
+    def _forget_if_none(self, grammar: tuple[str, str]) -> None:
+        if not self._begun[grammar]:
+            del self._begun[grammar]

@@ -2,13 +2,15 @@
 
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_ssm import Engine, load
 from megatron_ssm.api.sequences import Arguments, Sequence
-from megatron_ssm.serving.channel import Channel
+from megatron_ssm.inference import grammar as grammars
+from megatron_ssm.serving.channel import Channel, Orders
 from megatron_ssm.serving.driver import Driver, follow
 from servers import expected
 from serving import checkpoint
@@ -24,7 +26,7 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
 
     def run(rank):
         model = load(directory, dist.group.WORLD if world > 1 else None)
-        engine, channel = Engine(model, slots=2, max_length=3000), Channel(model.ranks)
+        engine, channel = Engine(model, slots=2, max_length=2 * 10**6), Channel(model.ranks)
         return follow_all(engine, channel) if rank else drive(engine, channel)
 
     def follow_all(engine, channel):
@@ -35,7 +37,7 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
         updates, failures = queue.SimpleQueue(), []
         driver = Driver(engine, channel, updates.put, failures.append)
         sequences = [Sequence(Arguments(prompt, new, seed=0)) for prompt, new in REQUESTS]
-        endless = [Sequence(Arguments([5, index], 2000, seed=0), index) for index in range(3)]
+        endless = [Sequence(Arguments([5, index], 10**6, seed=0), index) for index in range(3)]
         wrong = Sequence(Arguments([300], 1, seed=0))
         for sequence in (endless[0], wrong, endless[1], endless[2], *sequences[:2]):
             driver.add(sequence)
@@ -113,3 +115,102 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
         assert driver.load.running == driver.load.waiting == 0
 
     ranks(run, world)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
+    """Also where more grammars take turns than parsers are remembered."""
+    pytest.importorskip("llguidance")
+    directory, threads, new_parser = checkpoint("mamba2"), set(), grammars.GrammarTokens._new_parser
+    monkeypatch.setattr(grammars, "REMEMBERED", 2)
+    monkeypatch.setattr(
+        grammars.GrammarTokens, "_new_parser",
+        lambda *arguments: (threads.add(threading.current_thread().name), new_parser(*arguments))[1],
+    )  # fmt: skip
+
+    def run(rank):
+        model = load(directory, dist.group.WORLD if world > 1 else None)
+        engine, channel = Engine(model, slots=3), Channel(model.ranks)
+        if rank:
+            follow(engine, channel)
+        else:
+            drive(engine, channel)
+        return sorted(threads)
+
+    def drive(engine, channel):
+        updates, failures = queue.SimpleQueue(), []
+        driver = Driver(engine, channel, updates.put, failures.append)
+        driver.start()
+        for _ in range(2):
+            for number in range(20):
+                driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
+            finished = 0
+            while finished < 20:
+                finished += sum(update.finished == "length" for update in updates.get(timeout=60))
+        driver.stop()
+        driver.join(60)
+        assert not failures
+
+    assert ranks(run, world) == [["grammars_0"]] * world
+
+
+def compiling_slowly(engine):
+    """Lets the engine's grammars be compiled only after an event; returns it, and the texts whose turn has come."""
+    may_compile, texts, matcher = threading.Event(), queue.SimpleQueue(), engine.tokenizer.matcher
+
+    def wait(grammar):
+        texts.put(grammar.text)
+        assert may_compile.wait(60)
+        return matcher(grammar)
+
+    engine.tokenizer.matcher = wait
+    return may_compile, texts
+
+
+def texts_of(queued):
+    return [queued.get_nowait() for _ in range(queued.qsize())]
+
+
+def test_grammars_of_cancelled_requests_are_not_compiled():
+    pytest.importorskip("llguidance")
+    engine, updates, failures = Engine(load(checkpoint("mamba2")), slots=2), queue.SimpleQueue(), []
+    may_compile, texts = compiling_slowly(engine)
+    first, *others, last = [Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"{c}{{9}}"))) for c in "abcde"]
+    plain = Sequence(Arguments([1], 1, seed=0))
+    driver = Driver(engine, Channel(engine.model.ranks), updates.put, failures.append)
+    driver.start()
+    for sequence in (first, *others, last):
+        driver.add(sequence)
+    assert texts.get(timeout=60) == "a{9}"
+    for sequence in others:
+        driver.cancel(sequence)
+    driver.add(plain)
+    finished = []
+    while last not in finished:
+        finished += [update.sequence for update in updates.get(timeout=60) if update.finished]
+        if plain in finished:  # so the driver has read what came before it
+            may_compile.set()
+    driver.stop()
+    driver.join(60)
+    assert not failures and texts_of(texts) == ["e{9}"]
+
+
+def test_other_ranks_do_not_compile_them_either():
+    """What rank 0 sends is written here."""
+    pytest.importorskip("llguidance")
+    engine = Engine(load(checkpoint("mamba2")), slots=2)
+    may_compile, texts = compiling_slowly(engine)
+    one, two, three = [("regex", f"{c}{{9}}") for c in "abc"]
+
+    def orders():
+        yield Orders(grammars=(one, two, three, three))
+        yield Orders(dropped=(two, three))
+        may_compile.set()
+        yield Orders(additions=tuple(Arguments([1], 3, seed=0, grammar=each) for each in (one, three)))
+        while engine.is_busy:
+            yield Orders()
+        yield Orders(is_last=True)
+
+    script = orders()
+    follow(engine, SimpleNamespace(receive=lambda is_busy: next(script).encode()))
+    assert texts_of(texts) == ["a{9}", "c{9}"]
