@@ -221,20 +221,6 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
     assert cached == [0, 300, 0, 300]
 
 
-def test_a_client_that_hangs_up_frees_its_slots(running, client):
-    """In the middle of a stream, and of a reply that is not one. All slots are in use before."""
-    before = running.metric("requests_total")
-    with complete(client, max_tokens=4000, n=4, stream=True) as stream:
-        for _, _ in zip(range(3), stream, strict=False):
-            pass
-    running.wait_until_idle()
-    with pytest.raises(openai.APITimeoutError):
-        complete(client, max_tokens=4000, n=4, timeout=0.2)
-    running.wait_until_idle()
-    assert running.metric("requests_total") >= before + 2
-    assert complete(client, max_tokens=2).usage.completion_tokens == 2
-
-
 @pytest.mark.parametrize(
     "arguments, kind, param, message",
     [

@@ -66,6 +66,26 @@ def test_limits(directory, tmp_path):
         running.wait_until_idle()
 
 
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
+@pytest.mark.parametrize("is_stream", (True, False))
+def test_a_client_that_hangs_up_frees_its_slots(directory, tmp_path, tp, is_stream):
+    """All slots are in use before. After the server has noticed, it finishes at most the step that runs."""
+    slots, path = 4, 'path="/v1/completions"'
+    body = {**ENDLESS, "n": slots}
+    with server(directory, tmp_path / "log", "--slots", slots, *ENDLESS_LENGTH, tp=tp) as running:
+        with running.client() as client:
+            if is_stream:
+                begin(client, **body)[0].close()
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post("/v1/completions", json=body, timeout=0.5)
+        running.wait_until(lambda: running.metric("requests_total", path) == 1, "the request does not end")
+        tokens = running.metric("new_tokens_total")
+        running.wait_until_idle()
+        assert tokens and running.metric("new_tokens_total") <= tokens + slots
+        assert running.post("/v1/completions", SHORT).status_code == 200
+
+
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, tp):
     """One request runs, and one waits for its slot."""
