@@ -174,11 +174,12 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
     least = dict(
         tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
-        drain_timeout=1, request_timeout=1, lost_rank_timeout=0,
+        drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
     )  # fmt: skip
     for name, bound in least.items():
-        if (value := getattr(arguments, name)) is not None and not bound <= value < 2**31:
-            parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below 2^31")
+        limit, shown = (2**16, "65536") if name == "port" else (2**31, "2^31")
+        if (value := getattr(arguments, name)) is not None and not bound <= value < limit:
+            parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below {shown}")
     tensor = arguments.tp or 1
     if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
         code = run("megatron_ssm serve", lambda: read_for_ranks(arguments.model, tensor))
