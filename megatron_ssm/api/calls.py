@@ -9,7 +9,7 @@ from megatron_ssm.inference.grammar import Grammar
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
-from .parameters import CHAT, checked
+from .parameters import CHAT, REQUIRED, checked
 from .sequences import Arguments, Sequence
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class Call:
         return self.values["max_tokens"] == 0
 
     @property
+    def count_parameter(self) -> str:
+        """The parameter that says how many sequences there are."""
+        return "n" if self.values["n"] > 1 else REQUIRED[self.endpoint]
+
+    @property
     def shows_tokens(self) -> bool:
         """Whether the reply shows its tokens one by one, beside its text."""
         return self.logprobs is not None or self.values["return_token_ids"]
@@ -80,7 +85,7 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
         )
     if values["stream_options"] is not None and not values["stream"]:
         raise bad_request("stream_options are for streams only", "stream_options")
-    logprobs = _logprobs(endpoint, values)
+    logprobs = _logprobs(endpoint, values, served.vocab_size)
     prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values["prompt"], served)
     most = [_new_tokens(endpoint, values, len(ids), served.max_length) for _, ids in prompts]
     shared: dict[str, Any] = dict(
@@ -143,22 +148,26 @@ def _new_tokens(endpoint: str, values: dict[str, Any], prompt: int, longest: int
         wanted, name = values["max_completion_tokens"], "max_completion_tokens"
     if wanted == 0 and not values["echo"]:
         raise bad_request("max_tokens=0 is for echo only", "max_tokens")
-    new = max(1, longest - prompt if wanted is None else wanted)
-    if prompt + new > longest:
-        raise bad_request(
-            f"the prompt has {prompt} tokens, and {new} new ones do not fit: a request may have {longest} together",
-            name, "context_length_exceeded",
-        )  # fmt: skip
-    return new
+    rule, code = f"a request may have {longest}, prompt and new ones together", "context_length_exceeded"
+    if prompt + (wanted != 0) > longest:
+        name = REQUIRED[endpoint]
+        raise bad_request(f"the prompt has {prompt} tokens, which are too many: {rule}", name, code)
+    if wanted is not None and prompt + wanted > longest:
+        raise bad_request(f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {rule}", name, code)
+    return longest - prompt if wanted is None else max(1, wanted)
 
 
-def _logprobs(endpoint: str, values: dict[str, Any]) -> int | None:
+def _logprobs(endpoint: str, values: dict[str, Any], vocab_size: int) -> int | None:
     """How many alternatives of each token are to be returned with their log-probabilities; None: no log-probabilities."""
-    if endpoint != CHAT:
-        return values["logprobs"]
-    if values["top_logprobs"] is not None and not values["logprobs"]:
-        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    return (values["top_logprobs"] or 0) if values["logprobs"] else None
+    name = "top_logprobs" if endpoint == CHAT else "logprobs"
+    count = values[name]
+    if endpoint == CHAT and not values["logprobs"]:
+        if count is not None:
+            raise bad_request("top_logprobs needs logprobs to be true", name)
+        return None
+    if count is not None and count > vocab_size:
+        raise bad_request(f"{name}={count} exceeds the vocabulary of {vocab_size}", name)
+    return (count or 0) if endpoint == CHAT else count
 
 
 def _stop_strings(values: dict[str, Any]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class ChatTemplate:
         messages: with "role" and "content". ApiError 400 if there is no template, or if it refuses the messages.
         """
         if self._template is None:
-            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions")
+            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
         try:
             return self._template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens

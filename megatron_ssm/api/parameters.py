@@ -107,6 +107,10 @@ NEUTRAL: dict[str, dict[str, list[Any]]] = {
         parallel_tool_calls=[True, False], modalities=[["text"]], service_tier=["auto", "default"],
     ),
 }  # fmt: skip
+# {kind of a grammar: the parameter that it comes from}
+GRAMMAR_PARAMETERS = dict(
+    json_schema="response_format", json_object="response_format", regex="guided_regex", lark="guided_grammar"
+)
 REQUIRED = {COMPLETIONS: "prompt", CHAT: "messages"}
 
 

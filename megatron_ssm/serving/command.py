@@ -33,6 +33,8 @@ from .service import Limits, Service
 
 log = logging.getLogger(__name__)
 
+EXTRA_TOKENS = 1  # in a slot: with max_tokens=0, the engine makes a token that the reply does not have
+
 
 def serve(arguments: Namespace) -> None:
     """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
@@ -94,7 +96,7 @@ class _Inputs:
         listener = bind(arguments.host, arguments.port) if is_first else None
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
-            slots=arguments.slots, max_length=arguments.max_length, token_budget=arguments.token_budget,
+            slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
             prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
         )  # fmt: skip
         return cls(served, keys, listener, engine, (config, checksum, engine))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_ssm.api.errors import ApiError, bad_request
+from megatron_ssm.api.parameters import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
@@ -183,7 +184,7 @@ class Driver(threading.Thread):
             sequence.request = sequence.arguments.request(self._engine, compiling and compiling.result())
             return None
         except ValueError as error:
-            return Update(sequence, error=bad_request(str(error)))
+            return Update(sequence, error=_refusal(sequence.arguments, str(error)))
         except Exception:  # of any kind: no other rank knows of the request, so the others go on
             log.exception("a request could not be made")
             return Update(sequence, error=ApiError(500, "the server has failed to handle the request"))
@@ -217,6 +218,14 @@ class Driver(threading.Thread):
         )
         if updates:
             self._deliver(updates)
+
+
+def _refusal(arguments: Arguments, message: str) -> ApiError:
+    """The error for a request that cannot be made. The other parameters were checked before, so it is the grammar, if any."""
+    if arguments.grammar is None:
+        return bad_request(message)
+    name = GRAMMAR_PARAMETERS[arguments.grammar[0]]
+    return bad_request(f"{name}: {message}", name)
 
 
 def _grammars(sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:

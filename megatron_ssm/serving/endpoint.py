@@ -48,7 +48,7 @@ class Endpoint:
         try:
             body = await read_json(receive, headers, self._service.limits.body)
             call = await asyncio.to_thread(read_call, self.name, body, owner, self._served)
-            with self._service.added(call.sequences) as updates:
+            with self._service.added(call.sequences, call.count_parameter) as updates:
                 replies = Replies(call, self._served)
                 pieces = self._pieces(call, replies, updates, arrival)
                 answer = (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)

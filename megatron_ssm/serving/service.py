@@ -65,13 +65,13 @@ class Service:
         self._end(list(self._open), 503, reason, "unavailable")
 
     @contextmanager
-    def added(self, sequences: list[Sequence]) -> "Iterator[asyncio.Queue[Update]]":
+    def added(self, sequences: list[Sequence], param: str | None = None) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        ApiError 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it has
+        param: the parameter that says how many there are. ApiError 400 if there is never room for so many, 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it has
         finished, or has an error; one of 504 comes if the time is over.
         """
-        self.check_room(len(sequences))
+        self.check_room(len(sequences), param)
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
         for sequence in sequences:
@@ -105,13 +105,13 @@ class Service:
                 self._driver.cancel(sequence)
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
-    def check_room(self, count: int = 1) -> None:
-        """ApiError if `count` further sequences cannot be taken."""
+    def check_room(self, count: int = 1, param: str | None = None) -> None:
+        """ApiError if `count` further sequences cannot be taken. param: the parameter that asks for so many."""
         if self._closed:
             raise ApiError(503, self._closed, code="unavailable")
         room = self.limits.slots + self.limits.waiting
         if count > room:
-            raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}")
+            raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}", param)
         if len(self._open) + count > room:
             seconds = min(LONGEST_RETRY_S, math.ceil(self._mean_s))
             raise ApiError(

@@ -212,6 +212,8 @@ def test_echo(client):
     assert reply.choices[0].text == PROMPT + alone.choices[0].text
     nothing = complete(client, max_tokens=0, echo=True)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+    longest = "y" * 4096
+    assert complete(client, prompt=longest, max_tokens=0, echo=True).choices[0].text == longest
 
 
 def test_prefixes_are_shared_by_the_requests_of_one_key(client):
@@ -236,7 +238,11 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
         (dict(max_tokens=0), openai.BadRequestError, "max_tokens", "max_tokens=0 is for echo only"),
         (dict(prompt=[300]), openai.BadRequestError, "prompt", "token id 300 is outside the vocabulary of 257"),
         (dict(prompt=""), openai.BadRequestError, "prompt", "a prompt has no tokens"),
-        (dict(n=100), openai.BadRequestError, None, "asks for 100 replies, and the server takes at most 68"),
+        (dict(prompt="x" * 4096), openai.BadRequestError, "prompt", "4096 tokens, which are too many: .* 4096"),
+        (dict(prompt="x" * 4097, max_tokens=0, echo=True), openai.BadRequestError, "prompt", "4097 tokens, which are"),
+        (dict(prompt=["x"] * 100), openai.BadRequestError, "prompt", "asks for 100 replies"),
+        (dict(extra_body={"guided_regex": "()"}), openai.BadRequestError, "guided_regex", "no token of the vocabulary"),
+        (dict(n=100), openai.BadRequestError, "n", "asks for 100 replies, and the server takes at most 68"),
         (dict(logit_bias={"x": 1}), openai.BadRequestError, "logit_bias", "'x' is no id of the vocabulary"),
         (dict(extra_body={"guided_regex": "(a"}), openai.BadRequestError, "guided_regex", "guided_regex: regex: "),
         (dict(extra_body={"guided_grammar": "a"}), openai.BadRequestError, "guided_grammar", "guided_grammar: lark: "),

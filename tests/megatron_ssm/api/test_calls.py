@@ -1,0 +1,49 @@
+"""What a request's JSON asks for. Oracle: the interface's documentation."""
+
+import pytest
+
+from megatron_ssm.api.calls import Served, read_call
+from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.parameters import CHAT, COMPLETIONS
+from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+
+CHATTING = {"messages": [{"role": "user", "content": "Hi"}]}
+LENGTH, VOCABULARY = 30, 10
+CASES = [
+    # endpoint, chat template, body, param and message of the error
+    (COMPLETIONS, "", {"prompt": "a", "logprobs": 20}, "logprobs", "logprobs=20 exceeds the vocabulary of 10"),
+    (CHAT, "a", {**CHATTING, "logprobs": True, "top_logprobs": 20}, "top_logprobs", "top_logprobs=20 exceeds"),
+    (CHAT, "a", {**CHATTING, "top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs to be true"),
+    (CHAT, None, CHATTING, "messages", "the model has no chat template"),
+    (CHAT, "a" * LENGTH, CHATTING, "messages", "the prompt has 30 tokens, which are too many: a request may have 30"),
+    (CHAT, "a" * LENGTH, {**CHATTING, "max_tokens": 5}, "messages", "the prompt has 30 tokens, which are too many"),
+    (CHAT, "a" * 20, {**CHATTING, "max_tokens": 11}, "max_tokens", "20 tokens, and 11 new ones do not fit"),
+    (CHAT, "a" * 20, {**CHATTING, "max_completion_tokens": 11}, "max_completion_tokens", "11 new ones do not fit"),
+    (COMPLETIONS, "", {"prompt": "a" * 20}, "max_tokens", "20 tokens, and 16 new ones do not fit"),
+]
+
+
+def served(directory, template):
+    write_byte_tokenizer(directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    return Served("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
+
+
+@pytest.mark.parametrize("endpoint, template, body, param, message", CASES)
+def test_errors_name_the_parameter(tmp_path, endpoint, template, body, param, message):
+    with pytest.raises(ApiError, match=message) as refused:
+        read_call(endpoint, body, "", served(tmp_path, template))
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_how_many_tokens_there_may_be(tmp_path):
+    model = served(tmp_path, "a" * 20)
+
+    def most(endpoint, **body):
+        return read_call(endpoint, body, "", model).sequences[0].arguments.max_new_tokens
+
+    assert most(CHAT, **CHATTING) == 10 and most(CHAT, **CHATTING, max_tokens=10) == 10
+    assert most(COMPLETIONS, prompt="a" * 14) == 16
+    assert most(COMPLETIONS, prompt="a" * LENGTH, max_tokens=0, echo=True) == 1  # the engine always makes one
