@@ -181,7 +181,8 @@ class Driver(threading.Thread):
         """Make the request of a sequence, which all other ranks then can make; or an update with the error."""
         try:
             compiling = self._compiling.pop(sequence, None)
-            sequence.request = sequence.arguments.request(self._engine, compiling and compiling.result())
+            matcher = None if compiling is None else compiling.result()
+            sequence.request = sequence.arguments.request(self._engine, matcher)
             return None
         except ValueError as error:
             return Update(sequence, error=_refusal(sequence.arguments, str(error)))
@@ -221,7 +222,7 @@ class Driver(threading.Thread):
 
 
 def _refusal(arguments: Arguments, message: str) -> ApiError:
-    """The error for a request that cannot be made. The other parameters were checked before, so it is the grammar, if any."""
+    """The error for a request that cannot be made: because of its grammar, as everything else was checked before."""
     if arguments.grammar is None:
         return bad_request(message)
     name = GRAMMAR_PARAMETERS[arguments.grammar[0]]

@@ -68,8 +68,9 @@ class Service:
     def added(self, sequences: list[Sequence], param: str | None = None) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        param: the parameter that says how many there are. ApiError 400 if there is never room for so many, 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it has
-        finished, or has an error; one of 504 comes if the time is over.
+        param: the parameter that says how many there are. ApiError 400 if there is never room for so many, 503 if no
+        requests are taken, 429 if too many are waiting. A sequence's last update says that it has finished, or has an
+        error; one of 504 comes if the time is over.
         """
         self.check_room(len(sequences), param)
         assert self._driver is not None, "the service has been started"
