@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ssm.inference.text import TextStream, token_bytes
 
 from .calls import Call, Served
+from .offsets import TextOffsets, prompt_offsets
 from .sequences import Update
 
 
@@ -16,8 +17,8 @@ from .sequences import Update
 class Piece:
     """A part of the reply `index`, or the whole. logprobs: of `tokens`; see `Request.logprobs`.
 
-    offset: how many characters are before it. prompt, prompt_logprobs: what the reply repeats of the prompt at its
-    beginning (echo).
+    prompt, prompt_logprobs: what the reply repeats of the prompt at its beginning (echo). offsets: for a completion with
+    log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply.
     """
 
     index: int
@@ -25,7 +26,7 @@ class Piece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     finished: str | None = None
-    offset: int = 0
+    offsets: list[int] = field(default_factory=list)
     is_first: bool = False
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
@@ -35,6 +36,7 @@ class Piece:
         self.text += other.text
         self.tokens += other.tokens
         self.logprobs += other.logprobs
+        self.offsets += other.offsets
         self.finished = other.finished
 
 
@@ -43,23 +45,26 @@ class Reply:
 
     def __init__(self, call: Call, served: Served, index: int):
         self.index, self._call = index, call
-        self._text = TextStream(served.tokenizer, call.stop_strings, served.stop_tokens)
+        hidden = call.sequences[index].arguments.stop_tokens  # as in the engine, which finds the stop strings
+        self._text = TextStream(served.tokenizer, call.stop_strings, hidden)
         self._echo = call.prompts[index // call.values["n"]] if call.values.get("echo") else None
-        self._characters, self._is_first = 0, True
+        self._tokenizer, self._is_first = served.tokenizer, True
+        self._offsets = TextOffsets(served.tokenizer, hidden, len(self._echo[0]) if self._echo else 0)
 
     def take(self, update: Update) -> Piece:
         """The next part: what an update adds."""
         tokens = [] if self._call.drops_tokens else update.tokens
-        piece = Piece(
-            self.index, "", tokens, update.logprobs[: len(tokens)], update.finished, self._characters, self._is_first
-        )
+        piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], update.finished, is_first=self._is_first)
+        has_offsets = self._call.logprobs is not None and not self._call.is_chat
         if self._is_first and self._echo is not None:
             piece.text, piece.prompt = self._echo
             piece.prompt_logprobs = update.prompt_logprobs
+            piece.offsets = prompt_offsets(self._tokenizer, *self._echo) if has_offsets else []
+        piece.offsets += map(self._offsets.push, tokens) if has_offsets else []
         piece.text += "".join(map(self._text.push, tokens))
         if update.finished is not None:
             piece.text += self._text.finish()
-        self._characters, self._is_first = self._characters + len(piece.text), False
+        self._is_first = False
         return piece
 
 
@@ -143,15 +148,12 @@ class Replies:
         """Those of the prompt, if it is repeated, and of the new tokens, in parallel lists."""
         tokens, entries = [*piece.prompt, *piece.tokens], [*piece.prompt_logprobs, *piece.logprobs]
         names = [self._name(token) for token in tokens]
-        offsets = [piece.offset]
-        for name in names:
-            offsets.append(offsets[-1] + len(name))
         tops = [entry and {self._name(token): value for token, value in entry[1]} for entry in entries]
         return {
             "tokens": names,
             "token_logprobs": [entry and entry[0] for entry in entries],
             "top_logprobs": tops if self._call.logprobs else None,
-            "text_offset": offsets[:-1],
+            "text_offset": piece.offsets,
         }
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The tokenizer of a checkpoint, as the requests of an engine need it: for stop strings and grammars."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,9 @@ class RequestTokenizer:
         self._tokenizer: Tokenizer | None = None
         self._grammar_tokens: GrammarTokens | None = None
 
-    def text_stream(self, stop_strings: tuple[str, ...]) -> TextStream:
-        """What finds stop strings. ValueError if one is empty or if there is no tokenizer."""
-        return TextStream(self._load("stop_strings"), stop_strings)
+    def text_stream(self, stop_strings: tuple[str, ...], stop_tokens: Iterable[int] = ()) -> TextStream:
+        """What finds stop strings in a text without its stop tokens. ValueError if one is empty or without a tokenizer."""
+        return TextStream(self._load("stop_strings"), stop_strings, stop_tokens)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """What follows the tokens of a request through its grammar.

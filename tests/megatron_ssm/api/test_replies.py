@@ -1,0 +1,74 @@
+"""The texts of replies and the places of their tokens. Oracle: Python's own slices of the text."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_ssm.api.calls import Served, read_call
+from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.parameters import COMPLETIONS
+from megatron_ssm.api.replies import Replies
+from megatron_ssm.api.sequences import Update
+from megatron_ssm.inference.request_tokenizer import RequestTokenizer
+from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+
+END = 256
+
+
+def served(directory, tokenizer=None):
+    write_byte_tokenizer(directory)
+    if tokenizer is not None:
+        tokenizer.save(str(directory / "tokenizer.json"))
+    return Served("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
+
+
+def completion(model, body, *parts):
+    """The choice of a whole reply to `body`, of which the tokens come in parts."""
+    call = read_call(COMPLETIONS, body, "", model)
+    replies, (sequence,), logprob = Replies(call, model), call.sequences, (-1.0, [])
+    (ids,) = (ids for _, ids in call.prompts)
+    pieces = [
+        replies.take(
+            Update(
+                sequence, list(part), "length" if index == len(parts) - 1 else None, logprobs=[logprob] * len(part),
+                prompt_logprobs=[] if index else [None, *[logprob] * (len(ids) - 1)],
+            )
+        )
+        for index, part in enumerate(parts)
+    ]  # fmt: skip
+    for piece in pieces[1:]:
+        pieces[0].extend(piece)
+    return replies.whole(pieces[:1])["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "prompt, parts, offsets",
+    [
+        ("\u00e9 a", [b"b"], [0, 0, 1, 2, 3]),
+        ("a<|endoftext|>b", [b"c"], [0, 1, 14, 15]),
+        ([97, END, 98], [b"c", b"d"], [0, 1, 14, 15, 16]),
+        ("a", ["\u00e9".encode()[:1], "\u00e9b".encode()[1:]], [0, 1, 1, 2]),
+        ("a", [[END, 98]], [0, 1, 1]),  # the special token is not in the text
+        ("a", [[0xC3, 98, 99]], [0, 1, 2, 3]),  # the first byte is not valid, and becomes one character
+    ],
+)
+def test_text_offsets(tmp_path, prompt, parts, offsets):
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 9, "ignore_eos": True}
+    choice = completion(served(tmp_path), body, *parts)
+    assert choice["logprobs"]["text_offset"] == offsets
+    for place, name in zip(offsets, choice["logprobs"]["tokens"], strict=True):
+        is_shown = not name.startswith("bytes:") and (name != "<|endoftext|>" or prompt != "a")
+        assert choice["text"].startswith(name, place) or not is_shown
+
+
+@pytest.mark.parametrize("ignore_eos", (True, False))
+def test_the_engine_finds_stop_strings_in_the_text_of_the_reply(tmp_path, ignore_eos):
+    """The end-of-text token is an ordinary one of the tokenizer, and a stop string goes over it."""
+    tokenizer = Tokenizer(models.WordLevel({**{f"w{i} ": i for i in range(END)}, "end ": END}, unk_token="w0 "))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(" ", "merged_with_previous"), decoders.Fuse()
+    body = {"prompt": [1], "stop": "w1 end w2", "max_tokens": 9, "ignore_eos": ignore_eos}
+    model, tokens = served(tmp_path, tokenizer), [0, 1, END, 2, 3]
+    (sequence,) = read_call(COMPLETIONS, body, "", model).sequences
+    arguments = sequence.arguments
+    engine = RequestTokenizer(tmp_path, 257).text_stream(arguments.stop_strings, arguments.stop_tokens)
+    text = "".join(map(engine.push, tokens)) + engine.finish()
+    assert completion(model, body, tokens)["text"] == text == ("w0 " if ignore_eos else "w0 w1 w2 w3 ")
