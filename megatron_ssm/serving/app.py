@@ -67,7 +67,7 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> 
 
 
 class _Counted:
-    """Counts the requests by path and status."""
+    """Counts the requests by path and status; 499 for those whose replies are not complete."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -75,18 +75,24 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status = 499  # unless a reply begins
+        status, is_complete = 499, False
 
         async def counted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_complete
             status = message.get("status", status)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.count_request(path, status)
+            self._metrics.count_request(self._label(scope["path"]), status if is_complete else 499)
+
+    def _label(self, path: str) -> str:
+        """The path as the documentation writes it: a label for each path that a client may think of would be too many."""
+        if path.startswith("/v1/models/"):
+            return "/v1/models/NAME"
+        return path if path in self._paths else "other"
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

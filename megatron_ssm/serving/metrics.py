@@ -50,7 +50,7 @@ class Metrics:
     def __init__(self, load: Callable[[], Load]):
         self._load, self._registry = load, CollectorRegistry()
         self._requests = Counter(
-            f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up.", ["path", "status"],
+            f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up early.", ["path", "status"],
             registry=self._registry,
         )  # fmt: skip
         self._first_token = Histogram(

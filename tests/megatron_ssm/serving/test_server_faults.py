@@ -83,6 +83,7 @@ def test_a_client_that_hangs_up_frees_its_slots(directory, tmp_path, tp, is_stre
         tokens = running.metric("new_tokens_total")
         running.wait_until_idle()
         assert tokens and running.metric("new_tokens_total") <= tokens + slots
+        assert running.metric("requests_total", f'{path},status="499"') == 1
         assert running.post("/v1/completions", SHORT).status_code == 200
 
 
