@@ -203,8 +203,7 @@ def _generation(
         attention, _, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    shape = Memory(config, tensor, device.itemsize)
-    needed = shape.weights + shape.prefill(job.batch, tokens) + shape.cache(job.batch, job.prompt + job.new)
+    needed = _memory_of_reply(Memory(config, tensor, device.itemsize), job, tokens, context)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
@@ -242,6 +241,16 @@ def _generation(
         "tokens, choice": job.new * choice,
     }
     return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
+
+
+def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) -> int:
+    """Bytes of a rank that reads `tokens` tokens of each prompt: weights, activations, and the cache of prompt and reply.
+
+    Context ranks share the keys and values of all tokens.
+    """
+    new = -(-job.new // context)
+    activations = shape.prefill(job.batch, tokens) - shape.cache(job.batch, tokens)
+    return shape.weights + activations + shape.cache(job.batch, tokens + new)
 
 
 def _tokens(config: Config, seq: int, context: int) -> int:

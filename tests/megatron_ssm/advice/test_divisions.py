@@ -246,6 +246,17 @@ def test_a_schedule_that_is_not_the_default_is_in_the_command():
     assert options.context_schedule == division.schedule
 
 
+@pytest.mark.parametrize("name", ("mamba2", "zamba2"))
+def test_the_memory_of_a_reply_counts_the_cache_once(name):
+    """Context ranks hold half of the prompt's keys and values, and half of those of the 31 tokens, rounded up."""
+    config, job = config_of(**MODELS[name]), Generation(64, 31, batch=3)
+    found = {(each.tensor, each.context): each for each in generation_divisions(config, 2, job, fabric(), Fixed())}
+    for sizes, tokens, new in (((1, 1), 64, 31), ((2, 1), 64, 31), ((1, 2), 32, 16)):
+        shape = Memory(config, sizes[0], Fixed.itemsize)
+        expected = shape.weights + shape.prefill(3, tokens) + 3 * new * shape.keys_and_values_per_token
+        assert found[sizes].memory == expected
+
+
 def test_gradients_are_sparse_where_their_residuals_fit():
     """On a slow fabric, where dense sums take most of a step."""
     config, job = config_of(hidden_size=64), Training(64, 4)
