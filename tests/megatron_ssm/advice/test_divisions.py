@@ -1,6 +1,9 @@
 """`advise`. Oracles: what the ranks of a model count while it trains; the memory of its parts; times worked out by hand."""
 
+import contextlib
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -331,6 +334,37 @@ def test_ranks_that_measure_agree(ranks, world, name):
 
 
 # The command
+
+
+def advised_on(rank, environment, flags):
+    """(exit code, errors) of `advise` on a rank of torchrun's. environment, flags: of the last rank, and of the others."""
+    is_last = rank == dist.get_world_size() - 1
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), **environment[not is_last])
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main(
+            [*flags[not is_last], "--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16"]
+        )
+    return code, errors.getvalue()
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_the_rank_with_the_least_memory_decides(ranks, files, world):
+    """The last rank shares its host's memory with so many that nothing fits there; the others must not wait for it."""
+    environment = {"LOCAL_WORLD_SIZE": str(2**40)}, {"LOCAL_WORLD_SIZE": "1"}
+    found = ranks(advised_on, world, environment, [command_of(files)] * 2)
+    assert {code for code, _ in found} == {1} and "no division over 2 ranks is possible" in found[0][1]
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("flag", ("--fabric", "--model", "--memory-gb"))
+def test_ranks_that_are_asked_different_things(ranks, files, world, flag):
+    """One error on all ranks, before any of them measures."""
+    (files / "other.json").write_text(json.dumps(options().new_config(64, 0)))
+    fabric(2 * ALPHA).save(files / "slower.json")
+    other = {"--fabric": str(files / "slower.json"), "--model": str(files / "other.json"), "--memory-gb": "1e-6"}[flag]
+    found = ranks(advised_on, world, ({}, {}), ([*command_of(files), flag, other], command_of(files)))
+    assert {code for code, _ in found} == {2} and f"ranks [{world - 1}] were asked something else" in found[0][1]
 
 
 @pytest.fixture
