@@ -29,6 +29,7 @@ from .traffic import (
     gradient_sums,
     passed_states,
     seconds_of,
+    seconds_of_attention,
     seconds_of_block_sums,
 )
 
@@ -200,7 +201,9 @@ def _generation(
     try:
         config.check_ranks(tensor)
         tokens = _tokens(config, job.prompt, context)
-        attention, _, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
+        attention, schedule, attention_seconds = _attention(
+            config, tensor, context, job.prompt, job.batch, False, fabric
+        )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
     needed = _memory_of_reply(Memory(config, tensor, device.itemsize), job, tokens, context)
@@ -240,7 +243,7 @@ def _generation(
         "tokens, context ranks": (job.new - 1) * attended,
         "tokens, choice": job.new * choice,
     }
-    return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
+    return Division(*sizes, parts, needed, format, attention, schedule, ttft=ttft, tpot=tpot)
 
 
 def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) -> int:
@@ -262,23 +265,23 @@ def _tokens(config: Config, seq: int, context: int) -> int:
 def _attention(
     config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric
 ) -> tuple[str, str, float]:
-    """(the grid whose messages are fastest, its name in --context-schedule, their seconds in all hybrid layers).
+    """(the grid of context ranks, its name in --context-schedule, the seconds of its messages in all hybrid layers).
 
-    For training, of the grids that the option can select.
+    For training, the fastest of the grids that the option can select. `generate` has no such option: it always takes the
+    one that `auto` selects, by bytes.
     """
     shared = config.shared
     if context == 1 or shared is None:
         return "", "auto", 0.0
-    shape = context, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim, seq, training
-    default = candidates(*shape, None, batch, FP32)[0]
+    shape = batch, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim
+    default, *others = candidates(context, *shape[1:], seq, training, batch=batch, itemsize=FP32)
     names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
     names[default.rows, default.cols, default.ulysses] = "auto"
-    found = [
-        (each, names.get((each.rows, each.cols, each.ulysses))) for each in candidates(*shape, fabric, batch, FP32)
-    ]
-    best, name = next((each, name) for each, name in found if name or not training)
+    found = [default, *(each for each in others if training and (each.rows, each.cols, each.ulysses) in names)]
+    times = [seconds_of_attention(each, context, seq, shape, training, fabric) for each in found]
+    seconds, best = min(zip(times, found, strict=True), key=lambda pair: pair[0])
     grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
-    return grid, name or "auto", len(config.hybrid_layers) * (best.seconds or 0.0)
+    return grid, names[best.rows, best.cols, best.ulysses], len(config.hybrid_layers) * seconds
 
 
 def _format(times: dict[str, float]) -> str:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 import serving
 import tiny
+from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
 from megatron_ssm.advice.measured import MeasuredDevice, part_of
-from megatron_ssm.advice.report import as_json, training_text, why
+from megatron_ssm.advice.report import as_json, generation_text, training_text, why
 from megatron_ssm.advice.traffic import (
     AGREEMENT_BYTES,
     Message,
@@ -29,12 +30,14 @@ from megatron_ssm.advice.traffic import (
     gradient_sums,
     passed_states,
     seconds_of,
+    seconds_of_attention,
 )
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding.native_prompt import PromptCall
 from megatron_ssm.decoding.native_step import NativeLayers
 from megatron_ssm.inference.generation import stream
+from megatron_ssm.models.context import schedule_of
 from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
@@ -258,6 +261,41 @@ def test_the_memory_of_a_reply_counts_the_cache_once(name):
         shape = Memory(config, sizes[0], Fixed.itemsize)
         expected = shape.weights + shape.prefill(3, tokens) + 3 * new * shape.keys_and_values_per_token
         assert found[sizes].memory == expected
+
+
+@pytest.mark.parametrize("operations", (("all_reduce",), ("all_reduce", "all_gather"), ("all_reduce", "p2p")))
+def test_attention_on_a_fabric_without_some_operations(operations):
+    """As `sparsefusion fit --all-reduce` makes it. By hand: in a ring, two ranks send keys and values of 32 tokens once."""
+    config, some = config_of(**tiny.ZAMBA2), fabric(operations=operations)
+    shared = config.shared
+    nbytes = 4 * 2 * 32 * shared.kv_heads * shared.head_dim
+    one = ALPHA + BETA * nbytes if len(operations) > 1 else (ALPHA + BETA * 2 * nbytes) / 2
+    shape = 1, shared.heads, shared.kv_heads, shared.head_dim
+    ring = next(each for each in candidates(2, *shape[1:], 64) if each.rows == 2)
+    assert seconds_of_attention(ring, 2, 64, shape, False, some) == pytest.approx(one)
+    found = training_divisions(config, 4, Training(64, 4), some, Fixed())
+    found += generation_divisions(config, 4, Generation(64, 8), some, Fixed())
+    assert not any("operation" in each.excluded for each in found)
+    assert {each.context for each in found if not each.excluded} == {1, 2, 4}
+
+
+def chosen_by_generate(rank, config, prompt):
+    """The grid of the schedule that `generate --cp` takes."""
+    grid = schedule_of("auto", dist.group.WORLD, config, 1, prompt, 1, training=False).grid
+    return f"{grid.rows} x {grid.cols}" + f", {grid.ulysses} ranks divide the heads" * (grid.ulysses > 1)
+
+
+@pytest.mark.parametrize("alpha", (1e-9, 20.0))
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_reply_is_predicted_with_the_schedule_of_generate(ranks, world, alpha):
+    """Whatever the fabric: the command has no option for another one."""
+    config, job = config_of(**tiny.ZAMBA2), Generation(64, 8)
+    found = generation_divisions(config, world, job, fabric(alpha, 1e-12), Fixed())
+    (division,) = [each for each in found if each.context == world]
+    assert {division.attention} == set(ranks(chosen_by_generate, world, config, job.prompt))
+    assert division.schedule == "auto" and f"in a grid of {division.attention}" in generation_text(
+        [division], job, False
+    )
 
 
 def test_gradients_are_sparse_where_their_residuals_fit():
