@@ -8,6 +8,7 @@ A division has `tensor` x `context` x `data` ranks. A training step takes
 and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -72,7 +73,7 @@ class Computes(Protocol):
         """Seconds of AdamW."""
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,15 @@ def generation_divisions(
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
     """(tensor, context, data) whose product is `ranks`."""
-    for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        for context in (n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0):
+    for tensor in _divisors(ranks):
+        for context in _divisors(ranks // tensor):
             yield tensor, context, ranks // tensor // context
+
+
+def _divisors(number: int) -> list[int]:
+    """Those of a number, the smallest first, found in as many steps as its square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _training(
@@ -212,7 +219,7 @@ def _generation(
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
     if context > 1:
         compute += device.passing(config, tensor, job.batch, tokens)[0]
-    token = device.token(config, tensor, job.batch, job.prompt)
+    token = device.token(config, tensor, job.batch, tokens)
 
     def sums(rows: int) -> dict[str, float]:
         """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""

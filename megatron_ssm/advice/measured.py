@@ -107,7 +107,7 @@ class MeasuredDevice:
         return float(seconds) * Memory(config, ranks).weights / Memory(part).weights
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
         return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length)[1]
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -296,6 +297,24 @@ def test_a_reply_is_predicted_with_the_schedule_of_generate(ranks, world, alpha)
     assert division.schedule == "auto" and f"in a grid of {division.attention}" in generation_text(
         [division], job, False
     )
+
+
+def test_context_ranks_decode_with_their_share_of_the_prompt():
+    by_length = type("ByLength", (Fixed,), {"token": lambda self, config, ranks, batch, length: 1e-3 * length})()
+    for name in ("mamba", "zamba2"):
+        found = generation_divisions(config_of(**MODELS[name]), 4, Generation(64, 9), fabric(), by_length)
+        times = {each.context: each.parts["tokens, computed"] for each in found if not each.excluded}
+        assert times == pytest.approx({1: 8 * 0.064, 2: 8 * 0.032, 4: 8 * 0.016})
+
+
+def test_many_ranks_are_divided_at_once():
+    """A number of ranks by mistake, which is a prime: all its divisions are listed, with their reasons."""
+    prime = 2**31 - 1
+    found = training_divisions(config_of(), prime, Training(64, 4), fabric(), Fixed())
+    assert {(each.tensor, each.context, each.data) for each in found} == {(prime, 1, 1), (1, prime, 1), (1, 1, prime)}
+    found = generation_divisions(config_of(), 12, Generation(64, 4), fabric(), Fixed())
+    sizes = {(each.tensor, each.context, each.data) for each in found}
+    assert sizes == {(a, b, c) for a, b, c in itertools.product(range(1, 13), repeat=3) if a * b * c == 12}
 
 
 def test_gradients_are_sparse_where_their_residuals_fit():
