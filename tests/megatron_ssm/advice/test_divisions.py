@@ -12,14 +12,16 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import serving
 import tiny
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from megatron_ssm.advice import measured as measured_times
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
-from megatron_ssm.advice.measured import MeasuredDevice, part_of
+from megatron_ssm.advice.measured import REPEATED, MeasuredDevice, part_of
 from megatron_ssm.advice.report import as_json, generation_text, training_text, why
 from megatron_ssm.advice.traffic import (
     AGREEMENT_BYTES,
@@ -388,6 +390,24 @@ def measured(rank, changes):
 def test_ranks_that_measure_agree(ranks, world, name):
     first, *others = ranks(measured, world, MODELS[name])
     assert all(other == first for other in others)
+
+
+def test_the_step_of_adamw_that_is_timed_has_moments():
+    """The first step, which allocates them, is not timed; the times are measured once."""
+    config, device, seen = config_of(), MeasuredDevice(1e9), []
+    with register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(len(optimizer.state))):
+        seconds = device.optimizer(config, 1)
+    assert seen == [0, max(seen)] * (1 + REPEATED) and max(seen) > 0
+    assert device.optimizer(config, 1) == seconds
+
+
+def test_attention_is_timed_after_a_first_run(monkeypatch):
+    calls = []
+    monkeypatch.setattr(measured_times, "attend", lambda *arguments: calls.append(arguments))
+    device, config = MeasuredDevice(1e9), config_of(**tiny.ZAMBA2)
+    for _ in range(2):
+        device._attention(config, 1, 1, 8, 16)
+    assert len(calls) == 1 + REPEATED
 
 
 # The command
