@@ -3,15 +3,19 @@
 import json
 import math
 import os
+import zlib
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
 from sparsefusion import Fabric
+from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.foundation.command_line import Failure, Printer
 
 from .devices import DEVICES
@@ -22,25 +26,59 @@ from .report import as_json, generation_text, training_text
 MEASURED = "measured"
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What the advice depends on. kind: cpu or cuda, where the device `measured` computes. memory: bytes, if it is given."""
+
+    config: Config
+    fabric: Fabric
+    training: Training
+    generation: Generation
+    ranks: int
+    device: str
+    kind: str
+    memory: float | None
+
+    @classmethod
+    def read(cls, arguments: Namespace) -> "_Inputs":
+        """Read them on this rank; ValueError if a file is wrong, or a number is too small.
+
+        The device is by default an H100, or this machine if the fabric was measured between CPUs.
+        """
+        _check_numbers(arguments)
+        config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
+        on_cpu = fabric.description.get("device") == "cpu"
+        return cls(
+            config,
+            fabric,
+            Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size),
+            Generation(arguments.prompt, arguments.new_tokens, arguments.batch),
+            arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1),
+            arguments.device or (MEASURED if on_cpu else "h100"),
+            "cpu" if on_cpu or not torch.cuda.is_available() else "cuda",
+            arguments.memory_gb and arguments.memory_gb * 1e9,
+        )
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must be equal on all ranks; of the files, checksums, so that an error shows which one differs."""
+        files = {name: zlib.crc32(repr(getattr(self, name)).encode()) for name in ("config", "fabric")}
+        return files | {each.name: getattr(self, each.name) for each in fields(self) if each.name not in files}
+
+
 def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
     With the device `measured`, and under torchrun, all ranks time the model's parts at the same time, as they will compute.
-    ValueError: a file is wrong, or a number is too small. Failure, after the advice is printed, if neither training nor
-    generation is possible.
+    They first compare what they have read. ValueError on all ranks: a file is wrong on one of them, a number is too small,
+    or the ranks were given different ones. Failure, after the advice is printed, if neither training nor generation is
+    possible.
     """
-    for name in ("ranks", "seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
-        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0 and finite")
-    config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
-    ranks = arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1)
-    training = Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size)
-    generation = Generation(arguments.prompt, arguments.new_tokens, arguments.batch)
     try:
-        device = _device(arguments, fabric)
+        group = _join() if arguments.device in (None, MEASURED) else None
+        inputs = run_and_compare(lambda: _Inputs.read(arguments), _Inputs.fingerprint, [group], "cpu")
+        device = _device(inputs, group)
+        config, fabric, ranks = inputs.config, inputs.fabric, inputs.ranks
+        training, generation = inputs.training, inputs.generation
         trains = training_divisions(config, ranks, training, fabric, device)
         generates = generation_divisions(config, ranks, generation, fabric, device)
     finally:
@@ -59,6 +97,16 @@ def advise(arguments: Namespace) -> None:
         raise Failure(f"no division over {ranks} rank{'s' * (ranks > 1)} is possible")
 
 
+def _check_numbers(arguments: Namespace) -> None:
+    """ValueError if a number is too small."""
+    for name in ("ranks", "seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0 and finite")
+
+
 def _read_fabric(path: str) -> Fabric:
     """The fabric in a file; ValueError if there is none."""
     try:
@@ -68,16 +116,20 @@ def _read_fabric(path: str) -> Fabric:
         raise ValueError(f"cannot read --fabric {path}: {error.strerror}; {hint}") from None
 
 
-def _device(arguments: Namespace, fabric: Fabric) -> Computes:
-    """The device that --device names; by default an H100, or this machine if the fabric was measured between CPUs."""
-    on_cpu = fabric.description.get("device") == "cpu"
-    name = arguments.device or (MEASURED if on_cpu else "h100")
-    memory = arguments.memory_gb and arguments.memory_gb * 1e9
-    if name != MEASURED:
-        return replace(DEVICES[name], memory=memory) if memory else DEVICES[name]
-    kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
-    join(1, kind)
-    where = device_of_rank(kind)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks()))
-    return MeasuredDevice(memory or own_memory(here, where), group, device=where)
+def _join() -> ProcessGroup | None:
+    """The ranks that torchrun started, connected by gloo, over which they compare what they have read; None: only one."""
+    join(1)
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _device(inputs: _Inputs, group: ProcessGroup | None) -> Computes:
+    """The device, with the given memory; the one that is measured has the memory of the rank with the least."""
+    memory = inputs.memory
+    if inputs.device != MEASURED:
+        return replace(DEVICES[inputs.device], memory=memory) if memory else DEVICES[inputs.device]
+    where = device_of_rank(inputs.kind)
+    mine = own_memory(int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks())), where)
+    least = float(all_reduce(torch.tensor(mine, dtype=torch.float64), group, op=dist.ReduceOp.MIN))
+    if group is not None and inputs.kind == "cuda":
+        group = dist.new_group(backend="nccl")
+    return MeasuredDevice(memory or least, group, device=where)

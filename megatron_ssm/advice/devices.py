@@ -59,7 +59,7 @@ class Device:
         return 7 * Memory(config, ranks, 4).weights / self.bandwidth
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences of `length` tokens, in a CUDA graph."""
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph."""
         shape = decoding_shape(self.name, config, ranks, self.itemsize, length)
         kernels = config.num_layers * self.graph[config.groups > 0]
         return kernels + (shape.weight_bytes + batch * shape.state_bytes) / (ranks * self.bandwidth)

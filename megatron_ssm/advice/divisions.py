@@ -8,6 +8,7 @@ A division has `tensor` x `context` x `data` ranks. A training step takes
 and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,7 @@ from .traffic import (
     gradient_sums,
     passed_states,
     seconds_of,
+    seconds_of_attention,
     seconds_of_block_sums,
 )
 
@@ -71,7 +73,7 @@ class Computes(Protocol):
         """Seconds of AdamW."""
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,15 @@ def generation_divisions(
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
     """(tensor, context, data) whose product is `ranks`."""
-    for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        for context in (n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0):
+    for tensor in _divisors(ranks):
+        for context in _divisors(ranks // tensor):
             yield tensor, context, ranks // tensor // context
+
+
+def _divisors(number: int) -> list[int]:
+    """Those of a number, the smallest first, found in as many steps as its square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _training(
@@ -200,17 +208,18 @@ def _generation(
     try:
         config.check_ranks(tensor)
         tokens = _tokens(config, job.prompt, context)
-        attention, _, attention_seconds = _attention(config, tensor, context, job.prompt, job.batch, False, fabric)
+        attention, schedule, attention_seconds = _attention(
+            config, tensor, context, job.prompt, job.batch, False, fabric
+        )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    shape = Memory(config, tensor, device.itemsize)
-    needed = shape.weights + shape.prefill(job.batch, tokens) + shape.cache(job.batch, job.prompt + job.new)
+    needed = _memory_of_reply(Memory(config, tensor, device.itemsize), job, tokens, context)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt)
     if context > 1:
         compute += device.passing(config, tensor, job.batch, tokens)[0]
-    token = device.token(config, tensor, job.batch, job.prompt)
+    token = device.token(config, tensor, job.batch, tokens)
 
     def sums(rows: int) -> dict[str, float]:
         """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""
@@ -241,7 +250,17 @@ def _generation(
         "tokens, context ranks": (job.new - 1) * attended,
         "tokens, choice": job.new * choice,
     }
-    return Division(*sizes, parts, needed, format, attention, ttft=ttft, tpot=tpot)
+    return Division(*sizes, parts, needed, format, attention, schedule, ttft=ttft, tpot=tpot)
+
+
+def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) -> int:
+    """Bytes of a rank that reads `tokens` tokens of each prompt: weights, activations, and the cache of prompt and reply.
+
+    Context ranks share the keys and values of all tokens.
+    """
+    new = -(-job.new // context)
+    activations = shape.prefill(job.batch, tokens) - shape.cache(job.batch, tokens)
+    return shape.weights + activations + shape.cache(job.batch, tokens + new)
 
 
 def _tokens(config: Config, seq: int, context: int) -> int:
@@ -253,23 +272,23 @@ def _tokens(config: Config, seq: int, context: int) -> int:
 def _attention(
     config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric
 ) -> tuple[str, str, float]:
-    """(the grid whose messages are fastest, its name in --context-schedule, their seconds in all hybrid layers).
+    """(the grid of context ranks, its name in --context-schedule, the seconds of its messages in all hybrid layers).
 
-    For training, of the grids that the option can select.
+    For training, the fastest of the grids that the option can select. `generate` has no such option: it always takes the
+    one that `auto` selects, by bytes.
     """
     shared = config.shared
     if context == 1 or shared is None:
         return "", "auto", 0.0
-    shape = context, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim, seq, training
-    default = candidates(*shape, None, batch, FP32)[0]
+    shape = batch, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim
+    default, *others = candidates(context, *shape[1:], seq, training, batch=batch, itemsize=FP32)
     names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
     names[default.rows, default.cols, default.ulysses] = "auto"
-    found = [
-        (each, names.get((each.rows, each.cols, each.ulysses))) for each in candidates(*shape, fabric, batch, FP32)
-    ]
-    best, name = next((each, name) for each, name in found if name or not training)
+    found = [default, *(each for each in others if training and (each.rows, each.cols, each.ulysses) in names)]
+    times = [seconds_of_attention(each, context, seq, shape, training, fabric) for each in found]
+    seconds, best = min(zip(times, found, strict=True), key=lambda pair: pair[0])
     grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
-    return grid, name or "auto", len(config.hybrid_layers) * (best.seconds or 0.0)
+    return grid, names[best.rows, best.cols, best.ulysses], len(config.hybrid_layers) * seconds
 
 
 def _format(times: dict[str, float]) -> str:

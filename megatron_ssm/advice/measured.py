@@ -32,7 +32,7 @@ REPEATED = 3  # timed runs, of which the median counts, after one that is not ti
 LAYERS = (1, 4)  # of the models that are timed
 FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
 TURNS = 10  # in which ranks compute and send
-BACKWARD_ATTENTION = 2.5  # its products of matrices, over those of forward
+BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
 
 def part_of(config: Config, ranks: int, layers: int, is_hybrid: bool = False) -> Config:
@@ -95,19 +95,21 @@ class MeasuredDevice:
         if key not in self._known:
             part = part_of(config, ranks, 1)
             calls = _block_contributions(part, 2 * batch, -(-tokens // 2), self.device)
-            times = [[_clock(call, self.device) for _ in range(1 + REPEATED)][1:] for call in calls]
-            self._known[key] = tuple(self._slowest([statistics.median(each) for each in times]).tolist())
+            self._known[key] = tuple(self._slowest([_median_time(call, self.device) for call in calls]).tolist())
         forward, backward = self._known[key]
         return config.num_layers * forward, config.num_layers * backward
 
     def optimizer(self, config: Config, ranks: int) -> float:
         """Seconds of AdamW, in proportion to the weights."""
-        part = part_of(config, ranks, LAYERS[-1])
-        seconds = self._slowest([self._times(_training, part, 1, 2 * config.conv_kernel)])[0, 2]
-        return float(seconds) * Memory(config, ranks).weights / Memory(part).weights
+        key = (fused_adam.adamw, config, ranks)
+        if key not in self._known:
+            part = part_of(config, ranks, LAYERS[-1])
+            seconds = self._slowest([self._times(_training, part, 1, 2 * config.conv_kernel)])[0, 2]
+            self._known[key] = (float(seconds) * Memory(config, ranks).weights / Memory(part).weights,)
+        return self._known[key][0]
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences of `length` tokens."""
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
         return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length)[1]
 
     @cached_property
@@ -173,8 +175,7 @@ class MeasuredDevice:
                 torch.randn(tokens, batch, n, shared.head_dim, device=self.device, dtype=self.dtype) for n in heads
             )
             run = lambda: attend(q, k, v, True, shared.head_dim**-0.5)  # noqa: E731
-            mine = statistics.median(_clock(run, self.device) for _ in range(REPEATED))
-            self._known[key] = (float(self._slowest([mine])),)
+            self._known[key] = (float(self._slowest([_median_time(run, self.device)])),)
         return len(config.hybrid_layers) * (seq / tokens - 1) * self._known[key][0]
 
 
@@ -229,12 +230,18 @@ def _clock(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def _median_time(run: Callable[[], object], device: torch.device) -> float:
+    """The median seconds of some calls, after one that is not timed."""
+    return statistics.median([_clock(run, device) for _ in range(1 + REPEATED)][1:])
+
+
 def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """Forward, backward and AdamW."""
+    """Forward, backward and a step of AdamW that is not its first, which allocates the moments."""
     losses: list[torch.Tensor] = []
     forward = _clock(lambda: losses.append(model.loss(ids, ids)), ids.device)
     backward = _clock(losses[0].backward, ids.device)
     optimizer = fused_adam.adamw([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=1e-4)
+    optimizer.step()
     return forward, backward, _clock(optimizer.step, ids.device)
 
 
@@ -244,7 +251,10 @@ def _reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
 
 
 def _divided_reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """As `_reply`, for ranks that divide a model or a sequence: modules read their prompts, as they do here with hooks."""
+    """As `_reply`, for ranks that divide a model or a sequence, which read prompts by their modules and not by C.
+
+    An empty forward hook on each layer makes the model do so here: it calls its modules, because C would not call the hooks.
+    """
     return _times_of_reply(model, ids, [layer.register_forward_hook(lambda *_: None) for layer in model.layers])
 
 

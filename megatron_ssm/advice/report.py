@@ -73,6 +73,7 @@ def generation_text(found: list[Division], job: Generation, is_bf16: bool) -> st
     options += [f"--reduce {best.format}"] if best.tensor > 1 and best.format != "fp32" else []
     options += ["--dtype bfloat16"] * is_bf16
     facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
+    facts += [f"attention in a grid of {best.attention}"] if best.attention else []
     facts += [f"{best.data} replicas"] if best.data > 1 else []
     return _text("generation", found, job, facts, options, "TTFT, TPOT", _reply)
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from attention2d.cost.volume import messages
+from attention2d.layout.grid import Grid
+from attention2d.layout.token_order import local_length
+from attention2d.schedules.choosing import Candidate
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
 from megatron_ssm.sizing.memory import Memory
@@ -75,6 +79,22 @@ def seconds_of_block_sums(
         ways = [exact] if format == "fp32" else [two_shot, [Message("all_gather", sent, ranks, count)]]
         total += min(seconds_of(way, fabric, wait) for way in ways)
     return total
+
+
+def seconds_of_attention(
+    schedule: Candidate, ranks: int, seq: int, shape: tuple[int, int, int, int], training: bool, fabric: Fabric
+) -> float:
+    """The time of what a grid of `ranks` context ranks exchanges to attend `seq` tokens once.
+
+    shape: (batch, heads, kv_heads, head_dim). training: forward and backward. Steps are messages between pairs if these were
+    measured, and otherwise the all-gathers that take as many steps.
+    """
+    grid = Grid(0, schedule.ulysses, schedule.rows, schedule.cols)
+    passes = messages(grid, local_length("zigzag", seq, ranks), *shape, itemsize=SUM_BYTES)
+    sent = [*passes.forward, *(passes.backward if training else ())]
+    if "p2p" in {curve.operation for curve in fabric.curves}:
+        return seconds_of([Message("p2p", nbytes, ranks, steps) for steps, nbytes in sent], fabric)
+    return seconds_of([Message("all_gather", nbytes, steps + 1) for steps, nbytes in sent], fabric)
 
 
 def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:

@@ -17,6 +17,7 @@ Source: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19, which joins the param
 import math
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +124,14 @@ def _files(folder: Path, pattern: re.Pattern) -> dict[int, list[Path]]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The contents of a file, whose tensors are mapped from it; ValueError if it cannot be read without running code."""
+    """The contents of a file, whose tensors are mapped from it; ValueError if it cannot be read without running code.
+
+    The whole file is read once before, because torch.load does not compare its checksums.
+    """
     try:
+        with zipfile.ZipFile(path) as file:
+            if (changed := file.testzip()) is not None:
+                raise ValueError(f"it is damaged: {changed} does not have its checksum")
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if foreign := [name for name in unknown if not name.startswith("deepspeed.")]:
             raise ValueError(f"it holds an object of {foreign[0]}, which is not loaded because that could run any code")

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,3 +106,34 @@ class DirectoryLock:
     def release(self) -> None:
         """Let others in."""
         os.close(self._descriptor)
+
+
+class HiddenFolder:
+    """A new folder DIRECTORY/.saving-XXXX for files that are moved into place when all are written.
+
+    Only its owner can enter it. This process holds a lock on it until `remove`; folders of this name without a lock are of
+    writers that were killed, and are removed first. Where the file system has no locks, they stay.
+    """
+
+    def __init__(self, directory: Path):
+        for other in directory.glob(".saving-*"):
+            _remove_if_left(other)
+        new = Path(
+            tempfile.mkdtemp(prefix=".new.saving-", dir=directory)
+        )  # not seen by other writers until it is locked
+        self._lock = DirectoryLock(new)
+        self.path = new.rename(directory / new.name.removeprefix(".new"))
+
+    def remove(self) -> None:
+        """Remove it with what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a hidden folder unless its writer is still running, or that cannot be known."""
+    with contextlib.suppress(OSError):  # its writer holds the lock, or has just removed it
+        lock = DirectoryLock(folder)
+        if lock.is_held:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
 
 from .agreement import first_line
-from .disk_space import DiskSpace
+from .disk_space import DiskSpace, HiddenFolder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
@@ -145,19 +144,20 @@ def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
 class Writer:
     """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
 
-    The hidden folder has mode 0700, so other users of the machine cannot change what is in it. The files get the permissions
-    that the process's umask gives to new files. nbytes: of all tensors, to see at once if the disk is too full (0: unknown).
+    The hidden folder has mode 0700, so other users of the machine cannot change what is in it; those of writers that were
+    killed are removed. The files get the permissions that the process's umask gives to new files. nbytes: of all tensors, to
+    see at once if the disk is too full (0: unknown).
     """
 
     def __init__(self, directory: Path, nbytes: int = 0):
         self.directory, self._nbytes = directory, nbytes
-        self._hidden: Path | None = None
+        self._hidden: HiddenFolder | None = None
 
     @property
     def hidden(self) -> Path:
         """The hidden folder, after `open`."""
         assert self._hidden is not None, "`open` makes the hidden folder"
-        return self._hidden
+        return self._hidden.path
 
     def attempt(self, step: Callable[..., object], *arguments: Any) -> str | None:
         """Run a step; an error is returned as one line of text, and removes the hidden folder."""
@@ -169,15 +169,16 @@ class Writer:
         return None
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the hidden folder with what is in it."""
         if self._hidden is not None:
-            shutil.rmtree(self._hidden, ignore_errors=True)
+            self._hidden.remove()
+            self._hidden = None
 
     def open(self) -> None:
         """Make the directory, and a hidden folder for this writer in it. OSError if the disk has no room for the tensors."""
         self.directory.mkdir(parents=True, exist_ok=True)
         DiskSpace.of(self.directory, self._nbytes, "the model")
-        self._hidden = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
+        self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write one file of tensors."""
@@ -202,7 +203,7 @@ class Writer:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, self.hidden / name)
         self._move_into_place()
-        self.hidden.rmdir()
+        self.abandon()  # all files have left it
 
     def _move_into_place(self) -> None:
         """Move the files into the directory, and remove the weights of an earlier model.

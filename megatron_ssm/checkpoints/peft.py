@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megatron_ssm.models.lora import (
 from megatron_ssm.models.model import Model
 
 from .agreement import first_line, run_and_compare
-from .disk_space import DiskSpace
+from .disk_space import DiskSpace, HiddenFolder
 from .hf import broadcast, gather
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -104,18 +103,26 @@ def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, An
     try:
         directory.mkdir(parents=True, exist_ok=True)
         DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as hidden:
-            for name in (WEIGHTS, CONFIG):  # made first, so that they have the permissions of new files
-                Path(hidden, name).touch()
-            mode = Path(hidden, WEIGHTS).stat().st_mode & 0o777
-            save_file(tensors, Path(hidden, WEIGHTS), metadata={"format": "pt"})
-            Path(hidden, WEIGHTS).chmod(mode)
-            Path(hidden, CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
+        hidden = HiddenFolder(directory)
+        try:
+            _write_files(hidden.path, tensors, configuration)
             for name in (WEIGHTS, CONFIG):
-                os.replace(Path(hidden, name), directory / name)
+                os.replace(hidden.path / name, directory / name)
+        finally:
+            hidden.remove()
     except Exception as error:  # of any kind: the other ranks must learn of it
         return f"cannot save to {directory}: {first_line(error)}"
     return None
+
+
+def _write_files(folder: Path, tensors: dict[str, Any], configuration: dict[str, Any]) -> None:
+    """Write both files, with the permissions of new files."""
+    for name in (WEIGHTS, CONFIG):
+        (folder / name).touch()
+    mode = (folder / WEIGHTS).stat().st_mode & 0o777
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(mode)
+    (folder / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
 
 
 def remove_adapters(directory: Path) -> None:

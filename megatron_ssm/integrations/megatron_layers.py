@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.ssm.mamba_layer import MambaLayer
 from torch import nn
 
@@ -27,11 +28,6 @@ from sparsefusion.collectives.counted import Counter
 
 from .megatron_fields import config_of_layers
 from .megatron_split import MAMBA1_NAMES, MAMBA2_NAMES, SplitModule
-
-try:  # Megatron-Core 0.18 and later
-    from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronStack
-except ImportError:
-    from megatron.core.ssm.mamba_block import MambaStack as MegatronStack
 
 
 def _placement(config: Any) -> dict[str, Any]:
@@ -214,7 +210,7 @@ def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: 
             state.pop(name, None)
 
 
-class Stack(MegatronStack):
+class Stack(MambaStack):
     """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
 
     family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need

@@ -31,12 +31,13 @@ def our_name(name: str) -> str:
 
 
 def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
-    """Megatron's MambaModel (HybridModel in later versions) of this configuration, built from `specs.stack_spec`.
+    """Megatron's MambaModel of this configuration, built from `specs.stack_spec`.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
     TransformerConfig, such as use_cpu_initialization or params_dtype. ValueError for a model that Megatron cannot split:
     its vocabulary must divide over the ranks.
     """
+    from megatron.core.models.mamba import MambaModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if config.vocab_size % tensor_ranks:
@@ -48,13 +49,7 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
     spec = stack_spec(config.family, **spec_options(config))
     sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)
     sizes["share_embeddings_and_output_weights"] = config.tie_embeddings
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        from megatron.core.models.mamba import MambaModel
-
-        return MambaModel(megatron_config, spec, **sizes, hybrid_override_pattern=layer_pattern(config))
-    return HybridModel(megatron_config, spec, **sizes, hybrid_layer_pattern=layer_pattern(config))
+    return MambaModel(megatron_config, spec, **sizes, hybrid_override_pattern=layer_pattern(config))
 
 
 def our_config(model: Any) -> Config:

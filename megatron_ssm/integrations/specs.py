@@ -1,7 +1,7 @@
 """ModuleSpecs of Megatron-Core that build its models from our layers.
 
 Megatron's pretraining scripts take one by its module and its name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
-is mamba_stack_spec, mamba1_stack_spec, zamba_stack_spec or zamba2_stack_spec for MambaModel (HybridModel in later versions),
+is mamba_stack_spec, mamba1_stack_spec, zamba_stack_spec or zamba2_stack_spec for MambaModel,
 and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, which takes seconds.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.ssm.mamba_block import MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -25,12 +26,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from attention2d import CoreAttention
 
 from .megatron_layers import FUSED_NORMS, HybridLayer, Mamba1, Mamba2, Norm, Refused, Stack
-
-try:  # Megatron-Core 0.18 and later
-    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as StackSubmodules
-except ImportError:
-    from megatron.core.ssm.mamba_block import MambaStackSubmodules as StackSubmodules
-
 
 FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
 
@@ -67,7 +62,7 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
     mixer = ModuleSpec(module=Mamba2 if family.endswith("2") else Mamba1, params=dict(family=family, given=given))
     hybrid = family.startswith("zamba")
     layer = MambaLayerSubmodules(Norm, mixer, get_bias_dropout_add, sharded_state_dict_keys_map=FUSED)
-    layers = StackSubmodules(
+    layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
         attention_layer=ModuleSpec(module=HybridLayer, submodules=layer) if hybrid else _attention_layer(),
         mlp_layer=_refused("-") if hybrid else _mlp_layer(),
@@ -79,7 +74,7 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
 def _other_layers() -> dict[str, ModuleSpec]:
     """A refusal for each kind of layer that the installed Megatron-Core knows and this spec does not have."""
     symbols = {"moe_layer": "E", "gdn_layer": "G", "dsa_layer": "D", "mla_layer": "+"}
-    names = {each.name for each in dataclasses.fields(StackSubmodules) if each.name.endswith("_layer")}
+    names = {each.name for each in dataclasses.fields(MambaStackSubmodules) if each.name.endswith("_layer")}
     others = sorted(names - {"mamba_layer", "attention_layer", "mlp_layer"})
     return {name: _refused(symbols.get(name, name)) for name in others}
 

@@ -1,6 +1,10 @@
 """`advise`. Oracles: what the ranks of a model count while it trains; the memory of its parts; times worked out by hand."""
 
+import contextlib
+import io
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,14 +12,17 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import serving
 import tiny
+from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from megatron_ssm.advice import measured as measured_times
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
-from megatron_ssm.advice.measured import MeasuredDevice, part_of
-from megatron_ssm.advice.report import as_json, training_text, why
+from megatron_ssm.advice.measured import REPEATED, MeasuredDevice, part_of
+from megatron_ssm.advice.report import as_json, generation_text, training_text, why
 from megatron_ssm.advice.traffic import (
     AGREEMENT_BYTES,
     Message,
@@ -26,12 +33,14 @@ from megatron_ssm.advice.traffic import (
     gradient_sums,
     passed_states,
     seconds_of,
+    seconds_of_attention,
 )
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding.native_prompt import PromptCall
 from megatron_ssm.decoding.native_step import NativeLayers
 from megatron_ssm.inference.generation import stream
+from megatron_ssm.models.context import schedule_of
 from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
@@ -246,6 +255,70 @@ def test_a_schedule_that_is_not_the_default_is_in_the_command():
     assert options.context_schedule == division.schedule
 
 
+@pytest.mark.parametrize("name", ("mamba2", "zamba2"))
+def test_the_memory_of_a_reply_counts_the_cache_once(name):
+    """Context ranks hold half of the prompt's keys and values, and half of those of the 31 tokens, rounded up."""
+    config, job = config_of(**MODELS[name]), Generation(64, 31, batch=3)
+    found = {(each.tensor, each.context): each for each in generation_divisions(config, 2, job, fabric(), Fixed())}
+    for sizes, tokens, new in (((1, 1), 64, 31), ((2, 1), 64, 31), ((1, 2), 32, 16)):
+        shape = Memory(config, sizes[0], Fixed.itemsize)
+        expected = shape.weights + shape.prefill(3, tokens) + 3 * new * shape.keys_and_values_per_token
+        assert found[sizes].memory == expected
+
+
+@pytest.mark.parametrize("operations", (("all_reduce",), ("all_reduce", "all_gather"), ("all_reduce", "p2p")))
+def test_attention_on_a_fabric_without_some_operations(operations):
+    """As `sparsefusion fit --all-reduce` makes it. By hand: in a ring, two ranks send keys and values of 32 tokens once."""
+    config, some = config_of(**tiny.ZAMBA2), fabric(operations=operations)
+    shared = config.shared
+    nbytes = 4 * 2 * 32 * shared.kv_heads * shared.head_dim
+    one = ALPHA + BETA * nbytes if len(operations) > 1 else (ALPHA + BETA * 2 * nbytes) / 2
+    shape = 1, shared.heads, shared.kv_heads, shared.head_dim
+    ring = next(each for each in candidates(2, *shape[1:], 64) if each.rows == 2)
+    assert seconds_of_attention(ring, 2, 64, shape, False, some) == pytest.approx(one)
+    found = training_divisions(config, 4, Training(64, 4), some, Fixed())
+    found += generation_divisions(config, 4, Generation(64, 8), some, Fixed())
+    assert not any("operation" in each.excluded for each in found)
+    assert {each.context for each in found if not each.excluded} == {1, 2, 4}
+
+
+def chosen_by_generate(rank, config, prompt):
+    """The grid of the schedule that `generate --cp` takes."""
+    grid = schedule_of("auto", dist.group.WORLD, config, 1, prompt, 1, training=False).grid
+    return f"{grid.rows} x {grid.cols}" + f", {grid.ulysses} ranks divide the heads" * (grid.ulysses > 1)
+
+
+@pytest.mark.parametrize("alpha", (1e-9, 20.0))
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_reply_is_predicted_with_the_schedule_of_generate(ranks, world, alpha):
+    """Whatever the fabric: the command has no option for another one."""
+    config, job = config_of(**tiny.ZAMBA2), Generation(64, 8)
+    found = generation_divisions(config, world, job, fabric(alpha, 1e-12), Fixed())
+    (division,) = [each for each in found if each.context == world]
+    assert {division.attention} == set(ranks(chosen_by_generate, world, config, job.prompt))
+    assert division.schedule == "auto" and f"in a grid of {division.attention}" in generation_text(
+        [division], job, False
+    )
+
+
+def test_context_ranks_decode_with_their_share_of_the_prompt():
+    by_length = type("ByLength", (Fixed,), {"token": lambda self, config, ranks, batch, length: 1e-3 * length})()
+    for name in ("mamba", "zamba2"):
+        found = generation_divisions(config_of(**MODELS[name]), 4, Generation(64, 9), fabric(), by_length)
+        times = {each.context: each.parts["tokens, computed"] for each in found if not each.excluded}
+        assert times == pytest.approx({1: 8 * 0.064, 2: 8 * 0.032, 4: 8 * 0.016})
+
+
+def test_many_ranks_are_divided_at_once():
+    """A number of ranks by mistake, which is a prime: all its divisions are listed, with their reasons."""
+    prime = 2**31 - 1
+    found = training_divisions(config_of(), prime, Training(64, 4), fabric(), Fixed())
+    assert {(each.tensor, each.context, each.data) for each in found} == {(prime, 1, 1), (1, prime, 1), (1, 1, prime)}
+    found = generation_divisions(config_of(), 12, Generation(64, 4), fabric(), Fixed())
+    sizes = {(each.tensor, each.context, each.data) for each in found}
+    assert sizes == {(a, b, c) for a, b, c in itertools.product(range(1, 13), repeat=3) if a * b * c == 12}
+
+
 def test_gradients_are_sparse_where_their_residuals_fit():
     """On a slow fabric, where dense sums take most of a step."""
     config, job = config_of(hidden_size=64), Training(64, 4)
@@ -319,7 +392,56 @@ def test_ranks_that_measure_agree(ranks, world, name):
     assert all(other == first for other in others)
 
 
+def test_the_step_of_adamw_that_is_timed_has_moments():
+    """The first step, which allocates them, is not timed; the times are measured once."""
+    config, device, seen = config_of(), MeasuredDevice(1e9), []
+    with register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(len(optimizer.state))):
+        seconds = device.optimizer(config, 1)
+    assert seen == [0, max(seen)] * (1 + REPEATED) and max(seen) > 0
+    assert device.optimizer(config, 1) == seconds
+
+
+def test_attention_is_timed_after_a_first_run(monkeypatch):
+    calls = []
+    monkeypatch.setattr(measured_times, "attend", lambda *arguments: calls.append(arguments))
+    device, config = MeasuredDevice(1e9), config_of(**tiny.ZAMBA2)
+    for _ in range(2):
+        device._attention(config, 1, 1, 8, 16)
+    assert len(calls) == 1 + REPEATED
+
+
 # The command
+
+
+def advised_on(rank, environment, flags):
+    """(exit code, errors) of `advise` on a rank of torchrun's. environment, flags: of the last rank, and of the others."""
+    is_last = rank == dist.get_world_size() - 1
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), **environment[not is_last])
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main(
+            [*flags[not is_last], "--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16"]
+        )
+    return code, errors.getvalue()
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_the_rank_with_the_least_memory_decides(ranks, files, world):
+    """The last rank shares its host's memory with so many that nothing fits there; the others must not wait for it."""
+    environment = {"LOCAL_WORLD_SIZE": str(2**40)}, {"LOCAL_WORLD_SIZE": "1"}
+    found = ranks(advised_on, world, environment, [command_of(files)] * 2)
+    assert {code for code, _ in found} == {1} and "no division over 2 ranks is possible" in found[0][1]
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("flag", ("--fabric", "--model", "--memory-gb"))
+def test_ranks_that_are_asked_different_things(ranks, files, world, flag):
+    """One error on all ranks, before any of them measures."""
+    (files / "other.json").write_text(json.dumps(options().new_config(64, 0)))
+    fabric(2 * ALPHA).save(files / "slower.json")
+    other = {"--fabric": str(files / "slower.json"), "--model": str(files / "other.json"), "--memory-gb": "1e-6"}[flag]
+    found = ranks(advised_on, world, ({}, {}), ([*command_of(files), flag, other], command_of(files)))
+    assert {code for code, _ in found} == {2} and f"ranks [{world - 1}] were asked something else" in found[0][1]
 
 
 @pytest.fixture

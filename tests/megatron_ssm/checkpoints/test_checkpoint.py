@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from cases import CASES, groups_of, oracle, with_layers
 from directories import INDEX, assert_same_bytes, rewritten, tensors_in
 from hf import CONFIGS, save_hf
 from megatron_ssm import Config
+from megatron_ssm.checkpoints.hf_directory import Writer
 from serving import attempt
 
 __all__ = ["oracle"]
@@ -190,6 +192,43 @@ def test_only_weights_of_an_earlier_model_are_removed(ranks, tp, oracle, tmp_pat
         (target / name).write_text("a file")
     ranks(lambda rank: megatron_ssm.save(megatron_ssm.load(source, dist.group.WORLD), target), tp)
     assert {path.name for path in target.glob("model*")} == {"model.safetensors", *kept}
+
+
+def killed_while_it_writes(directory):
+    """The hidden folder that a writer leaves behind if it is killed (SIGKILL)."""
+    before = set(directory.iterdir())
+    writer = os.fork()
+    if writer == 0:
+        opened = Writer(directory)
+        opened.open()
+        opened.write("model.safetensors", {"a": torch.zeros(3)})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(writer, 0)
+    (left,) = set(directory.iterdir()) - before
+    return left
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("kind", ("model", "adapters"))
+def test_what_a_killed_writer_leaves_is_removed(ranks, tp, kind, oracle, tmp_path):
+    """By the next writer; the folder of one that is still running stays, and can be completed."""
+    running = Writer(tmp_path)
+    running.open()
+    left = killed_while_it_writes(tmp_path)
+    assert list(left.iterdir())
+
+    def save(rank):
+        model = megatron_ssm.load(oracle("mamba2-2-groups").directory, dist.group.WORLD)
+        if kind == "model":
+            return megatron_ssm.save(model, tmp_path)
+        megatron_ssm.add_lora(model, 2, 4.0, ("in_proj",))
+        megatron_ssm.save_lora(model, tmp_path)
+
+    ranks(save, tp)
+    assert not left.exists() and list(tmp_path.glob(".*saving*")) == [running.hidden]
+    running.write("model.safetensors", {"a": torch.ones(3)})
+    running.close({}, None, {"a": "model.safetensors"})
+    assert load_file(tmp_path / "model.safetensors")["a"].sum() == 3 and not list(tmp_path.glob(".*"))
 
 
 FILE_BYTES = {"one file": 10**9, "several files": 6000}

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,16 @@ def remove(path, name):
     torch.save(contents, path)
 
 
+def flip_a_bit(path):
+    """In the first value of the largest tensor of a file of DeepSpeed's."""
+    with zipfile.ZipFile(path) as file:
+        largest = max(file.infolist(), key=lambda entry: entry.file_size)
+        value = file.read(largest)[:32]
+    content = bytearray(path.read_bytes())
+    content[content.index(value, largest.header_offset)] ^= 1
+    path.write_bytes(content)
+
+
 def names_in_latest(text):
     return lambda folder: (folder / "latest").write_text(text)
 
@@ -227,6 +238,8 @@ MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_opti
 BROKEN = {
     "cannot read .*model_states.pt: it holds an object of posix.system": in_step(MODEL, lambda p: change(p, more=Runs())),
     "cannot read .*optim_states.pt: ": in_step(OPTIMIZER, lambda p: os.truncate(p, p.stat().st_size // 2)),
+    "cannot read .*optim_states.pt: it is damaged: .*/data/[0-9]+ does not have its checksum":
+        in_step(OPTIMIZER, flip_a_bit),
     "holds 1 of the optimizer states of 2 replicas": in_step(OPTIMIZER, Path.unlink),
     "lacks files: of model-parallel rank 0 it has those of replicas \\[1\\]":
         in_step(OPTIMIZER.replace("rank_1", "rank_0"), Path.unlink),
