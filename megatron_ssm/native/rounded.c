@@ -104,12 +104,8 @@ INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Rounded *a, ptrdiff_t row, ptrd
       sums[b] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), both, sums[b]);
     }
   }
-  for (int b = 0; b < batch; b++) {
-    float lanes[8], total = a->bias ? get(a->bias, row, a->type) : 0;
-    _mm256_storeu_ps(lanes, sums[b]);
-    for (int i = 0; i < 8; i++) total += lanes[i];
-    put(a->y, (first + b) * a->out + row, total, a->type);
-  }
+  for (int b = 0; b < batch; b++)
+    put(a->y, (first + b) * a->out + row, added_up(sums[b]) + (a->bias ? get(a->bias, row, a->type) : 0), a->type);
 }
 #endif
 

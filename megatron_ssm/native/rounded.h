@@ -37,6 +37,13 @@ void one_row(const void *values, const float *scales, const void *bias, const vo
              ptrdiff_t out, ptrdiff_t in, int weight_type, int type, int threads);
 
 #ifdef HAS_INTRINSICS
+/* The sum of the elements. */
+INLINE_FOR(TARGET_AVX2) float added_up(__m256 x) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 /* Columns 16 `quarter` to 16 `quarter` + 15 of a block. */
 INLINE_FOR(TARGET_AVX2) __m256i quarter_block(const char *block, int quarter, int weight_type) {
   if (weight_type == INT8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)block + quarter));

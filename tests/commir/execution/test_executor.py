@@ -73,7 +73,7 @@ def test_grids_have_the_results_and_bytes_of_attention2d(ranks, world, rows, col
     Both merge the same parts in the same order. torch's exp rounds differently where strides keep it from being vectorized.
     """
     for difference, *nbytes in ranks(against_attention2d, world, rows, cols, ulysses, overlap, dtype):
-        assert difference <= 2 * torch.finfo(dtype).eps
+        assert difference <= 4 * torch.finfo(dtype).eps
         assert len(set(nbytes)) == 1, nbytes
 
 

@@ -394,7 +394,8 @@ def test_linear(variant, monkeypatch, kind, columns):
             y, exact = linear(x, given, bias), exact_x @ exact_w.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype
             tolerance = TOLERANCE[dtype] * (1 if fits else 2)  # torch rounds more than once
-            assert is_close(y, exact, tolerance), (batch, out)
+            usual = exact_x.norm() * exact_w.norm() / columns**0.5  # a single result may be near 0 by chance
+            assert (y - exact).norm() <= tolerance * max(exact.norm(), usual), (batch, out)
 
 
 @dtypes
