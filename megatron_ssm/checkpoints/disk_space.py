@@ -118,9 +118,7 @@ class HiddenFolder:
     def __init__(self, directory: Path):
         for other in directory.glob(".saving-*"):
             _remove_if_left(other)
-        new = Path(
-            tempfile.mkdtemp(prefix=".new.saving-", dir=directory)
-        )  # not seen by other writers until it is locked
+        new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # other writers do not look for this name
         self._lock = DirectoryLock(new)
         self.path = new.rename(directory / new.name.removeprefix(".new"))
 

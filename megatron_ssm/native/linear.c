@@ -81,8 +81,9 @@ INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdi
     for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 4
       for (int r = 0; r < rows; r++) {
-        if (weight_type == BFLOAT16 && v % 2 == 0) __builtin_prefetch((const char *)(w + r * stride + i + v * VECTOR) + AHEAD);
-        __m256i words = _mm256_loadu_si256((const __m256i *)(w + r * stride + i + v * VECTOR));
+        const uint32_t *from = w + r * stride + i + v * VECTOR;
+        if (weight_type == BFLOAT16 && v % 2 == 0) __builtin_prefetch((const char *)from + AHEAD);
+        __m256i words = _mm256_loadu_si256((const __m256i *)from);
 #pragma GCC unroll 4
         for (int b = 0; b < batch; b++) {
           const float *columns = x + b * a->x_stride + i + v * VECTOR;
@@ -98,7 +99,8 @@ INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdi
 #pragma GCC unroll 4
     for (int b = 0; b < batch; b++) {
       const __m256 *s = sums + (r * batch + b) * VECTORS;
-      float total = added_up(_mm256_add_ps(_mm256_add_ps(s[0], s[1]), _mm256_add_ps(s[2], s[3]))) + (a->bias ? get(a->bias, row + r, a->type) : 0);
+      float total = added_up(_mm256_add_ps(_mm256_add_ps(s[0], s[1]), _mm256_add_ps(s[2], s[3])));
+      if (a->bias) total += get(a->bias, row + r, a->type);
       for (ptrdiff_t k = i; k < count; k++)
         total += product(w[r * stride + k], x + b * a->x_stride + k, count, weight_type);
       put(a->y, (first + b) * a->y_stride + row + r, total, a->type);
@@ -133,7 +135,7 @@ FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
       multiply_avx2(&a, r, first, TOGETHER, PAIR, WEIGHT_TYPE);                                                   \
       if (REST) multiply_avx2(&a, r, first + PAIR, TOGETHER, REST, WEIGHT_TYPE);                                  \
     }                                                                                                             \
-    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, PAIR, WEIGHT_TYPE); /* only with one row of x */            \
+    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, PAIR, WEIGHT_TYPE); /* only with one row of x */         \
   }
 #define FOR_EACH_BATCH_AVX2(NAME, WEIGHT_TYPE)                                              \
   MULTIPLY_ROWS_AVX2(NAME, 1, WEIGHT_TYPE) MULTIPLY_ROWS_AVX2(NAME, 2, WEIGHT_TYPE)         \
@@ -145,11 +147,12 @@ FOR_EACH_BATCH_AVX2(avx2_bfloat16_, BFLOAT16)
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
+  int is_short = in < 2 * LANES * columns_per_word(weight_type);
+  if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
 #ifdef HAS_INTRINSICS
   if (level() == AVX2) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
 #endif
-  if (weight_type == BFLOAT16) return in < 4 * LANES ? short_bfloat16_ : long_bfloat16_;
-  return in < 2 * LANES ? short_float32_ : long_float32_;
+  return weight_type == BFLOAT16 ? long_bfloat16_ : long_float32_;
 }
 
 /* Multiplies the rows `start` to `stop` of W by all rows of x: if these are more than BATCH, ROWS rows of W at a time, which
