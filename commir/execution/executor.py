@@ -34,22 +34,20 @@ def execute(
     have a count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there
     is none of. Sends `plan.bytes_per_rank` bytes.
     """
-
-    def grid() -> tuple[int, int, int, bool] | None:
-        """What attention2d needs to compute the plan; None if the steps are taken."""
-        return grid_of(plan) if count is None else None
+    grid = grid_of(plan) if count is None and isinstance(plan, Plan) else None
 
     def check_gradients() -> None:
+        """ValueError if an input requires a gradient that this call does not give."""
         needing = [name for name, x in local_inputs.items() if x.requires_grad]
-        if torch.is_grad_enabled() and needing and grid() is None:
+        if torch.is_grad_enabled() and needing and grid is None:
             raise ValueError(
                 f"input {needing[0]} requires a gradient, and {plan.schedule} is executed step by step, without gradients: "
                 f"use commir.differentiable, or torch.no_grad()"
             )
 
     compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given", check=check_gradients)
-    if (found := grid()) is not None:
-        return attend(plan, found, local_inputs, group, counter)
+    if grid is not None:
+        return attend(plan, grid, local_inputs, group, counter)
     with torch.no_grad():
         return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
 

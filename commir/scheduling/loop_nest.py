@@ -88,8 +88,7 @@ class LoopNest:
         name: None is the axis's name, which it always has if no other digit of the axis is left.
 
         Illegal: they are not adjacent digits of one axis, one of them is parallelized or shifted, or loops were reordered
-        before. Digits of two axes are
-        parallelized one by one instead, on a split mesh axis.
+        before. Digits of two axes are parallelized one by one instead, on a split mesh axis.
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)

@@ -3,8 +3,6 @@
 
    W is used as w + 128, which is unsigned; the sum of (w + 128) x over a block minus 128 times the sum of x is exact. x has a
    scale for each block of a row, max(abs(x)) / 127, so rounding adds at most 1/254 of a block's largest element. */
-#include <stdlib.h>
-
 #include "rounded.h"
 
 enum {
@@ -14,8 +12,7 @@ enum {
   TOKENS = 4,         /* rows of x that are multiplied at once */
   WORDS = BLOCK / 4,  /* words of a block: 4 columns each */
   LARGEST = 127,
-  OFFSET = 128,
-  ALIGNMENT = 64
+  OFFSET = 128
 };
 
 /* For each block, and rows of W beyond the last are zeros:
@@ -160,15 +157,12 @@ static void multiply_panel(const Product *a, Panel panel, ptrdiff_t first) {
   }
 }
 
-/* Memory for `count` numbers of 4 bytes, aligned to ALIGNMENT. */
-static void *allocate(size_t count) { return aligned_alloc(ALIGNMENT, (count * 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
-
 /* Panel by panel; each thread takes the next one that is left. */
 static int multiply(const Product *a, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
-    Panel panel = {allocate(a->blocks * WORDS * PANEL), allocate(a->blocks * PANEL)};
+    Panel panel = {allocate(4 * a->blocks * WORDS * PANEL), allocate(4 * a->blocks * PANEL)};
     failed = !panel.words || !panel.scales;
 #pragma omp for schedule(dynamic)
     for (ptrdiff_t first = 0; first < a->out; first += PANEL) {
@@ -187,7 +181,7 @@ int integer_product(const char *values, const float *scales, const void *bias, c
                     ptrdiff_t out, ptrdiff_t in, int weight_type, int type, int threads) {
   ptrdiff_t blocks = in / BLOCK;
   if (!out || !batch) return 0;
-  int8_t *rounded_x = allocate(batch * blocks * (BLOCK / 4 + 2));
+  int8_t *rounded_x = allocate(batch * blocks * (BLOCK + 2 * 4));
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
   int32_t *x_sums = (int32_t *)(x_scales + batch * blocks);

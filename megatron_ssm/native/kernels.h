@@ -7,6 +7,9 @@
 
 INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
 
+/* Whether a matrix has 8 or 4 bits, in blocks with scales (rounded.h). */
+INLINE int is_rounded(ptrdiff_t weight_type) { return weight_type == INT8 || weight_type == INT4; }
+
 /* How many of `rows` rows of `size` elements a thread takes at a time: all of them if they are so few elements that starting
    threads takes longer. */
 INLINE ptrdiff_t rows_per_thread(ptrdiff_t rows, ptrdiff_t size, int threads) {

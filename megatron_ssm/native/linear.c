@@ -215,7 +215,7 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
 
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
            ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  if (weight_type == INT8 || weight_type == INT4)
+  if (is_rounded(weight_type))
     return rounded_linear(weight, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   return strided_linear(weight, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
 }

@@ -1,10 +1,8 @@
 /* y = x W^T + b for many rows of x by AVX2, on processors without larger registers or AMX.
 
-   PANEL rows of W at a time are rearranged so that the products of a word of x and of PANEL words of W are two vectors. A word
-   has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are multiplied in float32, INT8 and
+   PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and fill
+   two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are multiplied in float32, INT8 and
    INT4 matrices as 16-bit integers by an x that is rounded as in rounded.c, which is faster and hardly less exact. */
-#include <stdlib.h>
-
 #include "rounded.h"
 
 #ifdef HAS_INTRINSICS
@@ -14,9 +12,7 @@ enum {
   FLOAT_ROWS = 6, INTEGER_ROWS = 4, /* rows of x that are multiplied at once: their sums stay in registers */
   DEPTH = 384,                 /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
   X_ROWS = 256,                /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
-  PAIRS = BLOCK / 2,           /* words of a block of 16-bit columns */
-  SECOND_LEVEL = 2,            /* the cache to which __builtin_prefetch brings data */
-  ALIGNMENT = 64
+  PAIRS = BLOCK / 2            /* words of a block of 16-bit columns */
 };
 
 typedef struct {
@@ -37,9 +33,8 @@ typedef struct {
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
 } Panel;
 
-INLINE int has_integers(int weight_type) { return weight_type == INT8 || weight_type == INT4; }
 /* Words in a row of W. */
-INLINE ptrdiff_t words_in_row(const Product *a) { return has_integers(a->weight_type) ? a->in / 2 : a->in; }
+INLINE ptrdiff_t words_in_row(const Product *a) { return is_rounded(a->weight_type) ? a->in / 2 : a->in; }
 
 /* rows[i][j] becomes rows[j][i]. */
 INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
@@ -65,14 +60,14 @@ INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
 
 /* The address of a word of a row of W; in blocks, of its block. */
 INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
-  if (!has_integers(a->weight_type)) return at(a->values, row * a->in + word, a->weight_type);
+  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + word, a->weight_type);
   return a->values + (row * a->in / BLOCK + word / PAIRS) * bytes_per_block(a->weight_type);
 }
 
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. */
 INLINE_FOR(TARGET_AVX2) __m256 words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
   const void *from = address_of(a, row, word);
-  if (has_integers(weight_type)) return (__m256)quarter_block(from, word / VECTOR % 4, weight_type);
+  if (is_rounded(weight_type)) return (__m256)quarter_block(from, word / VECTOR % 4, weight_type);
   float rest[VECTOR] = {0};
   if (word + VECTOR > a->in) {
     for (ptrdiff_t i = 0; word + i < a->in; i++) rest[i] = get(from, i, weight_type);
@@ -93,7 +88,7 @@ INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t
       transpose(rows);
       for (int i = 0; i < VECTOR; i++) _mm256_store_ps((float *)panel->words + (k - start + i) * PANEL + half, rows[i]);
     }
-  if (has_integers(weight_type))
+  if (is_rounded(weight_type))
     for (ptrdiff_t k = start; k < stop; k += PAIRS)
       for (ptrdiff_t r = 0; r < PANEL; r++)
         panel->scales[(k - start) / PAIRS * PANEL + r] = row + r < a->out ? a->scales[((row + r) * a->in + 2 * k) / BLOCK] : 0;
@@ -139,11 +134,12 @@ INLINE_FOR(TARGET_AVX2) void add_pairs(__m256i *sum, __m256i a, __m256i b) {
   __asm__("vpaddd %1, %0, %0" : "+x"(*sum) : "x"(products));
 }
 
+/* Adds VECTOR integers times their scales to sums. */
 INLINE_FOR(TARGET_AVX2) void add_scaled(float *sum, __m256i integers, __m256 scale) {
   _mm256_store_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), scale, _mm256_load_ps(sum)));
 }
 
-/* The same for integers. x_scales: those of the first row and word; from row to row `blocks` apart. */
+/* As add_floats, for integers. x_scales: those of the first row and word; from row to row `blocks` apart. */
 INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, const float *x_scales, ptrdiff_t blocks,
                                          const Panel *panel, ptrdiff_t words, float *sums, int count) {
   const __m256i *w = (const __m256i *)panel->words;
@@ -214,15 +210,13 @@ static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrd
   ptrdiff_t words = words_in_row(a);
   if (start >= words) start = 0, row += PANEL;
   ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
-  for (ptrdiff_t r = row + group * PANEL / groups; r < row + (group + 1) * PANEL / groups && r < a->out; r++) {
-    const char *end = address_of(a, r, stop);
-    for (const char *line = address_of(a, r, start); line < end; line += 64) __builtin_prefetch(line, 0, SECOND_LEVEL);
-  }
+  for (ptrdiff_t r = row + group * PANEL / groups; r < row + (group + 1) * PANEL / groups && r < a->out; r++)
+    prefetch_lines(address_of(a, r, start), address_of(a, r, stop));
 }
 
 /* All rows of x times PANEL rows of W from `row` on. */
 TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
-  int is_integer = has_integers(a->weight_type), most = is_integer ? INTEGER_ROWS : FLOAT_ROWS;
+  int is_integer = is_rounded(a->weight_type), most = is_integer ? INTEGER_ROWS : FLOAT_ROWS;
   AddRows *const *functions = is_integer ? integers : floats;
   ptrdiff_t words = words_in_row(a);
   memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
@@ -240,8 +234,6 @@ TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t
   if (a->type == FLOAT32) write_sums(a, panel->sums, row, FLOAT32);
   else write_sums(a, panel->sums, row, BFLOAT16);
 }
-
-static void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
 
 /* Each thread takes the next panel that is left. */
 static int multiply(const Product *a, int threads) {
@@ -268,10 +260,10 @@ TARGET_AVX2 static void fill_x(const void *x, float *to, ptrdiff_t count, ptrdif
 /* As tile_product. `in` is a multiple of BLOCK for INT8 and INT4. */
 int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  int is_integer = has_integers(weight_type), in_place = !is_integer && type == FLOAT32, failed = 0;
+  int is_integer = is_rounded(weight_type), in_place = !is_integer && type == FLOAT32, failed = 0;
   ptrdiff_t passes = (batch + X_ROWS - 1) / X_ROWS, blocks = in / BLOCK;
   ptrdiff_t step = passes ? (batch + passes - 1) / passes : 1, x_words = in_place ? x_stride : is_integer ? in / 2 : in;
-  uint32_t *copy = allocate(in_place ? ALIGNMENT : step * (x_words + blocks) * sizeof(uint32_t));
+  uint32_t *copy = allocate(in_place ? LINE : step * (x_words + blocks) * sizeof(uint32_t));
   float *x_scales = (float *)copy + step * x_words;
   for (ptrdiff_t first = 0; first < batch && copy && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;

@@ -2,8 +2,6 @@
 
    In a product, each block of x is rounded to 16 bits with a scale of its own. So the products of a block are integers, and
    their sums are exact: 64 * 32639 * 128 < 2^31. Rounding x adds at most 1/65278 of the largest element of its block. */
-#include <stdlib.h>
-
 #include "rounded.h"
 
 enum {
@@ -11,8 +9,7 @@ enum {
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
   AHEAD = 3072,  /* bytes by which W is prefetched */
   MOST_FOR_BYTES = 24, /* rows of x up to which AMX's products of bytes are fastest */
-  LARGEST = 32639,  /* 127 * 256 + 127: such a number is the sum of 256 times a byte and a byte */
-  ALIGNMENT = 64
+  LARGEST = 32639   /* 127 * 256 + 127: such a number is the sum of 256 times a byte and a byte */
 };
 
 typedef struct {
@@ -179,7 +176,7 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   if (batch > MOST_FOR_BYTES && has_tile_products())
     return tile_product(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   size_t bytes = batch * in * sizeof(int16_t) + batch * in / BLOCK * sizeof(float);
-  int16_t *rounded_x = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+  int16_t *rounded_x = allocate(bytes);
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
   round_to_16_bits(x, rounded_x, x_scales, batch, in, x_stride, type);

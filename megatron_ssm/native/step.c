@@ -63,8 +63,6 @@ typedef int Multiply(const void *, const float *, const void *, const void *, vo
 /* The product of MANY rows of x with any matrix. */
 static Multiply *multiply_many(void) { return has_tile_products() ? tile_product : panel_product; }
 
-INLINE int is_rounded(const Matrix *m) { return m->type == INT8 || m->type == INT4; }
-
 static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in,
                    int type, int threads) {
   Multiply *multiply = rows < MANY ? linear : multiply_many();
@@ -166,7 +164,7 @@ static int mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t t
   void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
   return ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
              at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads,
-             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(&l->out_proj), threads);
+             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(l->out_proj.type), threads);
 }
 
 /* Mamba-2's dt. */

@@ -18,7 +18,6 @@ enum {
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
   X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
-  SECOND_LEVEL = 2,            /* the cache to which __builtin_prefetch brings data */
   XTILEDATA = 18, REQUEST = 0x1023 /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
 
@@ -137,7 +136,7 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrd
 
 /* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
 INLINE const char *address_of(const Product *a, ptrdiff_t place) {
-  if (a->weight_type == FLOAT32 || a->weight_type == BFLOAT16) return at(a->values, place, a->weight_type);
+  if (!is_rounded(a->weight_type)) return at(a->values, place, a->weight_type);
   return a->values + place / BLOCK * bytes_per_block(a->weight_type);
 }
 
@@ -148,10 +147,8 @@ static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t first, ptrd
   if (start >= a->in) start = 0, row += PANEL;
   ptrdiff_t times = (a->batch + PANEL - 1) / PANEL, share = (PANEL + times - 1) / times, from = row + first / PANEL * share;
   ptrdiff_t stop = start + width < a->in ? start + width : a->in, next = row + PANEL < a->out ? row + PANEL : a->out;
-  for (ptrdiff_t r = from; r < from + share && r < next; r++) {
-    const char *end = address_of(a, r * a->in + stop);
-    for (const char *line = address_of(a, r * a->in + start); line < end; line += 64) __builtin_prefetch(line, 0, SECOND_LEVEL);
-  }
+  for (ptrdiff_t r = from; r < from + share && r < next; r++)
+    prefetch_lines(address_of(a, r * a->in + start), address_of(a, r * a->in + stop));
 }
 
 /* Prefetches what the products of the rows of W from `row` on with the rows of x from `first` on are written to. */

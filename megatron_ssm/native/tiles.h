@@ -3,8 +3,6 @@
 #ifndef TILES_H
 #define TILES_H
 
-#include <stdlib.h>
-
 #include "rounded.h"
 
 #if defined(HAS_INTRINSICS) && defined(HAS_CLONES)
@@ -16,12 +14,8 @@ enum {
   SIDE = 16,           /* rows of a tile, and its columns of 4 bytes */
   DEPTH = 32,          /* its columns of bfloat16 numbers */
   TILE = SIDE * SIDE,  /* elements of 4 bytes in a tile */
-  TILE_BYTES = 64,     /* in a row */
-  ALIGNMENT = 64
+  TILE_BYTES = 64      /* in a row */
 };
-
-/* Aligned memory of at least so many bytes, for `free`; NULL if there is none. */
-INLINE void *allocate(size_t bytes) { return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT); }
 
 /* rows[i][j] becomes rows[j][i]: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
 INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
