@@ -18,9 +18,10 @@ from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.foundation.command_line import Failure, Printer
 
-from .devices import DEVICES
+from .devices import DEVICES, Device, read_device
 from .divisions import Computes, Generation, Training, generation_divisions, training_divisions
-from .measured import MeasuredDevice, own_memory
+from .host_memory import own_memory
+from .measured import MeasuredDevice
 from .report import as_json, generation_text, training_text
 
 MEASURED = "measured"
@@ -28,14 +29,17 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the advice depends on. kind: cpu or cuda, where the device `measured` computes. memory: bytes, if it is given."""
+    """What the advice depends on.
+
+    device: None: `measured`. kind: cpu or cuda, where that computes. memory: bytes, if it is given.
+    """
 
     config: Config
     fabric: Fabric
     training: Training
     generation: Generation
     ranks: int
-    device: str
+    device: Device | None
     kind: str
     memory: float | None
 
@@ -48,13 +52,14 @@ class _Inputs:
         _check_numbers(arguments)
         config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
         on_cpu = fabric.description.get("device") == "cpu"
+        name = arguments.device or (MEASURED if on_cpu else "h100")
         return cls(
             config,
             fabric,
             Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size),
             Generation(arguments.prompt, arguments.new_tokens, arguments.batch),
             arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1),
-            arguments.device or (MEASURED if on_cpu else "h100"),
+            None if name == MEASURED else DEVICES.get(name) or read_device(name),
             "cpu" if on_cpu or not torch.cuda.is_available() else "cuda",
             arguments.memory_gb and arguments.memory_gb * 1e9,
         )
@@ -125,8 +130,8 @@ def _join() -> ProcessGroup | None:
 def _device(inputs: _Inputs, group: ProcessGroup | None) -> Computes:
     """The device, with the given memory; the one that is measured has the memory of the rank with the least."""
     memory = inputs.memory
-    if inputs.device != MEASURED:
-        return replace(DEVICES[inputs.device], memory=memory) if memory else DEVICES[inputs.device]
+    if inputs.device is not None:
+        return replace(inputs.device, memory=memory) if memory else inputs.device
     where = device_of_rank(inputs.kind)
     mine = own_memory(int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks())), where)
     least = float(all_reduce(torch.tensor(mine, dtype=torch.float64), group, op=dist.ReduceOp.MIN))

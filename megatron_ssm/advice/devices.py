@@ -4,13 +4,21 @@ They are estimates of large models: products of matrices at a share of the peak,
 the memory's bandwidth. `measured.MeasuredDevice` has the same methods and times the model's own parts instead.
 """
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
 from megatron_ssm.sizing.memory import Memory
+from sparsefusion import Fabric
+from sparsefusion.foundation.command_line import did_you_mean
+
+from .traffic import Sums
 
 KERNELS = 20  # launched by a layer's forward pass, about
 MOVES = 3  # how often an activation is written or read in a forward pass, about
@@ -34,6 +42,10 @@ class Device:
     wait: float = 0.0
     graph: tuple[float, float] = (0.0, 0.0)
 
+    def sums(self, fabric: Fabric, ranks: int) -> Sums:
+        """How `ranks` tensor-parallel ranks sum: over the fabric."""
+        return Sums(fabric, self.wait)
+
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
         rows = batch * tokens
@@ -55,8 +67,12 @@ class Device:
         return seconds, seconds
 
     def optimizer(self, config: Config, ranks: int) -> float:
-        """Seconds of AdamW, which reads weights, gradients and two moments in fp32, and writes three of them."""
-        return 7 * Memory(config, ranks, 4).weights / self.bandwidth
+        """Seconds of the gradient norm, clipping and AdamW, in fp32.
+
+        AdamW reads weights, gradients and two moments, and writes three of them. The norm reads the gradients, and writes
+        and reads their squares; clipping reads and writes them, and they are set to zero.
+        """
+        return (7 + 3 + 2 + 1) * Memory(config, ranks, 4).weights / self.bandwidth
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph."""
@@ -68,9 +84,61 @@ class Device:
 # Decoding with batch 1 on an H200 (docs/results/gpu.md): 0.87 ms a token for Mamba-1 130m and 1.46 ms for Mamba-2 130m, of
 # which the bytes of the 24 layers take 0.08 ms at the rate below. The other GPUs have not been measured, and get the same.
 GRAPH = (0.79e-3 / 24, 1.38e-3 / 24)
-# Half of the peak in bf16, and 70 % of the memory's bandwidth, of the vendor's data sheets.
+PRODUCTS, STREAMS = 0.5, 0.7  # the shares of the peaks that products of matrices and everything else are taken to reach
+
+
+def of_data_sheet(
+    name: str, memory_gb: float, tflops: float, bandwidth_gb_s: float, graph: tuple[float, float] = GRAPH
+) -> Device:
+    """A device by its vendor's data sheet. tflops: the peak in bf16, dense. bandwidth_gb_s: the peak of the memory."""
+    return Device(name, memory_gb * 1e9, PRODUCTS * tflops * 1e12, STREAMS * bandwidth_gb_s * 1e9, graph=graph)
+
+
 DEVICES = {
-    "a100": Device("A100 80 GB", 80e9, 0.5e12 * BF16_TFLOPS["A100"], 0.7 * 2.0e12, graph=GRAPH),
-    "h100": Device("H100 SXM", 80e9, 0.5e12 * BF16_TFLOPS["H100"], 0.7 * 3.35e12, graph=GRAPH),
-    "h200": Device("H200 SXM", 141e9, 0.5e12 * BF16_TFLOPS["H200"], 0.7 * 4.8e12, graph=GRAPH),
+    "a100": of_data_sheet("A100 80 GB", 80, BF16_TFLOPS["A100"], 2000),
+    "h100": of_data_sheet("H100 SXM", 80, BF16_TFLOPS["H100"], 3350),
+    "h200": of_data_sheet("H200 SXM", 141, BF16_TFLOPS["H200"], 4800),
 }
+REQUIRED = ("memory_gb", "tflops", "bandwidth_gb_s")
+OPTIONAL = ("mamba1_layer_us", "mamba2_layer_us")  # `Device.graph`, in microseconds
+
+
+def read_device(path: str) -> Device:
+    """The device that a JSON file describes: its `name`, the numbers REQUIRED as for `of_data_sheet`, and OPTIONAL ones.
+
+    ValueError, which names the file, the field and what is wrong with it.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        names = ", ".join(DEVICES)
+        raise ValueError(f"--device {path} is none of {names}, measured, and no file: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--device {path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--device {path} holds no JSON object with the fields {', '.join(REQUIRED)}")
+    name = content.pop("name", Path(path).stem)
+    if not isinstance(name, str):
+        raise ValueError(f"--device {path}: name {name!r} must be a string")
+    for field in content:
+        if field not in REQUIRED + OPTIONAL:
+            known = ("name", *REQUIRED, *OPTIONAL)
+            raise ValueError(f"--device {path}: unknown field {field!r}{did_you_mean(field, known)}")
+    required = [_number(path, content, field) for field in REQUIRED]
+    mamba1, mamba2 = (
+        1e-6 * _number(path, content, field, least=0.0) if field in content else seconds
+        for field, seconds in zip(OPTIONAL, GRAPH, strict=True)
+    )
+    return of_data_sheet(name, *required, graph=(mamba1, mamba2))
+
+
+def _number(path: str, content: dict[str, Any], field: str, least: float | None = None) -> float:
+    """A field; ValueError if it is missing, no number, not finite, or not above 0 (with `least`: below that)."""
+    if field not in content:
+        raise ValueError(f"--device {path}: there is no field {field}")
+    value = content[field]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (value <= 0 if least is None else value < least):
+        rule = "above 0" if least is None else f"at least {least:g}"
+        raise ValueError(f"--device {path}: {field} {value!r} must be a finite number, {rule}")
+    return float(value)

@@ -3,7 +3,7 @@
 A division has `tensor` x `context` x `data` ranks. A training step takes
 
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks)
-    + what backward does not hide of the sums of gradients + AdamW
+    + what backward does not hide of the sums of gradients + the gradient norm, clipping and AdamW
 
 and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
 """
@@ -20,25 +20,24 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
-from sparsefusion import FORMATS, Fabric
+from sparsefusion import Fabric
 
 from .traffic import (
+    Sums,
+    agreed_tokens,
     attended_tokens,
     backward_sums,
     chosen_tokens,
     exact_sums,
-    gradient_sums,
     passed_states,
+    seconds_after_backward,
     seconds_of,
     seconds_of_attention,
-    seconds_of_block_sums,
 )
 
 WORTHWHILE = 0.9  # a less exact format must reduce the time of a step to this share
-HIDDEN = 0.7  # the share of backward during which gradients are sent: the first bucket is ready after a part of it
 SPARSE = 0.2  # the share of a step from which on the sums of gradients are worth fusing sparsely
 FP32 = 4  # bytes
-WIRE_FORMATS = tuple(name for name in FORMATS if name != "auto")  # the most exact first
 
 
 class Computes(Protocol):
@@ -60,6 +59,9 @@ class Computes(Protocol):
     def wait(self) -> float:
         """Seconds that each message takes longer than on the fabric alone."""
 
+    def sums(self, fabric: Fabric, ranks: int) -> Sums:
+        """How `ranks` tensor-parallel ranks sum: over the fabric, or in memory that they share."""
+
     def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
 
@@ -70,7 +72,7 @@ class Computes(Protocol):
         """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
 
     def optimizer(self, config: Config, ranks: int) -> float:
-        """Seconds of AdamW."""
+        """Seconds of the gradient norm, clipping and AdamW."""
 
     def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
@@ -168,7 +170,7 @@ def _training(
             )
         tokens = _tokens(config, job.seq, context)
         attention, schedule, attention_seconds = _attention(
-            config, tensor, context, job.seq, job.micro_batch, True, fabric
+            config, tensor, context, job.seq, job.micro_batch, True, fabric, device.wait
         )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
@@ -180,10 +182,11 @@ def _training(
     passing = sum(device.passing(config, tensor, job.micro_batch, tokens)) if context > 1 else 0.0
     micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
     compute = micro_batches * (forward * (1 + recompute) + backward + passing)
-    rest = seconds_of([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)], fabric, device.wait)
-    by_format = {each: seconds_of_block_sums(config, tensor, rows, each, fabric, device.wait) for each in WIRE_FORMATS}
+    between = device.sums(fabric, tensor)
+    rest = between.seconds([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)])
+    by_format = between.by_format(config, tensor, rows)
     format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
-    sums = seconds_of(gradient_sums(Memory(config, tensor, FP32).weights, context * data), fabric)
+    weights, embedding = Memory(config, tensor, FP32).weights, FP32 * config.vocab_size * config.hidden_size / tensor
     parts = {
         "compute": compute,
         "tensor-parallel sums": micro_batches * (rest + by_format[format]),
@@ -191,8 +194,8 @@ def _training(
             attention_seconds
             + seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric, device.wait)
         ),
-        "sums of gradients": max(sums - HIDDEN * backward, sums * (1 - HIDDEN)),
-        "AdamW": device.optimizer(config, tensor),
+        "sums of gradients": seconds_after_backward(weights, embedding, context * data, backward, fabric, device.wait),
+        "norm, clipping, AdamW": device.optimizer(config, tensor),
     }  # fmt: skip
     residuals = TrainingMemory(config, tensor, recompute=recompute).step(job.micro_batch, tokens, has_residuals=True)
     if parts["sums of gradients"] > SPARSE * sum(parts.values()) and residuals <= device.memory:
@@ -209,7 +212,7 @@ def _generation(
         config.check_ranks(tensor)
         tokens = _tokens(config, job.prompt, context)
         attention, schedule, attention_seconds = _attention(
-            config, tensor, context, job.prompt, job.batch, False, fabric
+            config, tensor, context, job.prompt, job.batch, False, fabric, device.wait
         )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
@@ -221,23 +224,23 @@ def _generation(
         compute += device.passing(config, tensor, job.batch, tokens)[0]
     token = device.token(config, tensor, job.batch, tokens)
 
+    between = device.sums(fabric, tensor)
+
     def sums(rows: int) -> dict[str, float]:
         """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""
-        exact = seconds_of(exact_sums(config, tensor, rows), fabric, device.wait)
-        return {
-            name: exact + seconds_of_block_sums(config, tensor, rows, name, fabric, device.wait)
-            for name in WIRE_FORMATS
-        }
+        exact = between.seconds(exact_sums(config, tensor, rows))
+        return {name: exact + time for name, time in between.by_format(config, tensor, rows).items()}
 
     states = (
         seconds_of(passed_states(config, tensor, context, job.batch, False), fabric, device.wait) + attention_seconds
     )
     of_prompt, of_token = sums(job.batch * tokens), sums(job.batch)
-    choice = seconds_of(chosen_tokens(job.batch, tensor, context), fabric, device.wait)
+    choice = between.seconds(chosen_tokens(job.batch, tensor))
+    choice += seconds_of(agreed_tokens(job.batch, context), fabric, device.wait)
     attended = seconds_of(attended_tokens(config, job.batch, tensor, context), fabric, device.wait)
     times = {
         name: (compute + states + of_prompt[name] + choice, token + of_token[name] + attended + choice)
-        for name in WIRE_FORMATS
+        for name in between.formats
     }
     format = _format({name: ttft + (job.new - 1) * tpot for name, (ttft, tpot) in times.items()})
     ttft, tpot = times[format]
@@ -270,7 +273,7 @@ def _tokens(config: Config, seq: int, context: int) -> int:
 
 
 def _attention(
-    config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric
+    config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric, wait: float
 ) -> tuple[str, str, float]:
     """(the grid of context ranks, its name in --context-schedule, the seconds of its messages in all hybrid layers).
 
@@ -285,7 +288,7 @@ def _attention(
     names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
     names[default.rows, default.cols, default.ulysses] = "auto"
     found = [default, *(each for each in others if training and (each.rows, each.cols, each.ulysses) in names)]
-    times = [seconds_of_attention(each, context, seq, shape, training, fabric) for each in found]
+    times = [seconds_of_attention(each, context, seq, shape, training, fabric, wait) for each in found]
     seconds, best = min(zip(times, found, strict=True), key=lambda pair: pair[0])
     grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
     return grid, names[best.rows, best.cols, best.ulysses], len(config.hybrid_layers) * seconds

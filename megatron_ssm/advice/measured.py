@@ -4,8 +4,6 @@ The part of a tensor-parallel rank computes as much as a model on one rank that 
 built with random weights, with one and with a few layers, and timed without messages; all layers are extrapolated from it.
 """
 
-import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +23,22 @@ from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.training.trainer import clip_gradients, grad_norm
+from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
+from sparsefusion.collectives.shared_memory import connect
+from sparsefusion.fabric.curve import Curve
 from sparsefusion.fabric.measurement import repetitions, timed
+
+from .traffic import Sums
 
 REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
 LAYERS = (1, 4)  # of the models that are timed
 FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
-TURNS = 10  # in which ranks compute and send
+TURNS = (
+    10  # in which ranks compute and send; and calls that are timed together, because a barrier takes longer than one
+)
+SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared memory that are timed
 BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
 
@@ -58,13 +65,15 @@ def part_of(config: Config, ranks: int, layers: int, is_hybrid: bool = False) ->
 class MeasuredDevice:
     """A `devices.Device` that times models on this rank, and takes the slowest rank's times. All ranks call it together.
 
-    memory: bytes of a rank. group: the ranks that measure at the same time (None: this one alone).
+    memory: bytes of a rank. group: the ranks that measure at the same time (None: this one alone). shares: whether they sum
+    through memory if they are on one machine, as models do (see `Ranks`).
     """
 
     memory: float
     group: ProcessGroup | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shares: bool = True
     _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -95,12 +104,12 @@ class MeasuredDevice:
         if key not in self._known:
             part = part_of(config, ranks, 1)
             calls = _block_contributions(part, 2 * batch, -(-tokens // 2), self.device)
-            self._known[key] = tuple(self._slowest([_median_time(call, self.device) for call in calls]).tolist())
+            self._known[key] = tuple(self._slowest([_seconds(call, self.device) for call in calls]).tolist())
         forward, backward = self._known[key]
         return config.num_layers * forward, config.num_layers * backward
 
     def optimizer(self, config: Config, ranks: int) -> float:
-        """Seconds of AdamW, in proportion to the weights."""
+        """Seconds of the gradient norm, clipping and AdamW, in proportion to the weights."""
         key = (fused_adam.adamw, config, ranks)
         if key not in self._known:
             part = part_of(config, ranks, LAYERS[-1])
@@ -115,6 +124,36 @@ class MeasuredDevice:
     @cached_property
     def wait(self) -> float:
         """Seconds that a small message takes longer where ranks compute between messages, as they wait for the slowest."""
+        return self._wait(lambda number: all_reduce(number, self.group))
+
+    def sums(self, fabric: Fabric, ranks: int) -> Sums:
+        """How `ranks` tensor-parallel ranks sum: in memory if all that measure share it, else over the fabric."""
+        in_memory = self._in_memory
+        is_local = in_memory is not None and ranks <= in_memory.fabric.curves[0].ranks
+        return in_memory if in_memory and is_local else Sums(fabric, self.wait)
+
+    @cached_property
+    def _in_memory(self) -> Sums | None:
+        """Sums in memory that all ranks of the group share, which are always exact; None: they do not share it."""
+        if self.group is None or self.device.type != "cpu" or not self.shares:
+            return None
+        memory, _ = connect(self.group)
+        if memory is None:
+            return None
+        calls: dict[str, Callable] = {"all_reduce": memory.all_reduce, "all_gather": memory.all_gather}
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in calls}
+        for nbytes in SIZES:
+            several = [timed(partial(_repeat, call, torch.zeros(nbytes // 4)), self.device) for call in calls.values()]
+            medians = repetitions(several, self.group, self.device, TURNS).median(0).values.tolist()
+            for name, seconds in zip(calls, medians, strict=True):
+                points[name].append((nbytes, seconds / TURNS))
+        wait = self._wait(memory.all_reduce)
+        memory.close()
+        curves = [Curve.fit(name, self.group.size(), each) for name, each in points.items()]
+        return Sums(Fabric(tuple(curves)), wait, ("fp32",))
+
+    def _wait(self, send: Callable[[torch.Tensor], object]) -> float:
+        """Seconds that `send` takes longer for a small tensor between products of matrices than alone."""
         if self.group is None:
             return 0.0
         matrix, number = torch.ones(1024, 1024, device=self.device), torch.ones(256, device=self.device)
@@ -124,7 +163,7 @@ class MeasuredDevice:
                 if computes:
                     torch.mv(matrix, matrix[0])
                 if sends:
-                    all_reduce(number, self.group)
+                    send(number)
 
         calls = [timed(partial(turns, *each), self.device) for each in ((True, False), (False, True), (True, True))]
         computing, sending, both = repetitions(calls, self.group, self.device, TURNS).median(0).values.tolist()
@@ -152,17 +191,17 @@ class MeasuredDevice:
             self._known[key] = tuple(total.tolist())
         return self._known[key]
 
-    def _times(self, run: Callable, config: Config, batch: int, tokens: int) -> tuple[float, ...]:
-        """The median times of `run` for a model with random weights and prompts."""
+    def _times(self, run: Callable, config: Config, batch: int, tokens: int) -> list[tuple[float, ...]]:
+        """For each of the times that `run` returns, those of all runs with a model of random weights and random prompts."""
         model = initialize(build(config, dtype=self.dtype, device=self.device), seed=0)
         ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
         found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
-        return tuple(map(statistics.median, zip(*found, strict=True)))
+        return list(zip(*found, strict=True))
 
     def _slowest(self, times: Sequence[Any]) -> torch.Tensor:
-        """The largest times of all ranks."""
+        """The median over runs of the time of the slowest rank, which is another one in each run. times: (..., runs)."""
         mine = torch.tensor(times, dtype=torch.float64, device=self.device)
-        return all_reduce(mine, self.group, op=dist.ReduceOp.MAX).cpu()
+        return all_reduce(mine, self.group, op=dist.ReduceOp.MAX).cpu().median(-1).values
 
     def _attention(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds of attention to the keys of other context ranks, which the part of a model does not have."""
@@ -175,15 +214,8 @@ class MeasuredDevice:
                 torch.randn(tokens, batch, n, shared.head_dim, device=self.device, dtype=self.dtype) for n in heads
             )
             run = lambda: attend(q, k, v, True, shared.head_dim**-0.5)  # noqa: E731
-            self._known[key] = (float(self._slowest([_median_time(run, self.device)])),)
+            self._known[key] = (float(self._slowest(_seconds(run, self.device))),)
         return len(config.hybrid_layers) * (seq / tokens - 1) * self._known[key][0]
-
-
-def own_memory(ranks_on_host: int, device: torch.device) -> float:
-    """Bytes of memory for one rank of `ranks_on_host`."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks_on_host
 
 
 def _sequences(config: Config, batch: int, tokens: int, seq: int) -> tuple[int, int]:
@@ -221,6 +253,12 @@ def _block_contributions(
     return lambda: ssd_summary(x, dt, A_log, B), lambda: ssd_adjoint(x, dt, A_log, B)
 
 
+def _repeat(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
+    """TURNS calls."""
+    for _ in range(TURNS):
+        call(tensor)
+
+
 def _clock(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call."""
     start = time.perf_counter()
@@ -230,19 +268,28 @@ def _clock(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _median_time(run: Callable[[], object], device: torch.device) -> float:
-    """The median seconds of some calls, after one that is not timed."""
-    return statistics.median([_clock(run, device) for _ in range(1 + REPEATED)][1:])
+def _seconds(run: Callable[[], object], device: torch.device) -> list[float]:
+    """The seconds of some calls, after one that is not timed."""
+    return [_clock(run, device) for _ in range(1 + REPEATED)][1:]
 
 
 def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """Forward, backward and a step of AdamW that is not its first, which allocates the moments."""
+    """Forward, backward, and what follows until the next step: the gradient norm, clipping, AdamW and zeros.
+
+    The step of AdamW that is timed is not its first one, which allocates the moments.
+    """
     losses: list[torch.Tensor] = []
     forward = _clock(lambda: losses.append(model.loss(ids, ids)), ids.device)
     backward = _clock(losses[0].backward, ids.device)
     optimizer = fused_adam.adamw([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=1e-4)
     optimizer.step()
-    return forward, backward, _clock(optimizer.step, ids.device)
+
+    def update() -> None:
+        clip_gradients(model, grad_norm(model) + 1.0, 1.0)
+        optimizer.step()
+        fused_adam.zero_gradients(optimizer)
+
+    return forward, backward, _clock(update, ids.device)
 
 
 def _reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:

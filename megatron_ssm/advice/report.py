@@ -74,8 +74,18 @@ def generation_text(found: list[Division], job: Generation, is_bf16: bool) -> st
     options += ["--dtype bfloat16"] * is_bf16
     facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
     facts += [f"attention in a grid of {best.attention}"] if best.attention else []
-    facts += [f"{best.data} replicas"] if best.data > 1 else []
-    return _text("generation", found, job, facts, options, "TTFT, TPOT", _reply)
+    text = _text("generation", found, job, facts, options, "TTFT, TPOT", _reply)
+    if best.data == 1 or best.excluded:
+        return text
+    first, command, *rest = text.splitlines()
+    return "\n".join([first, command, f"  {_replicas(best)}", *rest])
+
+
+def _replicas(best: Division) -> str:
+    """How to run them: the ranks of one command are those of one replica."""
+    ranks = best.tensor * best.context
+    each = f"each on {ranks} rank{'s' * (ranks > 1)} of its own"
+    return f"{best.data} replicas: start `serve` or `generate` {best.data} times, {each}, and divide the requests"
 
 
 def _reply(each: Division) -> str:

@@ -5,7 +5,7 @@ activations (Megatron's f and g), where the attention's input is twice as wide, 
 ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums the gradients of all data x context ranks.
 """
 
-import math
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,11 +18,36 @@ from attention2d.schedules.choosing import Candidate
 from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
 from megatron_ssm.sizing.memory import Memory
-from sparsefusion import Fabric
+from sparsefusion import FORMATS, Fabric
 from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
 TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
-BUCKET = 25 * 2**20  # bytes of gradients that torch's DDP sums at once
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients after which torch's DDP sums them: at first, and later
+
+
+WIRE_FORMATS = tuple(name for name in FORMATS if name != "auto")  # the most exact first
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How tensor-parallel ranks exchange tensors: over a fabric, or in memory that they share, which then is its "fabric".
+
+    wait: seconds that each message takes longer than on the fabric alone. formats: those in which they may sum.
+    """
+
+    fabric: Fabric
+    wait: float = 0.0
+    formats: tuple[str, ...] = WIRE_FORMATS
+
+    def seconds(self, messages: "Iterable[Message]") -> float:
+        """The time of messages one after the other."""
+        return seconds_of(messages, self.fabric, self.wait)
+
+    def by_format(self, config: Config, ranks: int, tokens: int) -> dict[str, float]:
+        """{wire format: seconds of the sums of block outputs in a forward pass over `tokens` tokens}."""
+        return {
+            name: seconds_of_block_sums(config, ranks, tokens, name, self.fabric, self.wait) for name in self.formats
+        }
 
 
 @dataclass(frozen=True)
@@ -82,19 +107,20 @@ def seconds_of_block_sums(
 
 
 def seconds_of_attention(
-    schedule: Candidate, ranks: int, seq: int, shape: tuple[int, int, int, int], training: bool, fabric: Fabric
-) -> float:
+    schedule: Candidate, ranks: int, seq: int, shape: tuple[int, int, int, int], training: bool, fabric: Fabric,
+    wait: float = 0.0,
+) -> float:  # fmt: skip
     """The time of what a grid of `ranks` context ranks exchanges to attend `seq` tokens once.
 
     shape: (batch, heads, kv_heads, head_dim). training: forward and backward. Steps are messages between pairs if these were
-    measured, and otherwise the all-gathers that take as many steps.
+    measured, and otherwise the all-gathers that take as many steps. wait: as for `seconds_of`.
     """
     grid = Grid(0, schedule.ulysses, schedule.rows, schedule.cols)
     passes = messages(grid, local_length("zigzag", seq, ranks), *shape, itemsize=SUM_BYTES)
     sent = [*passes.forward, *(passes.backward if training else ())]
     if "p2p" in {curve.operation for curve in fabric.curves}:
-        return seconds_of([Message("p2p", nbytes, ranks, steps) for steps, nbytes in sent], fabric)
-    return seconds_of([Message("all_gather", nbytes, steps + 1) for steps, nbytes in sent], fabric)
+        return seconds_of([Message("p2p", nbytes, ranks, steps) for steps, nbytes in sent], fabric, wait)
+    return seconds_of([Message("all_gather", nbytes, steps + 1) for steps, nbytes in sent], fabric, wait)
 
 
 def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
@@ -140,9 +166,13 @@ def passed_states(config: Config, tensor: int, context: int, batch: int, trainin
     yield Message("p2p", SUM_BYTES * batch * 2 * (config.conv_kernel - 1) * shape.convolved, context, times)
 
 
-def chosen_tokens(batch: int, tensor: int, context: int) -> Iterator[Message]:
-    """What chooses the next token of `batch` sequences: each rank's largest logit and its id; context ranks agree on it."""
+def chosen_tokens(batch: int, tensor: int) -> Iterator[Message]:
+    """What chooses the next token of `batch` sequences: each tensor-parallel rank's largest logit and its id."""
     yield Message("all_gather", batch * 2 * SUM_BYTES, tensor)
+
+
+def agreed_tokens(batch: int, context: int) -> Iterator[Message]:
+    """By what context ranks agree on the next token of `batch` sequences."""
     yield Message("all_gather", batch * TOKEN_BYTES, context)
 
 
@@ -154,8 +184,37 @@ def attended_tokens(config: Config, batch: int, tensor: int, context: int) -> It
             yield Message("all_gather", nbytes, context, len(config.hybrid_layers))
 
 
-def gradient_sums(weights: float, ranks: int) -> Iterator[Message]:
-    """The sums of gradients of `weights` bytes over `ranks` data x context ranks, bucket by bucket."""
-    buckets = math.ceil(weights / BUCKET)
-    if ranks > 1 and buckets:
-        yield Message("all_reduce", weights / buckets, ranks, buckets)
+def gradient_sums(weights: float, ranks: int, embedding: float = 0.0) -> Iterator[Message]:
+    """The sums of gradients of `weights` bytes over `ranks` data x context ranks: DDP's buckets, in order.
+
+    A bucket is closed when it has reached its size. embedding: bytes of the gradient that is ready last, and is not divided.
+    """
+    rest = weights - embedding
+    if ranks == 1 or not weights:
+        return
+    if rest >= FIRST_BUCKET:
+        yield Message("all_reduce", FIRST_BUCKET, ranks)
+        full, rest = divmod(rest - FIRST_BUCKET, BUCKET)
+        yield from itertools.repeat(Message("all_reduce", BUCKET, ranks), int(full))
+    if rest + embedding:
+        yield Message("all_reduce", rest + embedding, ranks)
+
+
+def seconds_after_backward(
+    weights: float, embedding: float, ranks: int, backward: float, fabric: Fabric, wait: float = 0.0
+) -> float:
+    """How much longer the sums of gradients take than the `backward` seconds of the backward pass that they run beside.
+
+    The gradients are ready at an even rate, that of the embedding at the end. The sum of a bucket begins when all its
+    gradients are ready and the bucket before is done. So a model that fits in a bucket or two hides next to nothing.
+    weights, embedding, ranks: as for `gradient_sums`.
+    """
+    sent = done = 0.0
+    seconds: dict[float, float] = {}
+    for message in gradient_sums(weights, ranks, embedding):
+        sent += message.nbytes
+        if message.nbytes not in seconds:
+            seconds[message.nbytes] = seconds_of([message], fabric, wait)
+        ready = backward * min(1.0, sent / (weights - embedding)) if weights > embedding else backward
+        done = max(done, ready) + seconds[message.nbytes]
+    return max(0.0, done - backward)

@@ -111,9 +111,9 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
     )
     advise.add_argument("--ranks", type=int, metavar="N", help="default: the most that the fabric was measured on")
     advise.add_argument(
-        "--device", choices=("a100", "h100", "h200", "measured"), metavar="NAME",
-        help="a100, h100, h200, or measured: time the model's parts on this machine (default: measured for a fabric "
-        "between CPUs, otherwise h100)",
+        "--device", metavar="NAME",
+        help="a100, h100, h200, a JSON file with memory_gb, tflops and bandwidth_gb_s, or measured: time the model's parts "
+        "on this machine (default: measured for a fabric between CPUs, otherwise h100)",
     )  # fmt: skip
     advise.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank (default: the device's)")
     advise.add_argument(

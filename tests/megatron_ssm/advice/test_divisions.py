@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import serving
@@ -25,13 +26,17 @@ from megatron_ssm.advice.measured import REPEATED, MeasuredDevice, part_of
 from megatron_ssm.advice.report import as_json, generation_text, training_text, why
 from megatron_ssm.advice.traffic import (
     AGREEMENT_BYTES,
+    WIRE_FORMATS,
     Message,
+    Sums,
+    agreed_tokens,
     attended_tokens,
     backward_sums,
     chosen_tokens,
     exact_sums,
     gradient_sums,
     passed_states,
+    seconds_after_backward,
     seconds_of,
     seconds_of_attention,
 )
@@ -47,6 +52,7 @@ from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.training.options import CONTEXT_SCHEDULES, parse_options
 from sparsefusion import Fabric
+from sparsefusion.collectives.shared_memory import kernels as native_sums
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fabric.fitting import Segment
 
@@ -131,7 +137,8 @@ def test_messages_of_a_decoded_token(ranks, tp, context, name):
     """Those that compare arguments are not counted."""
     config = config_of(**MODELS[name])
     messages = [Message("all_reduce", nbytes, tp, count) for nbytes, count in block_outputs(config) if tp > 1]
-    messages += [*exact_sums(config, tp, 1), *attended_tokens(config, 1, tp, context), *chosen_tokens(1, tp, context)]
+    messages += [*exact_sums(config, tp, 1), *attended_tokens(config, 1, tp, context), *chosen_tokens(1, tp)]
+    messages += agreed_tokens(1, context)
     predicted = sum(each.nbytes * each.count for each in messages if each.ranks > 1 and each.nbytes != AGREEMENT_BYTES)
     assert set(ranks(counted_tokens, tp * context, tp, context, MODELS[name])) == {predicted}
 
@@ -149,6 +156,7 @@ def test_the_part_of_a_model_has_the_weights_of_a_rank(name, tp):
 # Times by hand
 
 ALPHA, BETA = 1e-4, 1e-8  # seconds, and seconds per byte
+MB = 2**20
 
 
 def fabric(alpha=ALPHA, beta=BETA, operations=("all_reduce", "all_gather", "all_to_all", "p2p")):
@@ -164,6 +172,9 @@ class Fixed:
     """A device on which every pass takes a second and every token a millisecond, divided by the ranks of a layer."""
 
     name, memory, itemsize, wait = "fixed", 1e12, 4, 0.0
+
+    def sums(self, fabric, ranks):
+        return Sums(fabric, self.wait)
 
     def forward(self, config, ranks, batch, tokens, seq):
         return batch * tokens / seq / ranks
@@ -187,12 +198,68 @@ def test_the_times_of_a_step_by_hand():
     found = training_divisions(config, 2, Training(64, 4), fabric(), Fixed())
     by_sizes = {(each.tensor, each.context, each.data): each for each in found}
     sums = ALPHA + BETA * Memory(config, 1, 4).weights
-    assert by_sizes[1, 1, 2].seconds == pytest.approx(2 * 3 + 0.3 * sums)
+    assert by_sizes[1, 1, 2].seconds == pytest.approx(2 * 3 + sums)
     tokens, hidden, layers, x_proj = 64, config.hidden_size, config.num_layers, config.dt_rank + 2 * config.state_size
     messages = (2 * layers + 2) * (ALPHA + BETA * 4 * tokens * hidden)
     messages += 2 * layers * (ALPHA + BETA * 4 * tokens * x_proj) + 3 * (ALPHA + BETA * 4 * tokens)
     assert by_sizes[2, 1, 1].seconds == pytest.approx(4 * (1.5 + messages))
     assert found[0] is by_sizes[1, 1, 2] and "TP" in why(found[0], found[1])
+
+
+def test_buckets_of_gradients_by_hand():
+    """A megabyte, then 25 at a time; the embedding is ready last, and as a whole."""
+    sizes = [each.nbytes for each in gradient_sums(80 * MB, 2, 5 * MB)]
+    assert sizes == [MB, 25 * MB, 25 * MB, 29 * MB] and not list(gradient_sums(80 * MB, 1))
+    per_bucket = [beta * nbytes for beta, nbytes in zip([1e-8] * 4, sizes, strict=True)]
+    fast = fabric(0.0, 1e-8)  # a bucket is summed before the next one is ready, so only the last one is left
+    assert seconds_after_backward(80 * MB, 5 * MB, 2, 100.0, fast) == pytest.approx(per_bucket[-1])
+    assert seconds_after_backward(80 * MB, 5 * MB, 2, 100.0, fast, wait=0.5) == pytest.approx(per_bucket[-1] + 0.5)
+    slow = fabric(0.0, 1e-3)  # all wait for the first one, which is ready after 1/75 of backward
+    first = 100.0 / 75
+    assert seconds_after_backward(80 * MB, 5 * MB, 2, 100.0, slow) == pytest.approx(1e-3 * 80 * MB + first - 100.0)
+
+
+def buckets(rank, changes):
+    """The bytes of the buckets in which DDP sums gradients, once it knows their order."""
+    run = options(micro_batch_size=1, global_batch_size=dist.get_world_size(), **changes)
+    made, sizes = tiny.trainer_on(1, run, vocab=512), []
+
+    def hook(group, bucket):
+        sizes.append(bucket.buffer().nbytes)
+        return allreduce_hook(group, bucket)
+
+    made.loss.register_comm_hook(None, hook)
+    for step in range(2):
+        sizes.clear()
+        made.step(tiny.batches(run, vocab=512), step)
+    return sizes
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_buckets_of_gradients_are_those_of_ddp(ranks, world):
+    """A bucket that DDP closes may be larger by one gradient."""
+    changes = dict(hidden_size=256, num_layers=2)
+    config = Config.from_dict(options(**changes).new_config(512, 0))
+    largest = 4 * config.hidden_size * 2 * config.intermediate_size * 1.2  # in_proj has some more rows
+    expected = [
+        each.nbytes for each in gradient_sums(Memory(config, 1, 4).weights, world, 4 * 512 * config.hidden_size)
+    ]
+    for found in ranks(buckets, world, changes):
+        assert len(found) == len(expected) == 2 and sum(found) == sum(expected)
+        assert abs(found[0] - expected[0]) <= largest
+
+
+@pytest.mark.parametrize("name, messages", [("mamba2", 2 * 3 * 2), ("zamba2", 2 * 3 * 2 + 2 * 3)])
+def test_every_message_of_context_ranks_waits(name, messages):
+    """In each pass, a layer sends three; two ranks of a ring send keys and values once, and in backward twice."""
+    config = config_of(**MODELS[name] | {"num_layers": 2})
+    waits = type("Waits", (Fixed,), {"wait": 1.0})()
+    of = [
+        {each.sizes: each.parts for each in training_divisions(config, 2, Training(64, 2), fabric(), device)}
+        for device in (Fixed(), waits)
+    ]
+    more = {part: time - of[0]["TP 1 x CP 2 x DP 1"][part] for part, time in of[1]["TP 1 x CP 2 x DP 1"].items()}
+    assert more["context ranks"] == pytest.approx(2 * messages) and more["sums of gradients"] == pytest.approx(1)
 
 
 def test_slow_links_choose_other_divisions_than_fast_ones():
@@ -301,6 +368,18 @@ def test_a_reply_is_predicted_with_the_schedule_of_generate(ranks, world, alpha)
     )
 
 
+def test_replicas_come_with_how_to_start_them():
+    config, slow = config_of(hidden_size=64), fabric(1.0)
+    found = generation_divisions(config, 4, Generation(64, 32), slow, Fixed())
+    assert "\n  4 replicas: start `serve` or `generate` 4 times, each on 1 rank of its own, and" in generation_text(
+        found, Generation(64, 32), False
+    )
+    (shared,) = [each for each in found if (each.tensor, each.data) == (2, 2)]
+    assert "2 times, each on 2 ranks of its own" in generation_text([shared], Generation(64, 32), False)
+    (one,) = [each for each in found if each.tensor == 4]
+    assert "replica" not in generation_text([one], Generation(64, 32), False)
+
+
 def test_context_ranks_decode_with_their_share_of_the_prompt():
     by_length = type("ByLength", (Fixed,), {"token": lambda self, config, ranks, batch, length: 1e-3 * length})()
     for name in ("mamba", "zamba2"):
@@ -351,7 +430,6 @@ def test_operations_that_were_not_measured_are_estimated_by_others():
     assert seconds_of([Message("p2p", 1e6, 4)], only) == pytest.approx((ALPHA + BETA * 2e6) / 2)
     with pytest.raises(ValueError, match="no operation 'all_reduce'"):
         seconds_of([Message("all_reduce", 1e6, 4)], fabric(operations=("p2p",)))
-    assert [each.count for each in gradient_sums(60e6, 2)] == [3] and not list(gradient_sums(60e6, 1))
 
 
 def test_a_gpu_by_its_rates():
@@ -383,6 +461,26 @@ def measured(rank, changes):
     found += generation_divisions(config, 2, Generation(64, 8), fabric(), device)
     assert all(each.seconds > 0 for each in found if not each.excluded)
     return [(each.sizes, each.parts) for each in found]
+
+
+def sums_on(rank, shares):
+    """(the formats, whether they are those of the fabric, small and large times) of sums over all ranks, and over more."""
+    device, links, world = MeasuredDevice(1e9, dist.group.WORLD, shares=shares), fabric(), dist.get_world_size()
+    mine, others = device.sums(links, world), device.sums(links, 2 * world)
+    assert others.fabric is links and others.formats == WIRE_FORMATS
+    times = [mine.fabric.time("all_reduce", nbytes, world, extrapolate=True) for nbytes in (1024, 2**22)]
+    return mine.formats, mine.fabric is links, times, mine.wait >= 0
+
+
+@pytest.mark.skipif(not native_sums(), reason="no C library of sparsefusion")
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_of_one_machine_sum_in_memory(ranks, world):
+    """As their models do, and exactly; ranks beyond those that measure may be on other machines."""
+    first, *others = ranks(sums_on, world, True)
+    formats, is_fabric, (small, large), has_wait = first
+    assert formats == ("fp32",) and not is_fabric and 0 < small < large and has_wait
+    assert all(other == first for other in others)
+    assert all(found[1] for found in ranks(sums_on, world, False))
 
 
 @pytest.mark.parametrize("name", ("mamba", "zamba2"))
@@ -476,6 +574,17 @@ def test_json(files):
     assert found["training"]["best"]["ttft"] is None and found["generation"]["best"]["gradients"] is None
 
 
+def test_the_rates_of_a_device_from_a_file(files, capsys):
+    (files / "gpu.json").write_text(
+        json.dumps({"name": "GPU", "memory_gb": 96, "tflops": 1000, "bandwidth_gb_s": 4000})
+    )
+    assert main([*command_of(files), "--device", str(files / "gpu.json"), "--seq-length", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "GPU"
+    (files / "gpu.json").write_text(json.dumps({"memory_gb": 96, "tflops": 0, "bandwidth_gb_s": 4000}))
+    assert main([*command_of(files), "--device", str(files / "gpu.json")]) == 2
+    assert "tflops 0 must be a finite number, above 0" in capsys.readouterr().err
+
+
 def test_text_measured_on_this_machine(files):
     done = advise(files, "--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16")
     assert done.returncode == 0, done.stderr
@@ -497,7 +606,10 @@ def test_text_measured_on_this_machine(files):
         ),
         (["--model", "nowhere"], "no model configuration"),
         (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
-        (["--device", "abacus"], "invalid choice: 'abacus'"),
+        (
+            ["--device", "abacus"],
+            "--device abacus is none of a100, h100, h200, measured, and no file: No such file or directory",
+        ),
     ],
 )
 def test_wrong_arguments(files, flags, message, capsys):
