@@ -1,17 +1,23 @@
-"""Divisions of models over two ranks: predicted by `advise` and measured, on slow links (about 10 min; needs root).
+"""Divisions of models over two ranks: predicted by `advise`, and measured (about 20 min; needs root).
 
-The claims: the division that `advise` predicts to be the fastest takes at most 1.10 times as long as the fastest measured
-one, in at least 90 % of the rows, and most predicted times of advised divisions are within 25 %. A row is a model, a rate of
-links, and a job: a training step, or a reply. Each rank has one thread; both measure the parts of the models together.
+The claims: the division that `advise` names takes at most 1.10 times as long as the fastest measured one in at least 90 % of
+the rows, and its predicted time is within 25 % of the measured one. A row is a model, a link and a job: a training step, or
+a reply. Beside `advise`, a rule chooses that looks at the batch only.
+
+Each rank has one thread; both measure the parts of the models together. There are two ranks because the benchmark is for two
+cores: of more ranks, each would wait for a core after every message, and not for the link.
+
+    advised_divisions.py [ROW...]    all rows, which are published; or those of these numbers, which are printed
 """
 
+import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.cells import cell_arguments, measured_cells
+from benchmarks.support.cells import cell_arguments, measure_cell
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import generate
 from megatron_ssm.advice.divisions import (
@@ -42,34 +48,39 @@ from megatron_ssm.training.trainer import Trainer
 from sparsefusion import Fabric
 from sparsefusion.fabric.measurement import collective_calls, measure
 
-REPEATED, VOCAB = 5, 512
-JOBS: dict[str, Training | Generation] = {
-    "training, 4 x 512 tokens": Training(512, 4),
-    "training, 1 x 2,048 tokens": Training(2048, 1),
-    "32 tokens after 512": Generation(512, 32),
-    "4 tokens after 2,048": Generation(2048, 4),
-}
+REPEATED, VOCAB, RANKS = 3, 512, 2
+CLOSE, ACCURATE = 1.10, 0.25  # an advised division is good, and a prediction accurate, up to these
 SIZES = [1 << bits for bits in range(10, 23, 2)]
-SMALL = dict(hidden_size=256, num_layers=4)
+NARROW = dict(hidden_size=256, num_layers=12)
+MAMBA2 = dict(model_type="mamba2", mamba_state_dim=64, mamba_head_dim=64)
 MODELS = {
-    "Mamba-1": dict(SMALL, model_type="mamba"),
-    "Mamba-2": dict(SMALL, model_type="mamba2", mamba_state_dim=64, mamba_head_dim=64),
-    "Zamba2": dict(
-        SMALL, model_type="zamba2", mamba_state_dim=64, mamba_head_dim=64, num_attention_heads=8, hybrid_interval=2
-    ),
+    "Mamba-1": dict(NARROW, model_type="mamba"),
+    "Mamba-2": dict(NARROW, **MAMBA2),
+    "Zamba2": dict(NARROW, **MAMBA2 | {"model_type": "zamba2"}, num_attention_heads=8, hybrid_interval=4),
+    "Mamba-2 of width 512": dict(MAMBA2, hidden_size=512, num_layers=12),
 }
+LINKS = {None: "one machine", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
+RULE = "DP 2 if the batch divides, else CP 2"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A model and the rate of the links."""
+class Row:
+    """rate: of the links (see LINKS)."""
 
     model: str
-    rate: str
-    ranks: int = 2
+    rate: str | None
+    job: Training | Generation
 
 
-CELLS = [Cell(model, rate) for model in MODELS for rate in ("1gbit", "200mbit")]
+REPLIES = Generation(128, 32), Generation(1024, 4)
+JOBS = Training(256, 4), Training(1024, 1), *REPLIES
+SHORT = Training(128, 1), Generation(32, 16)
+ROWS = [
+    *(Row(model, rate, job) for rate in (None, "1gbit") for model in list(MODELS)[:3] for job in JOBS),
+    *(Row("Mamba-2 of width 512", rate, job) for rate in (None, "1gbit") for job in SHORT),
+    *(Row(model, "200mbit", job) for model in list(MODELS)[:3] for job in REPLIES),
+    Row("Mamba-2", "200mbit", Training(64, 4)),
+]
 
 
 # On a rank
@@ -108,12 +119,17 @@ def groups_of(division: Division) -> Groups:
     )  # fmt: skip
 
 
-def model_of(config: Config, groups: Groups, division: Division, seq: int, training: bool) -> Model:
-    """The model of a division, whose ranks only send through the links."""
+def model_of(row: Row, config: Config, groups: Groups, division: Division) -> Model:
+    """The model of a division. Its ranks share memory if they are on one machine, and else only send through the links."""
+    is_training = isinstance(row.job, Training)
+    seq = row.job.seq if isinstance(row.job, Training) else row.job.prompt
     schedule = None
     if groups.context is not None:
-        schedule = schedule_of(division.schedule, groups.context, config, division.tensor, seq, 1, training)
-    model = build(config, groups.tensor, groups.data, context=schedule, reduce=division.format, shared_memory=False)
+        schedule = schedule_of(division.schedule, groups.context, config, division.tensor, seq, 1, is_training)
+    model = build(
+        config, groups.tensor, groups.data, context=schedule, reduce=division.format, recompute=division.recompute,
+        shared_memory=row.rate is None,
+    )  # fmt: skip
     return initialize(model, 0)
 
 
@@ -130,78 +146,183 @@ def median_time(run: Callable[[], object]) -> float:
     return statistics.median(seconds[1:])
 
 
-def trained(model: str, job: Training, division: Division) -> float:
-    """Seconds of a training step."""
-    options, groups = options_of(model, job), groups_of(division)
+def trained(row: Row, job: Training, division: Division, gradients: str) -> float:
+    """Seconds of a training step in a gradient mode, once the mode has chosen how it sends."""
+    options, groups = options_of(row.model, job, division, gradients), groups_of(division)
     config = Config.from_dict(options.new_config(VOCAB, 0))
-    trainer = Trainer(model_of(config, groups, division, job.seq, True), groups, options)
     tokens = torch.randint(VOCAB, (20_000,), generator=torch.Generator().manual_seed(0))
     batches = Batches(Tokens(tokens, len(tokens)), job.seq, job.global_batch, 0)
-    return median_time(lambda: trainer.step(batches, 0))
+    with model_of(row, config, groups, division) as model:
+        trainer = Trainer(model, groups, options, report=lambda _: None)
+        while trainer.fusion is not None and trainer.fusion.state_dict()["plan"] is None:
+            trainer.step(batches, 0)
+        return median_time(lambda: trainer.step(batches, 0))
 
 
-def generated(config: Config, job: Generation, division: Division) -> float:
+def generated(row: Row, config: Config, job: Generation, division: Division) -> float:
     """Seconds of a reply."""
-    model = model_of(config, groups_of(division), division, job.prompt, False)
     ids = torch.randint(VOCAB, (1, job.prompt), generator=torch.Generator().manual_seed(0))
-    return median_time(lambda: generate(model, ids, max_new_tokens=job.new))
+    with model_of(row, config, groups_of(division), division) as model:
+        return median_time(lambda: generate(model, ids, max_new_tokens=job.new))
 
 
-def options_of(model: str, job: Training) -> Options:
-    """The options of a model's training."""
+def options_of(model: str, job: Training, division: Division, gradients: str) -> Options:
+    """The options of a model's training in a division."""
     return Options(
         **MODELS[model], seq_length=job.seq, micro_batch_size=job.micro_batch, global_batch_size=job.global_batch,
-        train_iters=10,
+        train_iters=10, gradient_mode=gradients, recompute_activations=division.recompute,
     )  # fmt: skip
 
 
-def run(cell: Cell) -> dict:
-    """{job: [(sizes, parts, predicted seconds, measured seconds)], as predicted from the fastest to the slowest}."""
-    join(1)
-    config = Config.from_dict(options_of(cell.model, Training(512, 4)).new_config(VOCAB, 0))
-    fabric, device = measured_fabric(), MeasuredDevice(4e9, dist.group.WORLD)
-    results = {}
-    for name, job in JOBS.items():
+@dataclass(frozen=True)
+class Measured:
+    """A division: its sizes, and its predicted and measured seconds, with dense sums of gradients.
+
+    as_advised: those measured with the advised gradient mode, if it is another one.
+    """
+
+    sizes: str
+    predicted: float
+    measured: float
+    as_advised: float
+
+    @property
+    def best(self) -> float:
+        """The measured seconds with the advised options."""
+        return self.as_advised or self.measured
+
+
+def run_row(row: Row, fabric: Fabric, device: MeasuredDevice) -> list[Measured]:
+    """All possible divisions, from the one that is predicted to be the fastest to the slowest."""
+    config = Config.from_dict(options_of(row.model, Training(512, 4), Division(1, 1, 1), "dense").new_config(VOCAB, 0))
+    job, found = row.job, []
+    if isinstance(job, Training):
+        divisions = training_divisions(config, RANKS, job, fabric, device)
+    else:
+        divisions = generation_divisions(config, RANKS, job, fabric, device)
+    for each in divisions:
+        if each.excluded:
+            continue
+        as_advised = 0.0
         if isinstance(job, Training):
-            found = training_divisions(config, cell.ranks, job, fabric, device)
-            measure = partial(trained, cell.model, job)
+            seconds = trained(row, job, each, "dense")
+            as_advised = trained(row, job, each, each.gradients) if each.gradients != "dense" else 0.0
         else:
-            found = generation_divisions(config, cell.ranks, job, fabric, device)
-            measure = partial(generated, config, job)
-        results[name] = [(each.sizes, each.parts, each.seconds, measure(each)) for each in found if not each.excluded]
-    return results
+            seconds = generated(row, config, job, each)
+        found.append(Measured(each.sizes, each.seconds, seconds, as_advised))
+    return found
+
+
+def run(numbers: list[int]) -> list[list[dict]]:
+    """The divisions of some rows behind the same link, as `run_row` measures them."""
+    join(1)
+    fabric = measured_fabric()
+    device = MeasuredDevice(4e9, dist.group.WORLD, shares=ROWS[numbers[0]].rate is None)
+    return [[asdict(each) for each in run_row(ROWS[number], fabric, device)] for number in numbers]
 
 
 # In the benchmark
 
 
-def rows(cell: Cell, results: dict) -> list[list[str]]:
-    """The rows of a cell: one for each job."""
+def ruled(row: Row, divisions: list[Measured]) -> Measured:
+    """The division that RULE chooses."""
+    fits = not isinstance(row.job, Training) or row.job.global_batch % RANKS == 0
+    return next(each for each in divisions if each.sizes == ("TP 1 x CP 1 x DP 2" if fits else "TP 1 x CP 2 x DP 1"))
+
+
+def job_name(job: Training | Generation) -> str:
+    """A job in words."""
+    if isinstance(job, Training):
+        return f"training, {job.global_batch} x {job.seq:,} tokens"
+    return f"{job.new} tokens after {job.prompt:,}"
+
+
+def line(row: Row, divisions: list[Measured]) -> list[str]:
+    """The advised division, and the fastest measured one."""
+    first, best = divisions[0], min(divisions, key=lambda each: each.best)
+    errors = [abs(each.predicted / each.measured - 1) for each in divisions]
+    return [
+        row.model, LINKS[row.rate], job_name(row.job), short(first.sizes), milliseconds(first.predicted),
+        milliseconds(first.measured), f"{first.predicted / first.measured - 1:+.0%}", short(best.sizes),
+        f"{first.best / best.best:.2f}", f"{ruled(row, divisions).best / best.best:.2f}",
+        f"{statistics.median(errors):.0%}",
+    ]  # fmt: skip
+
+
+def all_divisions(row: Row, divisions: list[Measured]) -> list[str]:
+    """The predicted and the measured times of every division."""
+    by_name = {short(each.sizes): each for each in divisions}
+    cells = [row.model, LINKS[row.rate], job_name(row.job)]
+    for name in ("TP 2", "CP 2", "DP 2"):
+        each = by_name.get(name)
+        text = f"{milliseconds(each.predicted)} / {milliseconds(each.measured)}" if each else "-"
+        cells.append(text + (f" ({milliseconds(each.as_advised)})" if each and each.as_advised else ""))
+    return cells
+
+
+def scores(found: dict[Row, list[Measured]]) -> list[list[str]]:
+    """How often `advise` and RULE choose well, and how accurate the predictions are."""
     lines = []
-    for job, divisions in results.items():
-        name, _, predicted, measured = divisions[0]
-        best = min(divisions, key=lambda each: each[3])
-        errors = [abs(p / m - 1) for _, _, p, m in divisions]
-        lines.append([
-            cell.model, cell.rate, job, name, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}", best[0],
-            f"{measured / best[3]:.2f}", f"{predicted / measured - 1:+.0%}", f"{statistics.median(errors):.0%}",
-        ])  # fmt: skip
+    for name, choose in (("`advise`", lambda _, divisions: divisions[0]), (RULE, ruled)):
+        ratios = [choose(row, each).best / min(one.best for one in each) for row, each in found.items()]
+        close = sum(ratio <= CLOSE for ratio in ratios)
+        lines.append([name, f"{close} of {len(ratios)}", f"{statistics.mean(ratios):.2f}", f"{max(ratios):.2f}"])
     return lines
 
 
+def accuracy(found: dict[Row, list[Measured]]) -> list[list[str]]:
+    """How many predictions are accurate: of the advised divisions, and of all, in training and in generation."""
+    lines = []
+    for name, kind in (("training", Training), ("generation", Generation)):
+        jobs = [divisions for row, divisions in found.items() if isinstance(row.job, kind)]
+        for what, chosen in (("advised", [each[:1] for each in jobs]), ("all", jobs)):
+            errors = [each.predicted / each.measured - 1 for divisions in chosen for each in divisions]
+            if errors:
+                within = sum(abs(error) <= ACCURATE for error in errors)
+                signed = f"{statistics.median(errors):+.0%}, {min(errors):+.0%} to {max(errors):+.0%}"
+                lines.append([name, what, f"{within} of {len(errors)}", signed])
+    return lines
+
+
+def short(sizes: str) -> str:
+    """The one of the three numbers of ranks that is not 1."""
+    return next(part for part in sizes.split(" x ") if not part.endswith(" 1"))
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits."""
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
 def main() -> None:
-    """On a rank, run a cell; else measure and publish all cells, or print those whose numbers are arguments."""
+    """On a rank, run some rows; else measure and publish all rows, or print those whose numbers are arguments."""
     arguments = cell_arguments()
     if arguments is not None:
-        found = run(CELLS[int(arguments[1])])
+        found = run([int(number) for number in arguments[1:]])
         if dist.get_rank() == 0:
             Path(arguments[0]).write_text(json.dumps(found))
         dist.destroy_process_group()
         return
-    table = [row for cell, results in measured_cells(__file__, CELLS).items() for row in rows(cell, results)]
-    header = ["model", "links", "job", "advised", "predicted, ms", "measured, ms", "fastest measured",
-              "advised / fastest", "error of the prediction", "median error of all divisions"]  # fmt: skip
-    print_or_publish("advised-divisions", markdown(header, table))
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(ROWS))
+    results: dict[Row, list[Measured]] = {}
+    for _, together in itertools.groupby(numbers, key=lambda number: (ROWS[number].rate, ROWS[number].model)):
+        chosen = list(together)
+        for number, divisions in zip(chosen, measure_cell(__file__, RANKS, ROWS[chosen[0]].rate, *chosen), strict=True):
+            results[ROWS[number]] = [Measured(**each) for each in divisions]
+    publish_all(results)
+
+
+def publish_all(results: dict[Row, list[Measured]]) -> None:
+    """The tables of the page."""
+    header = ["model", "links", "job", "advised", "predicted, ms", "measured, ms", "error", "fastest measured",
+              "advised / fastest", "rule / fastest", "median error of all divisions"]  # fmt: skip
+    print_or_publish("advised-divisions", markdown(header, [line(*each) for each in results.items()]))
+    header = ["chosen by", f"at most {CLOSE:.2f} times as long as the fastest", "mean", "most"]
+    print_or_publish("advice-scores", markdown(header, scores(results)))
+    header = ["job", "divisions", f"predictions within {ACCURATE:.0%}", "error: median, range"]
+    print_or_publish("advice-accuracy", markdown(header, accuracy(results)))
+    header = ["model", "links", "job", *(f"{name}: predicted / measured, ms" for name in ("TP 2", "CP 2", "DP 2"))]
+    print_or_publish("divisions-predicted", markdown(header, [all_divisions(*each) for each in results.items()]))
 
 
 if __name__ == "__main__":
