@@ -124,12 +124,12 @@ def read_device(path: str) -> Device:
         if field not in REQUIRED + OPTIONAL:
             known = ("name", *REQUIRED, *OPTIONAL)
             raise ValueError(f"--device {path}: unknown field {field!r}{did_you_mean(field, known)}")
-    required = [_number(path, content, field) for field in REQUIRED]
+    memory_gb, tflops, bandwidth_gb_s = (_number(path, content, field) for field in REQUIRED)
     mamba1, mamba2 = (
         1e-6 * _number(path, content, field, least=0.0) if field in content else seconds
         for field, seconds in zip(OPTIONAL, GRAPH, strict=True)
     )
-    return of_data_sheet(name, *required, graph=(mamba1, mamba2))
+    return of_data_sheet(name, memory_gb, tflops, bandwidth_gb_s, (mamba1, mamba2))
 
 
 def _number(path: str, content: dict[str, Any], field: str, least: float | None = None) -> float:
