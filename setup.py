@@ -130,7 +130,7 @@ setup(
         "tokenizers",
         "PyYAML",
         "tqdm",
-        "megatron-core>=0.16,<0.18",  # 0.18 needs triton to be imported, and shards the batch of context ranks otherwise
+        "megatron-core>=0.16,<0.17",  # the version that is tested; 0.18 needs triton to be imported
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8"],

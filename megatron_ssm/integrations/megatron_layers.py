@@ -132,23 +132,21 @@ class Mamba1(_Mixer, MambaMixer):  # type: ignore[misc]  # forward has Megatron'
     names, family = MAMBA1_NAMES, "mamba"
 
 
-def _check_residual_stream(config: Any, options: Mapping[str, Any]) -> None:
-    """ValueError for an option of Megatron's that gives the residual stream another dtype or other connections."""
-    for name in ("residual_in_fp32", "enable_hyper_connections"):
-        if options.get(name) or getattr(config, name, False):
-            raise ValueError(f"{name}: hybrid layers have one residual stream, in the dtype of the parameters")
+def _check_residual_stream(options: Mapping[str, Any]) -> None:
+    """ValueError for the option of Megatron's that gives the residual stream another dtype."""
+    if options.get("residual_in_fp32"):
+        raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
 
 
 class HybridLayer(MambaLayer):
     """A hybrid layer of Zamba: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
 
     use: the parameters of this layer's own for its use of the shared block. shared_inputs: (the shared block, the embeddings
-    (batch, seq, hidden), what the block must know of the tokens), while the stack runs. ValueError for residual_in_fp32 and
-    enable_hyper_connections.
+    (batch, seq, hidden), what the block must know of the tokens), while the stack runs. ValueError for residual_in_fp32.
     """
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **options: Any):
-        _check_residual_stream(config, options)
+        _check_residual_stream(options)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
         self.use: Invocation | None = None
         self.shared_inputs: tuple[SharedBlock, torch.Tensor, BatchInfo] | None = None
@@ -214,7 +212,7 @@ class Stack(MambaStack):
     """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
 
     family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need
-    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 and enable_hyper_connections are, too.
+    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 is, too.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class Stack(MambaStack):
         pg_collection: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         if family.startswith("zamba"):
-            _check_residual_stream(config, options)
+            _check_residual_stream(options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
         self.family, self.given = family, given
         self.post_layer_norm, self.shared = post_layer_norm, Blocks()

@@ -8,7 +8,6 @@ and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, wh
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -66,17 +65,9 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
         attention_layer=ModuleSpec(module=HybridLayer, submodules=layer) if hybrid else _attention_layer(),
         mlp_layer=_refused("-") if hybrid else _mlp_layer(),
-        **_other_layers(),
+        moe_layer=_refused("E"),
     )
     return ModuleSpec(module=Stack, params=dict(family=family, given=given), submodules=layers)
-
-
-def _other_layers() -> dict[str, ModuleSpec]:
-    """A refusal for each kind of layer that the installed Megatron-Core knows and this spec does not have."""
-    symbols = {"moe_layer": "E", "gdn_layer": "G", "dsa_layer": "D", "mla_layer": "+"}
-    names = {each.name for each in dataclasses.fields(MambaStackSubmodules) if each.name.endswith("_layer")}
-    others = sorted(names - {"mamba_layer", "attention_layer", "mlp_layer"})
-    return {name: _refused(symbols.get(name, name)) for name in others}
 
 
 def _refused(symbol: str) -> ModuleSpec:

@@ -5,6 +5,9 @@ counts beats in a store (torchrun's, rank 0's, or a folder of this machine) and 
 to miss one compares the beats of all ranks, and leaves in the store which have stopped; every rank reads it there. A second
 thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
 
+A process that hangs cannot end itself. The ranks of its machine kill it just before they end, because launchers wait for
+long (torchrun and DeepSpeed's: 30 s) until they kill what does not handle their SIGTERM.
+
 A long call that holds Python's global lock stops the thread's beats as well. So a rank writes into the store, before such a
 call, for how long it may be silent.
 """
@@ -13,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import uuid
@@ -25,12 +27,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparsefusion.collectives.agreement import from_first
-
 from .folder_store import FolderStore
+from .processes import Process
 
 LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
+RANK_0 = "rank 0"  # how the name of its store begins
 LOST = "lost"  # the key under which the ranks that have stopped are written
 
 # Announces that this rank may be silent for a number of seconds, in the block of the context that it returns.
@@ -61,14 +63,15 @@ def watched(limit: float, folder: str | Path | None = None) -> Iterator[Watch]:
     if ranks == 1 or (folder is None and "MASTER_ADDR" not in os.environ):
         yield watch
         return
-    # The launcher's store may have keys of ranks before a restart. All ranks take part in this, also those whose limit is 0,
-    # because the limit is not compared between ranks yet.
-    start = from_first(lambda: uuid.uuid4().hex, dist.group.WORLD, None) if folder is None else ""
+    # All ranks take part in this, also those whose limit is 0, because the limit is not compared between ranks yet.
+    starts: list[Any] = [None] * ranks
+    dist.all_gather_object(starts, (uuid.uuid4().hex, Process.own()))
     if not limit:
         yield watch
         return
-    store, place = _store_of_launcher(limit, start) if folder is None else (FolderStore(folder), str(folder))
-    heartbeat = _Heartbeat(dist.get_rank(), ranks, limit, store, place, watch)
+    # The launcher's store may have keys of ranks before a restart, so those of this start have a prefix.
+    store, place = _store_of_launcher(limit, starts[0][0]) if folder is None else (FolderStore(folder), str(folder))
+    heartbeat = _Heartbeat(dist.get_rank(), [process for _, process in starts], limit, store, place, watch)
     try:
         yield watch
     except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
@@ -85,7 +88,7 @@ def _store_of_launcher(limit: float, start: str) -> tuple[dist.Store, str]:
     """The store in which the ranks have met, for keys that begin with `start`, and its name in errors."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = f"torchrun's store at {host}:{port}" if is_shared else f"rank 0's store at {host}:{port}"
+    place = f"{'torchrun' if is_shared else RANK_0}'s store at {host}:{port}"
     # A connection of its own: the training thread may wait for an answer to its own question.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
     return dist.PrefixStore(f"heartbeat {start}", store), place
@@ -94,12 +97,12 @@ def _store_of_launcher(limit: float, start: str) -> tuple[dist.Store, str]:
 class _Heartbeat:
     """The beats of this rank, and its watch over the others. store: a torch store or a `FolderStore`; place: its name."""
 
-    def __init__(self, rank: int, ranks: int, limit: float, store: Any, place: str, watch: Watch):
-        self.rank, self.ranks, self.limit = rank, ranks, limit
+    def __init__(self, rank: int, processes: list[Process], limit: float, store: Any, place: str, watch: Watch):
+        self.rank, self.ranks, self.limit = rank, len(processes), limit
+        self._processes = processes  # of all ranks
         self.interval = min(1.0, limit / 10)
         self._store, self._place, self._watch = store, place, watch
         watch.busy = self._busy
-        self._store.set(f"process {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._unanswered = 0  # beats since the store has answered
         self._failure: str | None = None  # of the training thread
         self._communication_failed = True  # False: the failure is another error of the training thread
@@ -187,19 +190,16 @@ class _Heartbeat:
         silent = [rank for rank in range(self.ranks) if after[rank] == before[rank] < LEFT]
         lost = [rank for rank in silent if not self._pause(rank)] or (silent if self._communication_failed else [])
         if lost:
-            names = ", ".join(f"{rank} of {self.ranks} ({self._process(rank)})" for rank in lost)
+            names = ", ".join(f"{rank} of {self.ranks} ({self._processes[rank]})" for rank in lost)
             cause = self._failure or f"there was no sign of life for {self.limit:g} s"
             line = f"rank {names} has ended, hangs or cannot be reached: {cause}"
             running = [rank for rank in range(self.ranks) if rank not in lost and after[rank] < LEFT]
-            self._store.compare_set(LOST, "", json.dumps({"prints": min(running, default=self.rank), "line": line}))
+            found = {"prints": min(running, default=self.rank), "line": line, "lost": lost}
+            self._store.compare_set(LOST, "", json.dumps(found))
             self._end(json.loads(self._store.get(LOST)))
 
-    def _process(self, rank: int) -> str:
-        key = f"process {rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else "not yet started"
-
     def _end(self, found: dict) -> None:
-        """End this process; the first of those that run prints the line.
+        """End this process, and those of lost ranks on this machine; the first rank of those that run prints the line.
 
         It waits before, as launchers end all ranks after the first, and the store may end with this process.
         """
@@ -209,12 +209,20 @@ class _Heartbeat:
             self._watch.on_loss()
         finally:
             threading.Event().wait(ROUNDS * self.interval)
+            self._kill(found["lost"])
             os._exit(1)
 
     def _end_alone(self, what: str) -> None:
-        """End this process, which cannot agree with the others on who prints the line."""
+        """End this process, which cannot agree with the others on who prints the line, and rank 0 if it has the store."""
         _print(f"rank {self.rank} of {self.ranks}: {what}: {self._failure or 'so the other ranks cannot be reached'}")
+        self._kill([0] if self._place.startswith(RANK_0) else [])
         os._exit(1)
+
+    def _kill(self, lost: list[int]) -> None:
+        """Kill those of the lost ranks that are processes of this machine."""
+        for rank in lost:
+            if rank != self.rank:  # this one has woken up too late
+                self._processes[rank].kill_if_here()
 
     # The second thread
 

@@ -23,6 +23,7 @@ from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.groups import Groups
+from megatron_ssm.parallel.torch_ddp import ordered_ddp
 from sparsefusion import SparseFusion
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
@@ -202,8 +203,8 @@ class Trainer:
         optimizer = adamw(self.model, self.options)
         if self.groups.data_context is None:
             return loss, optimizer
-        group = self.groups.data_context
-        return DistributedDataParallel(loss, process_group=group, gradient_as_bucket_view=True), optimizer
+        tokens = torch.zeros(1, self.options.seq_length, dtype=torch.long, device=self.model.device)
+        return ordered_ddp(loss, self.groups.data_context, tokens, tokens), optimizer
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.

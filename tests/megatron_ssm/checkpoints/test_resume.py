@@ -85,7 +85,7 @@ def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
 
 def check_bitwise(ranks, tmp_path, tp, dp, model):
     """Train half of the steps, save, and train the others; repeat these from the checkpoint in new processes."""
-    run = options(**MODELS[model])
+    run = options(**MODELS[model], global_batch_size=2 * dp)
 
     def uninterrupted(rank):
         trainer = tiny.trainer_on(tp, run)
@@ -108,6 +108,8 @@ def check_bitwise(ranks, tmp_path, tp, dp, model):
         (2, 1, "mamba2 groups untied"),
         (1, 2, "mamba2"),
         (2, 2, "mamba"),
+        (1, 3, "mamba2 untied"),
+        (1, 4, "mamba"),
         pytest.param(2, 1, "zamba2 untied", marks=pytest.mark.full),
     ],
 )
@@ -116,7 +118,7 @@ def test_resuming_is_bitwise(ranks, tmp_path, tp, dp, model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (1, 3), (2, 3), (1, 4)])
 @pytest.mark.parametrize("model", MODELS)
 def test_resuming_is_bitwise_in_every_layout(ranks, tmp_path, tp, dp, model):
     check_bitwise(ranks, tmp_path, tp, dp, model)

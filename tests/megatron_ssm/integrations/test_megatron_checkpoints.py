@@ -87,6 +87,56 @@ def test_distributed_checkpoints_are_divided_anew(ranks, name, tp, directory, tm
     assert ranks(load, tp) == [True] * tp
 
 
+def pattern_model(seed, tp):
+    """A MambaModel with attention and MLP layers; its weights depend on the seed, not on the number of ranks."""
+    torch.manual_seed(seed)
+    sizes = dict(num_query_groups=4, tensor_model_parallel_size=tp)
+    return with_other_norms(mamba_model(pattern="M*M-", num_layers=4, **sizes), seed)
+
+
+def gpt_model(seed, tp):
+    """The same for a GPTModel."""
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(seed)
+    config = transformer_config(num_query_groups=4, tensor_model_parallel_size=tp)
+    return with_other_norms(GPTModel(config, specs.gpt_layer_spec, 64, 64, position_embedding_type="none"), seed)
+
+
+@torch.no_grad()
+def with_other_norms(model, seed):
+    """A model with weights of norms, which are 1 otherwise."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter += seed
+    return model
+
+
+@pytest.mark.parametrize("make", (pattern_model, gpt_model))
+@pytest.mark.parametrize("tp", (1, 4))
+def test_distributed_checkpoints_with_attention_are_divided_anew(ranks, make, tp, tmp_path, monkeypatch):
+    """Those of transformer and MLP layers of Megatron's own, saved by two ranks."""
+    from megatron.core import dist_checkpointing
+
+    save_without_cuda(monkeypatch)
+
+    def save(rank):
+        join(2)
+        dist_checkpointing.save(make(1, 2).sharded_state_dict(), str(tmp_path))
+
+    def load(rank):
+        join(tp)
+        ours, theirs = make(2, tp), make(1, tp)
+        before = [p.clone() for p in ours.parameters()]
+        ours.load_state_dict(dist_checkpointing.load(ours.sharded_state_dict(), str(tmp_path)))
+        changed = sum(not torch.equal(p, old) for p, old in zip(ours.parameters(), before, strict=True))
+        same = [torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
+        return all(same), changed > 10
+
+    ranks(save, 2)
+    assert ranks(load, tp) == [(True, True)] * tp
+
+
 class GatedNorm(nn.Module):
     """The parameter of mamba-ssm's gated norm, which is not installed here."""
 
@@ -242,7 +292,6 @@ REFUSED = {
     "num_attention_heads=8 of the layer spec is 4 in Megatron": lambda d: zamba2_with_other_heads(),
     "attention_dropout=0.1 is not supported": lambda d: mamba_model(specs.zamba2_stack_spec, "M*", attention_dropout=0.1),
     "residual_in_fp32: hybrid layers have one": lambda d: HybridLayer(transformer_config(), None, residual_in_fp32=True),
-    "enable_hyper_connections: hybrid": lambda d: HybridLayer(transformer_config(), None, enable_hyper_connections=True),
     "residual_in_fp32: hybrid": lambda d: Stack(transformer_config(), None, "zamba2", {}, residual_in_fp32=True),
     "packed_seq_params": lambda d: mamba_model()(torch.zeros(1, 4).long(), None, None, packed_seq_params=object()),
     "only models that megatron_ssm's stack_spec built": lambda d: save_hugging_face(nn.Linear(1, 1), d),

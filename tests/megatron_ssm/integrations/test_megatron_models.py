@@ -240,6 +240,26 @@ def test_training_lowers_megatrons_own_loss(ranks, tp):
         assert losses[-1] < losses[0] - 1, losses
 
 
+def curve(model):
+    """The losses of 8 optimizer steps; AdamW needs no communication."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(8):
+        optimizer.zero_grad()
+        losses.append(gradients_of(model, *tokens())[0])
+        optimizer.step()
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("tp, cp", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("make", (hybrid, gpt))
+def test_training_has_the_losses_of_one_rank(ranks, make, tp, cp):
+    """For a GPTModel, those with torch's attention."""
+    (expected,) = ranks(lambda rank: curve(make() if make is hybrid else gpt(is_plain=True)), 1)
+    assert expected[-1] < expected[0] - 1
+    for losses in ranks(lambda rank: curve(make(tp, cp)), tp * cp):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("tp, name", [(2, "mamba2-1-group"), (4, "mamba2-2-groups"), (2, "zamba2")])
 def test_sequence_parallel_stacks(ranks, tp, name, oracle):
     """Each rank has a share of the tokens between the layers. Megatron's embedding and output layer need CUDA for that.

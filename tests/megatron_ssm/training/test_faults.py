@@ -7,6 +7,7 @@ With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a d
 import ctypes
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -109,26 +110,21 @@ def undisturbed(engine, world, *more):
 
 
 def assert_as_undisturbed(engine, world, *more):
-    """The log and the model are those of a run in which nothing happened.
-
-    They are bitwise equal on two ranks. On more, DDP's first step after a start sums in another order than later steps.
-    """
+    """The log and the model are bitwise those of a run in which nothing happened."""
     expected, theirs = undisturbed(engine, world, *more)
-    limit = 0 if world <= 2 else 1e-10
-    assert torch.tensor(losses()).sub(expected).abs().max() <= limit
+    assert torch.equal(torch.tensor(losses()), expected)
     ours = load_file("out/model.safetensors")
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() <= limit
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 # Ranks that end, or hang
 
 
 def survivors(world, fault, *more):
-    """The one line of the ranks that are left when a fault has ended or stopped one of them."""
+    """The one line of the ranks that are left when a fault has ended or stopped one of them. Then no rank is left."""
     others = [rank for rank in range(world) if rank != fault.rank]
     with launched(world, [*TINY, *more], fault) as run:
-        assert run.wait(*others)[0] == [1] * len(others)
+        assert run.wait(*others, fault.rank)[0] == [1] * len(others) + [-signal.SIGKILL]
     assert texts("err", world)[fault.rank] == []
     (line,) = lines("err", world)
     return line
@@ -257,6 +253,7 @@ def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, wo
         full("zero-3", 2, 1, signal.SIGTERM, False, []),
         full("megatron", 2, 1, signal.SIGTERM, False, []),
         *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
+        *(full(engine, 3, 1, signal.SIGTERM, False, []) for engine in ("torch", *ZERO, "zero-3", "megatron")),
     ],
 )
 def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, signalled, number, while_saving, more):
@@ -325,8 +322,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(here, world, tp):
     shutil.rmtree("out/checkpoints/step-000006")
     assert train(world, "--tensor-model-parallel-size", str(tp), "--resume") == [0] * world
     ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() <= (0 if world == 2 else 1e-10)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 # Disks
@@ -560,15 +556,15 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-def restarted(folder, world, *more, step=4):
-    """What the ranks print of a run in which rank 1 kills itself once, and torchrun starts all again.
+def restarted(folder, world, *more, step=4, number=signal.SIGKILL):
+    """What the ranks print of a run in which rank 1 kills or stops itself once, and torchrun starts all again.
 
     step: in which it does so (0: before the first one, while it reads the text).
     """
 
     def run():
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-            fault = Fault(1, step, signal.SIGKILL)
+            fault = Fault(1, step, number)
             if step:
                 inject(fault)
             else:
@@ -583,14 +579,33 @@ def restarted(folder, world, *more, step=4):
     return "\n".join(lines("out", world))
 
 
+@pytest.fixture
+def agent_log(here):
+    """The file with what torchrun's agent says of its ranks."""
+    logger, handler = logging.getLogger("torch.multiprocessing.spawn"), logging.FileHandler("agent")
+    logger.addHandler(handler)
+    yield here / "agent"
+    logger.removeHandler(handler)
+    handler.close()
+
+
 OWN = "torchrun has restarted the ranks: they continue from their own checkpoints"
 
 
-@pytest.mark.parametrize("world", [2, full(3)])
-@pytest.mark.parametrize("resume", [["--resume", "auto"], full([])])
-def test_torchrun_restarts_a_run_that_continues_by_itself(here, world, resume):
-    """All ranks begin again after step 2, and end as if nothing had happened."""
-    said = restarted(here, world, *resume)
+@pytest.mark.parametrize(
+    "world, number, resume",
+    [
+        (2, signal.SIGKILL, ["--resume", "auto"]),
+        (3, signal.SIGSTOP, ["--resume", "auto"]),
+        full(2, signal.SIGKILL, []),
+        full(2, signal.SIGSTOP, []),
+        full(3, signal.SIGKILL, ["--resume", "auto"]),
+    ],
+)
+def test_torchrun_restarts_a_run_that_continues_by_itself(here, agent_log, world, number, resume):
+    """All ranks begin again after step 2, and end as if nothing had happened. torchrun itself has to kill none."""
+    said = restarted(here, world, *resume, number=number)
+    assert "forcefully exiting via SIGKILL" not in agent_log.read_text()
     assert "writing out" in said and "resuming out/checkpoints/step-000002" in said
     assert (OWN in said) == (not resume)
     assert_as_undisturbed("torch", world)

@@ -1,0 +1,72 @@
+"""Processes that one rank may kill for another. Oracle: whether a real child process has ended."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ssm.parallel.processes import Process
+
+
+@pytest.fixture
+def child():
+    """(its pid, what it says of itself) of a process that has stopped itself."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, json.dumps(asdict(Process.own())).encode())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+    yield pid, Process(**json.loads(os.read(reader, 4096)))
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+def is_running(pid):
+    descriptor = os.pidfd_open(pid)
+    has_ended, _, _ = select.select([descriptor], [], [], 0)
+    os.close(descriptor)
+    return not has_ended
+
+
+def test_a_stopped_process_is_killed(child):
+    pid, told = child
+    assert told.pid == pid and told.machine == Process.own().machine
+    assert told.kill_if_here()
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert not told.kill_if_here()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda told: replace(told, started=told.started + 1),
+        lambda told: replace(told, machine=told.machine + "another"),
+        lambda told: replace(told, machine=""),
+    ],
+    ids=["another start", "another machine", "no Linux"],
+)
+def test_another_process_is_not_killed(child, other):
+    """One that has got the same number later, or has it on another machine."""
+    pid, told = child
+    assert not other(told).kill_if_here() and is_running(pid)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
+def test_a_process_of_another_user_is_not_killed():
+    """As root could."""
+    with subprocess.Popen(["sleep", "60"], user=65534) as process:
+        own = Process.own()
+        started = int(Path(f"/proc/{process.pid}/stat").read_text().split()[21])
+        assert not replace(own, pid=process.pid, started=started).kill_if_here() and is_running(process.pid)
+        process.kill()
