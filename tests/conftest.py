@@ -82,7 +82,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Without --full, deselect most cases of matrices; skip tests marked `cuda` where there is no CUDA.
 
-    Left out are those marked `full`, and of a test that forks ranks all but a few that have every value of each parameter,
+    Left out are those marked `full`, and of each test all but a few cases that together have every value of each parameter,
     unless cases are named on the command line.
     """
     if not config.getoption("--full"):
@@ -96,12 +96,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _kept(items):
-    """The tests that fork no ranks, and of the cases of each other test those that `covering` chooses."""
+    """Of the cases of each test those that `covering` chooses."""
     tests, kept = {}, set()
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        if "ranks" in cases[0].fixturenames and all(hasattr(case, "callspec") for case in cases):
+        if all(hasattr(case, "callspec") for case in cases):
             cases = [cases[index] for index in covering([case.callspec.params for case in cases])]
         kept.update(cases)
     return kept

@@ -38,6 +38,7 @@ def losses_of_transformers():
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "world_size, flags", ((2, []), pytest.param(4, ["--rows", "2", "--cols", "2"], marks=pytest.mark.full))
 )

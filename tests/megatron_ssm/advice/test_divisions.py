@@ -523,6 +523,7 @@ def advised_on(rank, environment, flags):
     return code, errors.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", (2, 3))
 def test_the_rank_with_the_least_memory_decides(ranks, files, world):
     """The last rank shares its host's memory with so many that nothing fits there; the others must not wait for it."""

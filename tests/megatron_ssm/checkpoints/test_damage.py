@@ -186,6 +186,7 @@ def test_a_full_disk(ranks, tmp_path, tp, dp):
         assert sorted(os.listdir(disk)) == [f"step-{done:06d}" for done in range(1, step)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
 def test_gradients_that_are_not_sent_need_room_too(ranks, tmp_path, tp, dp):

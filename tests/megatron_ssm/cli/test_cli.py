@@ -114,6 +114,7 @@ def test_two_local_ranks_print_the_same_text(directory):
     assert output_of(*full_length(directory), "--tp", 2) == output_of(*full_length(directory))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", (("--cp", 2), pytest.param(("--tp", 2, "--cp", 2), marks=pytest.mark.full)), ids=str)
 def test_local_ranks_that_share_the_prompt_generate_the_same_tokens(directory, flags):
     prompt = PROMPT * 9
@@ -134,6 +135,7 @@ def test_torchrun_replicas_are_silent(directory, tmp_path):
     assert report["text"] == output_of(*full_length(directory))
 
 
+@pytest.mark.full
 def test_json(directory):
     """The prompt is read from a file that is not ASCII."""
     prompt_file = directory / "prompt.txt"
@@ -147,6 +149,7 @@ def test_json(directory):
     assert report["tokens_per_s"] == pytest.approx(NEW / (report["ttft_s"] + (NEW - 1) * report["tpot_s"]))
 
 
+@pytest.mark.full
 def test_json_of_two_ranks_of_torchrun(directory):
     report = output_of(*full_length(directory), "--json", launcher=tuple(TORCHRUN))
     assert list(report) == FIELDS
@@ -156,12 +159,14 @@ def test_json_of_two_ranks_of_torchrun(directory):
     assert report["bytes_sent_per_token"] == 4 * (HIDDEN + LAYERS * (HIDDEN + 1) + 2)
 
 
+@pytest.mark.full
 def test_json_of_one_token_in_bfloat16(directory):
     report = output_of("--model", directory, "--max-new-tokens", 1, "--dtype", "bfloat16", "--json", "--local_rank=0")
     assert (len(report["tokens"]), report["tpot_s"]) == (1, None)
     assert report["cache_bytes"] == cache_bytes(tp=1, itemsize=2)
 
 
+@pytest.mark.full
 def test_the_end_of_text_token(directory):
     """It ends the tokens but is not part of the text."""
     report = output_of("--model", directory, "--max-new-tokens", NEW, "--json")
@@ -171,6 +176,7 @@ def test_the_end_of_text_token(directory):
     assert report["text"] == text_of(tokens[:end])
 
 
+@pytest.mark.full
 def test_stop_string(directory):
     text = text_of(greedy_tokens(directory))
     stop = text[6:8]
@@ -401,6 +407,7 @@ def test_help_and_errors_of_flags_load_no_torch():
 # Closed pipes, Ctrl-C, and ranks that die
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
 def test_a_closed_stdout_pipe_is_not_an_error(directory, tp):
     reader, writer = os.pipe()

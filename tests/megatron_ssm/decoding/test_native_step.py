@@ -211,6 +211,7 @@ def compiled_logits(model):
         return compiled(IDS), one_by_one(compiled, model)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_compiled_model(tmp_path):
     """torch.compile traces the torch operators, because addresses in its graph would outlive their tensors."""

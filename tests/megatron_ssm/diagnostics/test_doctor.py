@@ -202,6 +202,7 @@ def harmed(tmp_path_factory):
     return run(PYTHONPATH=apex(directory / "site"), **settings), directory
 
 
+@pytest.mark.full
 def test_an_apex_that_is_not_nvidias(harmed):
     page, directory = harmed
     line = rf"^  apex 0\.9\.8\.dev0 \({directory}/site/apex\) is not NVIDIA's: `pip uninstall apex`; .*NVIDIA/apex`$"

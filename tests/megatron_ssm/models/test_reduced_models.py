@@ -309,6 +309,7 @@ TRAIN = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 
     --global-batch-size 4 --train-iters 6 --log-interval 1 --lr 1e-2 --device cpu --data text.txt""".split()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("format", ("int8", pytest.param("fp16", marks=pytest.mark.full)))
 def test_pretraining(ranks, tp, format, tmp_path, monkeypatch):

@@ -125,6 +125,7 @@ def test_after_the_drain_timeout_open_requests_end_with_an_error(directory, tmp_
         assert running.log.read_text().count("\n") == 1  # the line that names the kernels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
 def test_sigint_ends_all_requests(directory, tmp_path, tp):
     with server(directory, tmp_path / "log", tp=tp) as running, running.client() as client:

@@ -139,8 +139,8 @@ NAMED = r"rank {rank} of {world} \(process \d+ on \S+\) has ended, hangs or cann
         full("torch", 2, False, []),
         full("torch", 3, False, []),
         ("torch", 2, False, TENSOR),
-        ("torch", 3, True, ["--async-save"]),
-        ("zero-3", 2, True, []),
+        full("torch", 3, True, ["--async-save"]),
+        full("zero-3", 2, True, []),
         *(full(engine, 2, True, []) for engine in ("torch", "megatron", *ZERO)),
         *(full(engine, 2, False, TENSOR) for engine in (*ZERO, "zero-3", "megatron")),
     ],
@@ -221,6 +221,7 @@ def hold_the_lock(seconds=3):
 PROFILE = ["--profile", "trace", "--profile-step-start", "2", "--profile-step-end", "2", "--lost-rank-timeout", "1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, full(3)])
 def test_a_rank_that_writes_a_trace_is_not_lost(here, monkeypatch, world):
     on_rank(0, torch.profiler.profile, "export_chrome_trace", hold_the_lock, monkeypatch)
@@ -268,6 +269,7 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
     assert_as_undisturbed(engine, world, *more)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "engine, world, step, last",
     [("torch", 2, 3, 3), full("torch", 1, 4, 4), full("zero-3", 2, 3, 3), full("torch", 2, 6, 0)],
@@ -407,6 +409,7 @@ def test_a_full_disk_when_the_model_is_written(flags_of, monkeypatch, engine, me
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 def test_a_full_disk_when_adapters_are_written(here):
     assert train(2, *WIDE, "--out", "base") == [0, 0]
@@ -421,6 +424,7 @@ def test_a_full_disk_when_adapters_are_written(here):
         )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 @pytest.mark.parametrize("meanwhile", [False, full(True)])
 @pytest.mark.parametrize("world, engine", [(2, "zero-3"), full(3, "zero-1"), *(full(2, engine) for engine in ZERO)])
@@ -489,6 +493,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
     assert_as_undisturbed(engine, world, *flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_a_checkpoint_without_a_description_is_ignored_and_said(here, world):
     assert train(world, "--exit-interval", "4") == [0] * world
@@ -499,6 +504,7 @@ def test_a_checkpoint_without_a_description_is_ignored_and_said(here, world):
     assert_as_undisturbed("torch", world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 @pytest.mark.parametrize("file", ("training.json", full(".metadata")))
 def test_a_disk_that_cannot_be_read_ends_a_run(here, monkeypatch, world, file):

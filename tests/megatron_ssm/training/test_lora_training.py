@@ -88,6 +88,7 @@ def test_files_of_the_other_kind_are_removed(ranks, world, here):
     assert names("start") >= adapters | whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", by_default((3,), (0, 1, 2, 3)))
 @pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_adapters_in_deepspeed(ranks, world, stage, here, monkeypatch):

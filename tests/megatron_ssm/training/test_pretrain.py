@@ -160,6 +160,7 @@ def test_replicas_write_one_log_and_one_model(ranks, here, tp, dp):
         assert (weights()[name] - tensor).abs().max() <= 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp, cp", [(1, 3), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_a_run_goes_on_with_other_context_ranks(ranks, here, tp, cp):
     """A step on tensor x context ranks, in less memory, then one on one rank, and the last and the model as at first."""
@@ -198,6 +199,7 @@ def test_one_command_begins_a_run_and_continues_it(here):
         assert torch.equal(weights()[name], tensor)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dp", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_sparse_gradients_are_resumed_bitwise(ranks, here, dp):
     """A checkpoint holds the gradients that have not been sent; fewer replicas, and a dense run, resume from it too."""
@@ -288,6 +290,7 @@ def test_a_new_run_that_is_killed_leaves_no_checkpoint_of_an_earlier_run_to_resu
     assert os.listdir("out/checkpoints.old") == ["step-000004"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "before, after, line",
     [

@@ -133,6 +133,7 @@ def test_everything_at_once(here, world, monkeypatch):
     assert names.count("Optimizer.step#AdamW.step") == 2 and "aten::mm" in names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_a_run_that_continues(here, world, monkeypatch):
     """TensorBoard shows no step that was lost. Weights & Biases gets the same run, and another one if a run begins anew."""

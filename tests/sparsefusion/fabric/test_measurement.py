@@ -248,6 +248,7 @@ def torchrun(ranks, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("started,counts", [(2, ""), pytest.param(3, "2,3", marks=pytest.mark.full)])
 def test_measure_under_torchrun(tmp_path, started, counts):
     """stdout has only the table, and the file the same fabric. With --ranks, smaller numbers of ranks are measured, too."""

@@ -215,6 +215,7 @@ def test_arguments_and_output_go_through_unchanged(lab):
     assert (result.returncode, result.stdout, result.stderr) == (0, b" a  b\n* $HOME '\"", b"\xff\r\n\0")
 
 
+@pytest.mark.full
 def test_all_reduce_over_two_and_three_ranks(lab):
     result = netlab("run", "--rate", "1gbit", 3, sys.executable, "-c", ALL_REDUCE)
     assert (result.returncode, result.stderr) == (0, "")

@@ -42,6 +42,7 @@ def are_equal(model, group):
     return True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "tp, dp", [(2, 2), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)]
 )
@@ -61,6 +62,7 @@ def test_every_family_learns_and_replicas_stay_equal(ranks, tp, dp, name):
         assert losses[-3:].mean() < losses[:3].mean() - 0.3 * (dense[:3].mean() - dense[-3:].mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp, dp", [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "mode", ["auto", *(pytest.param(m, marks=pytest.mark.full) for m in ("bucket", "interleaved"))]

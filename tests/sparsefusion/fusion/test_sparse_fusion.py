@@ -93,6 +93,7 @@ def test_means_and_residuals_add_up_to_all_gradients(ranks, world):
     ranks(run, world)
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])

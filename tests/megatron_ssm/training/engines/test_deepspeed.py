@@ -203,6 +203,7 @@ def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage, model):
 # Evaluation, bf16, and what stops a run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluation(ranks, tmp_path, tp, dp, stage):
@@ -222,6 +223,7 @@ def test_evaluation(ranks, tmp_path, tp, dp, stage):
         assert close(curve, one_rank("mamba2")[:, :4])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("stage, section, kept", [
     (2, {}, torch.float32), (1, {"torch_autocast": {"enabled": True}, "bf16": {"enabled": False}}, torch.float32),

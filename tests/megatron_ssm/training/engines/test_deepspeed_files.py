@@ -169,6 +169,7 @@ def test_a_loop_of_ones_own(ranks, tmp_path, monkeypatch, deepspeed, world, stag
     ranks(train, world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_a_model_of_transformers(ranks, tmp_path, monkeypatch, deepspeed, world, stage):
