@@ -80,28 +80,26 @@ class _Post:
         """Send messages, and return a handle for those to receive."""
         for x, to in messages.sends:
             self._queues.setdefault((rank, to), deque()).append(x.clone())
+            self._match(rank, to)
         for x, source in messages.receives:
             self._expected.setdefault((source, rank), deque()).append(x)
-        self._match()
+            self._match(source, rank)
         return [(source, x) for x, source in messages.receives]
 
     def deliver(self, rank: int, handle: list[tuple[int, Tensor]]) -> bool:
         """Whether all messages of a handle have arrived."""
-        self._match()
-        return not any(x is each for source, x in handle for each in self._expected.get((source, rank), ()))
+        return not any(x is each for source, x in handle for each in self._expected[source, rank])
 
     def refuse_undelivered(self) -> None:
         """Stuck: a message was sent that no rank has received, or the reverse."""
         if left := [pair for pair, queue in (*self._queues.items(), *self._expected.items()) if queue]:
             raise Stuck(f"messages between the ranks {left[:3]} are sent or awaited, but not both")
 
-    def _match(self) -> None:
-        for pair, expected in self._expected.items():
-            queue = self._queues.get(pair, ())
-            while queue and expected:
-                x, message = expected.popleft(), queue.popleft()
-                if x.shape != message.shape or x.dtype != message.dtype:
-                    raise Stuck(
-                        f"rank {pair[0]} sends {tuple(message.shape)} where rank {pair[1]} awaits {tuple(x.shape)}"
-                    )
-                x.copy_(message)
+    def _match(self, sender: int, receiver: int) -> None:
+        """Copy messages that are both sent and awaited to where they are awaited."""
+        queue, expected = self._queues.get((sender, receiver), ()), self._expected.get((sender, receiver), ())
+        while queue and expected:
+            x, message = expected.popleft(), queue.popleft()
+            if x.shape != message.shape or x.dtype != message.dtype:
+                raise Stuck(f"rank {sender} sends {tuple(message.shape)} where rank {receiver} awaits {tuple(x.shape)}")
+            x.copy_(message)
