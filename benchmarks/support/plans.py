@@ -9,17 +9,15 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import measured_cells, write_result
 from benchmarks.support.tables import markdown
-from commir import Mesh, Plan, Schedule, execute, programs, search
+from commir import Mesh, Plan, Schedule, execute, known, programs, search
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, place
 from commir.searching.tile_times import measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
 
 SMALL, LARGEST = 2_000, 20_000_000  # bytes of the messages by which links are measured
 BURST = "16kb"
-STREAMED_Q, STREAMED_KV = Placement("kv", True), Placement("q", True)
 OTHER_WAY = " (the other way)"  # of two ways to place a schedule, at the end of a plan's name
 
 
@@ -143,10 +141,10 @@ def placed(plan: Plan) -> str:
     return str(plan.schedule).partition(": ")[2]
 
 
-def lowered(program: Program, mesh: Mesh, placement: Mapping[str, str | Placement]) -> list[Plan]:
-    """The plan of a placement, or nothing if it does not divide."""
+def lowered(program: Program, mesh: Mesh, name: str, *mesh_axes: str) -> list[Plan]:
+    """The plan of a known schedule, or nothing if it does not divide. Arguments: as for `commir.known`."""
     try:
-        return [place(Schedule(program, mesh), **placement).lower()]
+        return [known(Schedule(program, mesh), name, *mesh_axes).lower()]
     except Illegal:
         return []
 
