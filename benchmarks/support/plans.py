@@ -12,7 +12,7 @@ from benchmarks.support.tables import markdown
 from commir import Mesh, Plan, Schedule, execute, known, programs, search
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import Illegal
-from commir.searching.tile_times import measure_overlap, measure_tile
+from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -78,7 +78,12 @@ class Comparison:
         rows = [self._row(cell, measured) for cell, measured in results.items()]
         pairs = [pair for each in results.values() for pair in _pairs(each)]
         print(f"rank correlation of {len(pairs)} times over all cells: {correlation(pairs):.3f}")
-        within = [correlation(_pairs(measured)) for measured in results.values()]
+        cells = [_pairs(each) for each in results.values()]
+        print(
+            f"of a prediction that knows the median time of each cell alone: {correlation(_of_cells_alone(cells)):.3f}"
+        )
+        print(f"of times divided by the median of their cell: {correlation(_relative(cells)):.3f}")
+        within = [correlation(pairs) for pairs in cells]
         print(f"median of the rank correlations within cells: {statistics.median(within):.2f}")
         return markdown(header, rows)
 
@@ -124,7 +129,8 @@ class Comparison:
             others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
         against_best = f"{measured['placement']}: {seconds[chosen] / seconds[best]:.2f} of {best}"
         predictions = f"{measured['predicted'][chosen] / seconds[chosen]:.2f}", f"{correlation(_pairs(measured)):.2f}"
-        overlap, spread = f"{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
+        bound = "at most " * (measured["tile"][2] <= LEAST_OVERLAP)
+        overlap, spread = f"{bound}{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
         return [
             self.describe(cell),
             f"{seconds['ring']:.3f} s",
@@ -199,6 +205,22 @@ def _pairs(measured: dict) -> list[tuple[float, float]]:
     return [(measured["seconds"][name], seconds) for name, seconds in measured["predicted"].items()]
 
 
+def _of_cells_alone(cells: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """(measured, median of the measured times of the cell): what predictions must exceed to be more than the cell's size."""
+    return [
+        (time, statistics.median(times)) for times in ([time for time, _ in pairs] for pairs in cells) for time in times
+    ]
+
+
+def _relative(cells: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """(measured, predicted), each divided by the median of its cell."""
+    found = []
+    for pairs in cells:
+        medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+        found += [(measured / medians[0], predicted / medians[1]) for measured, predicted in pairs]
+    return found
+
+
 def correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
     places = torch.tensor([_places(list(values)) for values in zip(*pairs, strict=True)], dtype=torch.float64)
@@ -206,6 +228,6 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _places(values: list[float]) -> list[float]:
-    """The place of each value in their order, from 0."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [float(order.index(number)) for number in range(len(values))]
+    """The place of each value in their order, from 0; equal values have the mean of their places."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
