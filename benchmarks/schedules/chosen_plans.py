@@ -2,7 +2,8 @@
 
 The claims: in at least 90 % of the cells the chosen plan is at most 1.10x as slow as the best hand-written schedule, and
 predicted and measured times of all schedules in all cells together have a rank correlation of at least 0.9. Within single
-cells it is lower, as the table shows; what it says beyond the differences between cells is printed beside it. Forward passes in bf16, causal. See `benchmarks.support.plans.Comparison`.
+cells it is lower, as the table shows; what it says beyond the differences between cells is printed beside it. Forward
+passes in bf16, causal. See `benchmarks.support.plans.Comparison`.
 """
 
 from benchmarks.support.cells import cell_arguments
