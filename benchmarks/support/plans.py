@@ -1,16 +1,20 @@
-"""Plans of attention beside one another: their schedules by hand, the speed of links, and predictions against times."""
+"""Plans of attention beside one another: schedules by hand, links, predictions against times; and plans with wrong steps."""
 
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.support.cells import measured_cells, write_result
 from benchmarks.support.tables import markdown
-from commir import Mesh, Plan, Schedule, execute, known, programs, search
+from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, search
+from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
+from commir.lowering.steps import Place, Step
 from commir.scheduling.loop_nest import Illegal
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
@@ -231,3 +235,68 @@ def _places(values: list[float]) -> list[float]:
     """The place of each value in their order, from 0; equal values have the mean of their places."""
     order = sorted(values)
     return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+
+# Plans with a wrong step, and whether they compute something else
+
+
+def random_inputs(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
+    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan decay."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        operand.name: torch.randn(program.shape(operand), generator=generator, dtype=torch.float64)
+        for operand in program.inputs
+        if not operand.source
+    }
+    return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
+
+
+def _other_value(value: Any, generator: random.Random) -> Any:
+    """A wrong value for a field of a step."""
+    if isinstance(value, int):
+        return value + generator.choice([-1, 1])
+    if isinstance(value, str):
+        return generator.choice([name for name in "xyz" if name != value])
+    if isinstance(value, Place):
+        return generator.choice([replace(value, dim=value.dim + 1), replace(value, outer=value.outer * 2)])
+    if isinstance(value, tuple) and value:
+        index = generator.randrange(len(value))
+        return (*value[:index], _other_value(value[index], generator), *value[index + 1 :])
+    return value
+
+
+def corrupted(steps: Sequence[Step], generator: random.Random) -> list[Step]:
+    """Steps with one dropped, repeated, changed in a field, or exchanged with another."""
+    steps = list(steps)
+    index = generator.randrange(len(steps))
+    kind = generator.choice(["drop", "repeat", "change", "change", "change", "exchange"])
+    if kind == "drop":
+        del steps[index]
+    elif kind == "repeat":
+        steps.insert(index, steps[index])
+    elif kind == "change":
+        if names := [field.name for field in fields(steps[index])]:
+            name = generator.choice(names)
+            steps[index] = replace(steps[index], **{name: _other_value(getattr(steps[index], name), generator)})
+        else:
+            del steps[index]
+    else:
+        other = generator.randrange(len(steps))
+        steps[index], steps[other] = steps[other], steps[index]
+    return steps
+
+
+def changes_outputs(plan: Plan) -> bool:
+    """Whether the plan fails, or gives other outputs than the unscheduled program, on inputs of twice the size."""
+    double = smallest(plan, whole=8, inner=4)
+    for mask in (True, False):
+        masked = double.with_options(causal=mask) if "causal" in dict(plan.program.options) else double
+        inputs = random_inputs(masked.program, seed=12345)
+        try:
+            found = interpret(masked, inputs)
+        except (RuntimeError, ValueError, KeyError, IndexError):
+            return True
+        expected = unscheduled(masked.program, inputs)
+        if not all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-9) for name in found):
+            return True
+    return False

@@ -63,8 +63,8 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
     if name not in schedules:
-        names = "; ".join(schedules) or "none"
-        raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {names}")
+        others = "; ".join(schedules) or "none"
+        raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {others}")
     parts, names = schedules[name], mesh_axes or nest.mesh.names
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
