@@ -14,6 +14,8 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "Plan": "lowering.plan",
     "place": "scheduling.placements",
     "Placement": "scheduling.placements",
+    "known": "scheduling.known_schedules",
+    "known_schedules": "scheduling.known_schedules",
     "interpret": "execution.interpreter",
     "execute": "execution.executor",
     "verify": "execution.verifier",

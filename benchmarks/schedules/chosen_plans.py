@@ -1,15 +1,16 @@
 """Plans that commir's search chooses against hand-written schedules, behind slow links (about 10 min; root).
 
 The claims: in at least 90 % of the cells the chosen plan is at most 1.10x as slow as the best hand-written schedule, and
-predicted and measured times of all schedules in all cells together have a rank correlation of at least 0.9 (within single
-cells it is lower, as the table shows). Forward passes in bf16, causal. See `benchmarks.support.plans.Comparison`.
+predicted and measured times of all schedules in all cells together have a rank correlation of at least 0.9. Within single
+cells it is lower, as the table shows; what it says beyond the differences between cells is printed beside it. Forward
+passes in bf16, causal. See `benchmarks.support.plans.Comparison`.
 """
 
 from benchmarks.support.cells import cell_arguments
-from benchmarks.support.plans import STREAMED_KV, STREAMED_Q, AttentionCell, Comparison, lowered, placed
+from benchmarks.support.plans import AttentionCell, Comparison, lowered, placed
 from benchmarks.support.tables import print_or_publish
 from commir import Plan
-from commir.scheduling.placements import known_as
+from commir.scheduling.known_schedules import ATTENTION, known_as
 
 CELLS = [
     AttentionCell(ranks, 1, rate, kv_heads)
@@ -18,23 +19,18 @@ CELLS = [
     for kv_heads in (8, 2, 1)
 ]
 CELLS += [AttentionCell(ranks, 1, "200mbit", kv_heads, seq=4096) for ranks in (4, 8) for kv_heads in (8, 2)]
-# The placement of all ranks, or that of each part of a split of them in two.
-KINDS = {
-    "ring": {"x": STREAMED_KV},
-    "all-gather": {"x": "q"},
-    "Ulysses": {"x": "heads"},
-    "USP": {"x0": STREAMED_KV, "x1": "heads"},
-    "2-D": {"x0": "kv", "x1": "q"},
-    "2-D, overlapped": {"x0": STREAMED_Q, "x1": STREAMED_KV},
-}
+# {column of the table: known schedule}
+KINDS = {name: name for name in ("ring", "all-gather", "Ulysses", "USP")}
+KINDS |= {"2-D": "Attention2D", "2-D, overlapped": "Attention2D, overlapped"}
 
 
 def by_hand(cell: AttentionCell) -> dict[str, Plan]:
     """The known schedules that fit, each with the best split of the ranks in its kind, by bytes."""
     splits = [cell.mesh.split("x", x0=n, x1=cell.ranks // n) for n in range(2, cell.ranks) if cell.ranks % n == 0]
+    meshes = {1: [cell.mesh], 2: splits}
     found = {
-        name: [plan for mesh in (splits if "x0" in kind else [cell.mesh]) for plan in lowered(cell.program, mesh, kind)]
-        for name, kind in KINDS.items()
+        shown: [plan for mesh in meshes[len(ATTENTION[name])] for plan in lowered(cell.program, mesh, name)]
+        for shown, name in KINDS.items()
     }
     return {name: min(plans, key=lambda plan: plan.bytes_per_rank) for name, plans in found.items() if plans}
 

@@ -31,6 +31,7 @@ class Cell:
     overlap: bool
     dtype: str
     backward: bool = False
+    kv_heads: int = 8
     seq: int = 4096
     rate: None = None
 
@@ -49,6 +50,7 @@ CELLS = [
 CELLS += [
     Cell(rows, cols, overlap, "float32", backward=True) for rows, cols in ((2, 2), (2, 4)) for overlap in (False, True)
 ]
+CELLS += [Cell(2, 2, overlap, "float32", kv_heads=2) for overlap in (False, True)]
 
 
 def measure(out: str, number: str) -> None:
@@ -56,13 +58,14 @@ def measure(out: str, number: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cell, group, rank = CELLS[int(number)], dist.group.WORLD, dist.get_rank()
-    program = programs.attention(1, 8, 8, cell.seq, 64, dtype=cell.dtype)
+    program = programs.attention(1, 8, cell.kv_heads, cell.seq, 64, dtype=cell.dtype)
     placement = dict(cols=Placement("kv", cell.overlap and cell.cols > 1), rows=Placement("q", cell.overlap))
     plan = place(Schedule(program, Mesh(cols=cell.cols, rows=cell.rows)), **placement).lower()
     schedule = Attention2D(group, cell.rows, cell.cols, overlap=cell.overlap)
     generator = torch.Generator().manual_seed(rank)
-    shape = 1, cell.seq // cell.ranks, 8, 64
-    local = {name: torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype)) for name in "qkv"}
+    shapes = {name: (1, cell.seq // cell.ranks, 8 if name == "q" else cell.kv_heads, 64) for name in "qkv"}
+    dtype = getattr(torch, cell.dtype)
+    local = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     for x in local.values():
         x.requires_grad_(cell.backward)
     attend = differentiable(plan, group, Count())
@@ -84,7 +87,7 @@ def measure(out: str, number: str) -> None:
         repetitions([timed(each) for each in calls], group, "cpu", REPETITIONS).median(0).values.tolist()
     )
     if rank == 0:
-        volume = schedule.volume(1, cell.seq, 8, 8, 64, getattr(torch, cell.dtype).itemsize)
+        volume = schedule.volume(1, cell.seq, 8, cell.kv_heads, 64, dtype.itemsize)
         sent = volume.forward + volume.backward * cell.backward
         same = sent == plan.bytes_per_rank + backward_plan(plan).bytes_per_rank * cell.backward
         write_result(out, {"hand": hand, "steps": steps, "again": again, "sent": sent, "same": same})
@@ -93,10 +96,10 @@ def measure(out: str, number: str) -> None:
 
 def row(cell: Cell, measured: dict) -> list[str]:
     """A row of the table."""
-    kind = ", overlapped" * cell.overlap + ", with gradients" * cell.backward
+    kind = ", overlapped" * cell.overlap + ", with gradients" * cell.backward + ", 8/2 heads" * (cell.kv_heads == 2)
     spread = f"{abs(measured['again'] / measured['hand'] - 1):.0%}"
     sent = f"{measured['sent'] / 1e6:.2f} MB" + (", the same" if measured["same"] else ", not the same")
-    ratio = f"{measured['steps'] / measured['hand']:.2f}"
+    ratio = f"{measured['steps'] / measured['hand']:.3f}"
     return [
         f"{cell.rows} x {cell.cols}{kind}, {cell.dtype}",
         sent,

@@ -19,7 +19,7 @@ from benchmarks.support.tables import markdown, print_or_publish
 from commir import Mesh, execute, programs, search
 from commir.execution.state import Count
 from commir.ir.program import Program
-from commir.scheduling.placements import known_as
+from commir.scheduling.known_schedules import known_as
 from commir.searching.search import all_plans
 from commir.searching.tile_times import measure_overlap, measure_tile
 

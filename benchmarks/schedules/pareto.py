@@ -14,7 +14,7 @@ import matplotlib
 
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, pareto, programs
-from commir.scheduling.placements import known_as
+from commir.scheduling.known_schedules import known_as
 from commir.searching.search import all_plans
 
 matplotlib.use("Agg")

@@ -6,31 +6,32 @@ nodes. See `benchmarks.support.plans.Comparison`.
 """
 
 from benchmarks.support.cells import cell_arguments
-from benchmarks.support.plans import OTHER_WAY, STREAMED_KV, STREAMED_Q, AttentionCell, Comparison, lowered, placed
+from benchmarks.support.plans import OTHER_WAY, AttentionCell, Comparison, lowered, placed
 from benchmarks.support.tables import print_or_publish
 from commir import Mesh, Plan
-from commir.scheduling.placements import known_as
+from commir.scheduling.known_schedules import known_as
 
 SHAPES = [(2, 2), (2, 4), (4, 2)]
 CELLS = [AttentionCell(*shape, rate, kv) for shape in SHAPES for rate in ("50mbit", "500mbit") for kv in (8, 2, 1)]
 CELLS += [AttentionCell(*shape, "200mbit", 2, seq=4096) for shape in SHAPES]
 
-# Schedules that ignore the nodes, on one axis of all ranks, and those that follow them: (placement of nodes, within a node).
-FLAT = {"ring": STREAMED_KV, "all-gather": "q", "Ulysses": "heads"}
+# Known schedules that ignore the nodes, on one axis of all ranks, and {column of the table: one that follows them}.
+FLAT = "ring", "all-gather", "Ulysses"
 BY_NODE = {
-    "double ring": [(STREAMED_KV, STREAMED_KV)],
-    "USP": [(STREAMED_KV, "heads"), ("heads", STREAMED_KV)],
-    "2-D": [("kv", "q"), ("q", "kv")],
-    "2-D, overlapped": [(STREAMED_Q, STREAMED_KV), (STREAMED_KV, STREAMED_Q)],
+    "double ring": "double ring",
+    "USP": "USP",
+    "2-D": "Attention2D",
+    "2-D, overlapped": "Attention2D, overlapped",
 }
 
 
 def by_hand(cell: AttentionCell) -> dict[str, Plan]:
     """The known schedules that fit; where there are two ways to use the nodes, both."""
-    plans = {name: lowered(cell.program, Mesh(x=cell.ranks), {"x": each}) for name, each in FLAT.items()}
-    for name, ways in BY_NODE.items():
-        for number, (node, gpu) in enumerate(ways):
-            plans[name + OTHER_WAY * number] = lowered(cell.program, cell.mesh, {"node": node, "gpu": gpu})
+    plans = {name: lowered(cell.program, Mesh(x=cell.ranks), name) for name in FLAT}
+    for shown, name in BY_NODE.items():
+        plans[shown] = lowered(cell.program, cell.mesh, name, "node", "gpu")
+        if name != "double ring":
+            plans[shown + OTHER_WAY] = lowered(cell.program, cell.mesh, name, "gpu", "node")
     return {name: plan for name, found in plans.items() for plan in found}
 
 

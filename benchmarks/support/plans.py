@@ -1,25 +1,27 @@
-"""Plans of attention beside one another: their schedules by hand, the speed of links, and predictions against times."""
+"""Plans of attention beside one another: schedules by hand, links, predictions against times; and plans with wrong steps."""
 
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.support.cells import measured_cells, write_result
 from benchmarks.support.tables import markdown
-from commir import Mesh, Plan, Schedule, execute, programs, search
+from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, search
+from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
+from commir.lowering.steps import Place, Step
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, place
-from commir.searching.tile_times import measure_overlap, measure_tile
+from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
 
 SMALL, LARGEST = 2_000, 20_000_000  # bytes of the messages by which links are measured
 BURST = "16kb"
-STREAMED_Q, STREAMED_KV = Placement("kv", True), Placement("q", True)
 OTHER_WAY = " (the other way)"  # of two ways to place a schedule, at the end of a plan's name
 
 
@@ -80,7 +82,12 @@ class Comparison:
         rows = [self._row(cell, measured) for cell, measured in results.items()]
         pairs = [pair for each in results.values() for pair in _pairs(each)]
         print(f"rank correlation of {len(pairs)} times over all cells: {correlation(pairs):.3f}")
-        within = [correlation(_pairs(measured)) for measured in results.values()]
+        cells = [_pairs(each) for each in results.values()]
+        print(
+            f"of a prediction that knows the median time of each cell alone: {correlation(_of_cells_alone(cells)):.3f}"
+        )
+        print(f"of times divided by the median of their cell: {correlation(_relative(cells)):.3f}")
+        within = [correlation(pairs) for pairs in cells]
         print(f"median of the rank correlations within cells: {statistics.median(within):.2f}")
         return markdown(header, rows)
 
@@ -126,7 +133,8 @@ class Comparison:
             others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
         against_best = f"{measured['placement']}: {seconds[chosen] / seconds[best]:.2f} of {best}"
         predictions = f"{measured['predicted'][chosen] / seconds[chosen]:.2f}", f"{correlation(_pairs(measured)):.2f}"
-        overlap, spread = f"{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
+        bound = "at most " * (measured["tile"][2] <= LEAST_OVERLAP)
+        overlap, spread = f"{bound}{measured['tile'][2]:.1f}", f"{abs(seconds['ring again'] / seconds['ring'] - 1):.0%}"
         return [
             self.describe(cell),
             f"{seconds['ring']:.3f} s",
@@ -143,10 +151,10 @@ def placed(plan: Plan) -> str:
     return str(plan.schedule).partition(": ")[2]
 
 
-def lowered(program: Program, mesh: Mesh, placement: Mapping[str, str | Placement]) -> list[Plan]:
-    """The plan of a placement, or nothing if it does not divide."""
+def lowered(program: Program, mesh: Mesh, name: str, *mesh_axes: str) -> list[Plan]:
+    """The plan of a known schedule, or nothing if it does not divide. Arguments: as for `commir.known`."""
     try:
-        return [place(Schedule(program, mesh), **placement).lower()]
+        return [known(Schedule(program, mesh), name, *mesh_axes).lower()]
     except Illegal:
         return []
 
@@ -201,6 +209,22 @@ def _pairs(measured: dict) -> list[tuple[float, float]]:
     return [(measured["seconds"][name], seconds) for name, seconds in measured["predicted"].items()]
 
 
+def _of_cells_alone(cells: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """(measured, median of the measured times of the cell): what predictions must exceed to be more than the cell's size."""
+    return [
+        (time, statistics.median(times)) for times in ([time for time, _ in pairs] for pairs in cells) for time in times
+    ]
+
+
+def _relative(cells: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """(measured, predicted), each divided by the median of its cell."""
+    found = []
+    for pairs in cells:
+        medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+        found += [(measured / medians[0], predicted / medians[1]) for measured, predicted in pairs]
+    return found
+
+
 def correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
     places = torch.tensor([_places(list(values)) for values in zip(*pairs, strict=True)], dtype=torch.float64)
@@ -208,6 +232,71 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _places(values: list[float]) -> list[float]:
-    """The place of each value in their order, from 0."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [float(order.index(number)) for number in range(len(values))]
+    """The place of each value in their order, from 0; equal values have the mean of their places."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+
+# Plans with a wrong step, and whether they compute something else
+
+
+def random_inputs(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
+    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan decay."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        operand.name: torch.randn(program.shape(operand), generator=generator, dtype=torch.float64)
+        for operand in program.inputs
+        if not operand.source
+    }
+    return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
+
+
+def _other_value(value: Any, generator: random.Random) -> Any:
+    """A wrong value for a field of a step."""
+    if isinstance(value, int):
+        return value + generator.choice([-1, 1])
+    if isinstance(value, str):
+        return generator.choice([name for name in "xyz" if name != value])
+    if isinstance(value, Place):
+        return generator.choice([replace(value, dim=value.dim + 1), replace(value, outer=value.outer * 2)])
+    if isinstance(value, tuple) and value:
+        index = generator.randrange(len(value))
+        return (*value[:index], _other_value(value[index], generator), *value[index + 1 :])
+    return value
+
+
+def corrupted(steps: Sequence[Step], generator: random.Random) -> list[Step]:
+    """Steps with one dropped, repeated, changed in a field, or exchanged with another."""
+    steps = list(steps)
+    index = generator.randrange(len(steps))
+    kind = generator.choice(["drop", "repeat", "change", "change", "change", "exchange"])
+    if kind == "drop":
+        del steps[index]
+    elif kind == "repeat":
+        steps.insert(index, steps[index])
+    elif kind == "change":
+        if names := [field.name for field in fields(steps[index])]:
+            name = generator.choice(names)
+            steps[index] = replace(steps[index], **{name: _other_value(getattr(steps[index], name), generator)})
+        else:
+            del steps[index]
+    else:
+        other = generator.randrange(len(steps))
+        steps[index], steps[other] = steps[other], steps[index]
+    return steps
+
+
+def changes_outputs(plan: Plan) -> bool:
+    """Whether the plan fails, or gives other outputs than the unscheduled program, on inputs of twice the size."""
+    double = smallest(plan, whole=8, inner=4)
+    for mask in (True, False):
+        masked = double.with_options(causal=mask) if "causal" in dict(plan.program.options) else double
+        inputs = random_inputs(masked.program, seed=12345)
+        try:
+            found = interpret(masked, inputs)
+        except (RuntimeError, ValueError, KeyError, IndexError):
+            return True
+        expected = unscheduled(masked.program, inputs)
+        if not all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-9) for name in found):
+            return True
+    return False

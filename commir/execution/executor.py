@@ -24,15 +24,16 @@ def execute(
     """The outputs of a plan on the ranks of `group`: {output: this rank's block at home}. Every rank calls it.
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
-    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, shapes and dtypes.
+    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, dtypes, and which
+    inputs need gradients.
     A plan of attention2d's family is computed by attention2d, and differentiable. Other plans have no gradient, and are
     refused if gradients are enabled and an input requires one (`differentiable` gives attention one). count: counts what
     this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for; all ranks have a
     count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
-    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans differ, some
-    have a count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there
-    is none of. Sends `plan.bytes_per_rank` bytes.
+    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans or the inputs
+    that need gradients differ, some have a count and others none, the group has another number of ranks than the mesh, or a
+    gradient is asked for that there is none of. Sends `plan.bytes_per_rank` bytes.
     """
     grid = grid_of(plan) if count is None and isinstance(plan, Plan) else None
 
@@ -70,7 +71,12 @@ def compare(
         plan.check(local_inputs, is_local=True)
         check()
         dtypes = (f"{name} is {x.dtype}" for name, x in sorted(local_inputs.items()))
-        return "\n".join([*others, *dtypes, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
+        is_enabled = torch.is_grad_enabled()  # ranks without a gradient would not take part in the backward pass
+        gradients = (
+            f"{name} needs {'a' if is_enabled and x.requires_grad else 'no'} gradient"
+            for name, x in sorted(local_inputs.items())
+        )
+        return "\n".join([*others, *dtypes, *gradients, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
 
     given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
     device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ Tensor = torch.Tensor
 
 
 class Stuck(RuntimeError):
-    """Ranks wait for messages that no rank sends, or a message has another shape than the one that is awaited."""
+    """Messages do not match: no rank sends one that is awaited, its shape differs, or it is changed while it is sent."""
 
 
 def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
@@ -69,6 +70,19 @@ def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
         answer = post.begin(rank, request)
 
 
+@dataclass(frozen=True)
+class _Handle:
+    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, what it was, its version then)."""
+
+    receives: list[tuple[int, Tensor]]
+    sends: list[tuple[int, Tensor, Tensor, int | None]]
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a tensor's memory was written into, with all its views; None in inference mode, which does not count it."""
+    return None if x.is_inference() else x._version
+
+
 class _Post:
     """Messages under way: a queue for each pair of ranks, as on a network that keeps their order."""
 
@@ -76,32 +90,40 @@ class _Post:
         self._queues: dict[tuple[int, int], deque[Tensor]] = {}
         self._expected: dict[tuple[int, int], deque[Tensor]] = {}
 
-    def begin(self, rank: int, messages: Messages) -> list[tuple[int, Tensor]]:
-        """Send messages, and return a handle for those to receive."""
+    def begin(self, rank: int, messages: Messages) -> "_Handle":
+        """Send messages, and return a handle for them and for those to receive."""
+        handle = _Handle([(source, x) for x, source in messages.receives], [])
         for x, to in messages.sends:
-            self._queues.setdefault((rank, to), deque()).append(x.clone())
+            message = x.clone()
+            handle.sends.append((to, x, message, _version(x)))
+            self._queues.setdefault((rank, to), deque()).append(message)
+            self._match(rank, to)
         for x, source in messages.receives:
             self._expected.setdefault((source, rank), deque()).append(x)
-        self._match()
-        return [(source, x) for x, source in messages.receives]
+            self._match(source, rank)
+        return handle
 
-    def deliver(self, rank: int, handle: list[tuple[int, Tensor]]) -> bool:
-        """Whether all messages of a handle have arrived."""
-        self._match()
-        return not any(x is each for source, x in handle for each in self._expected.get((source, rank), ()))
+    def deliver(self, rank: int, handle: "_Handle") -> bool:
+        """Whether all messages of a handle have arrived. Stuck: the rank has written into a block while it was sent."""
+        if any(x is each for source, x in handle.receives for each in self._expected[source, rank]):
+            return False
+        for to, x, message, version in handle.sends:
+            if (version is None or x._version != version) and not torch.equal(x.nan_to_num(), message.nan_to_num()):
+                raise Stuck(
+                    f"rank {rank} changes a block of shape {tuple(x.shape)} while it is on its way to rank {to}"
+                )
+        return True
 
     def refuse_undelivered(self) -> None:
         """Stuck: a message was sent that no rank has received, or the reverse."""
         if left := [pair for pair, queue in (*self._queues.items(), *self._expected.items()) if queue]:
             raise Stuck(f"messages between the ranks {left[:3]} are sent or awaited, but not both")
 
-    def _match(self) -> None:
-        for pair, expected in self._expected.items():
-            queue = self._queues.get(pair, ())
-            while queue and expected:
-                x, message = expected.popleft(), queue.popleft()
-                if x.shape != message.shape or x.dtype != message.dtype:
-                    raise Stuck(
-                        f"rank {pair[0]} sends {tuple(message.shape)} where rank {pair[1]} awaits {tuple(x.shape)}"
-                    )
-                x.copy_(message)
+    def _match(self, sender: int, receiver: int) -> None:
+        """Copy messages that are both sent and awaited to where they are awaited."""
+        queue, expected = self._queues.get((sender, receiver), ()), self._expected.get((sender, receiver), ())
+        while queue and expected:
+            x, message = expected.popleft(), queue.popleft()
+            if x.shape != message.shape or x.dtype != message.dtype:
+                raise Stuck(f"rank {sender} sends {tuple(message.shape)} where rank {receiver} awaits {tuple(x.shape)}")
+            x.copy_(message)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 
@@ -41,8 +42,8 @@ class Mesh:
         self.axes = tuple(MeshAxis(name, size, name) for name, size in sizes.items())
         if not isinstance(speeds, Mapping | None):
             raise ValueError(f"speeds={speeds!r}: they are given as {{mesh axis: (seconds, bytes per second)}}")
-        self.speeds = dict(speeds or {})
-        for name, speed in self.speeds.items():
+        self._speeds = dict(speeds or {})
+        for name, speed in self._speeds.items():
             if name not in sizes:
                 raise ValueError(f"speed for mesh axis {name!r}, but the mesh has {', '.join(sizes)}")
             _check_speed(name, speed)
@@ -64,6 +65,11 @@ class Mesh:
         return Mesh(gpu=1)._with(axes)
 
     @property
+    def speeds(self) -> Mapping[str, Any]:
+        """{level: (seconds, bytes per second) or a Fabric}, which cannot be changed; see `with_speeds`."""
+        return MappingProxyType(self._speeds)
+
+    @property
     def ranks(self) -> int:
         """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)
@@ -77,7 +83,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self.axes == other.axes and self.speeds == other.speeds
+        return isinstance(other, Mesh) and self.axes == other.axes and self._speeds == other._speeds
 
     def __hash__(self) -> int:
         return hash(self.axes)
@@ -125,7 +131,7 @@ class Mesh:
                 raise ValueError(f"speed for level {name!r}, but the mesh has {', '.join(sorted(levels))}")
             _check_speed(name, speed)
         mesh = self._with(self.axes)
-        mesh.speeds = {**self.speeds, **speeds}
+        mesh._speeds = {**self._speeds, **speeds}
         return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -146,7 +152,7 @@ class Mesh:
 
     def _with(self, axes: tuple[MeshAxis, ...]) -> "Mesh":
         mesh = object.__new__(Mesh)
-        mesh.axes, mesh.speeds = axes, self.speeds
+        mesh.axes, mesh._speeds = axes, self._speeds
         return mesh
 
 

@@ -6,7 +6,22 @@ from commir.ir.program import Program
 from commir.scheduling.loop_nest import LoopNest
 
 from .accounting import Message
-from .steps import AllReduce, AllToAll, Gather, ReduceScatter, Send, SendPartial, Step, Swap
+from .steps import (
+    AllReduce,
+    AllToAll,
+    Arrive,
+    Combine,
+    Derive,
+    Free,
+    Gather,
+    ReduceScatter,
+    Round,
+    Send,
+    SendPartial,
+    Slice,
+    Step,
+    Swap,
+)  # fmt: skip
 from .timeline import message_seconds
 
 RULES: dict[type, str] = {
@@ -30,7 +45,7 @@ def table_of_messages(
     mesh, rows = nest.mesh, dict[tuple[str, str, str], list[float]]()
     for step, messages in zip(steps, sent, strict=True):
         for message in messages:
-            key = _operands(nest.program, step), message.axis, RULES[type(step)]
+            key = operands_of(nest.program, step), message.axis, RULES[type(step)]
             row = rows.setdefault(key, [0, 0, 0.0])
             row[0] += message.count
             row[1] += message.count * message.nbytes
@@ -48,10 +63,13 @@ def lines_of_messages(nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequ
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _operands(program: Program, step: Step) -> str:
-    if isinstance(step, Send | Swap):
+def operands_of(program: Program, step: Step) -> str:
+    """The names of the operands that a step moves, computes or releases; empty for those that name none."""
+    if isinstance(step, Derive):
+        return step.operand
+    if isinstance(step, Send | Arrive | Swap | Free):
         return ", ".join(step.operands)
-    if isinstance(step, SendPartial | ReduceScatter | AllReduce):
-        return ", ".join(program.results[step.result].outputs)
-    assert isinstance(step, AllToAll | Gather)
-    return ", ".join(move[0] for move in step.moves)
+    if isinstance(step, SendPartial | Combine | ReduceScatter | AllReduce | Round):
+        known = step.result in range(len(program.results))
+        return ", ".join(program.results[step.result].outputs) if known else f"result {step.result}"
+    return ", ".join(move[0] for move in step.moves) if isinstance(step, AllToAll | Gather | Slice) else ""

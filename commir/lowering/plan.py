@@ -10,11 +10,12 @@ import torch
 from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
+from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import Digit, LoopNest
-from commir.scheduling.placements import known_as
 
 from .accounting import Account, account
 from .blocks import block, chosen, positions, put_block, reordered
+from .changes import first_change
 from .explain import lines_of_messages
 from .layouts import Digits, Piece
 from .steps import Compute, Step
@@ -155,15 +156,16 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """The plan that `to_json` wrote. ValueError: it is something else, or was changed.
 
+        The error of a change names the first step that does not follow from the schedule, if there is one.
+
         What was measured or predicted is not saved, nor is the reason of the choice: `on_mesh` and `with_tile` give the
         speeds of the mesh and the times of a tile again.
         """
         schedule, steps, expected = parse(text)
         plan = Plan(schedule, steps, reason="not recorded, as the plan was read from JSON")
         if plan.hash != expected:
-            raise ValueError(
-                f"this plan was changed after it was saved: its hash is {plan.hash[:12]}, not {str(expected)[:12]}"
-            )
+            what = first_change(schedule, steps) or f"its hash is {plan.hash[:12]}, not {expected[:12]}"
+            raise ValueError(f"this plan was changed after it was saved: {what}")
         return plan
 
     def at(self, **sizes: int) -> "Plan":

@@ -1,34 +1,12 @@
 """Schedules by placement: each mesh axis computes the blocks of one loop, and its messages are either collective or a ring.
 
-This is the space in which the known schedules lie, and which `commir.search` explores. For attention on P ranks:
-
-| schedule | placement |
-|---|---|
-| ring attention | gpu: q, streamed |
-| double ring | node: q, streamed; gpu: q, streamed |
-| all-gather context parallelism | gpu: q |
-| Ulysses | gpu: heads |
-| USP | outer: q, streamed; inner: heads |
-| tree (decoding) | gpu: kv |
-| Attention2D | cols: kv; rows: q (with overlap: both streamed) |
-| 3-D | cols: kv; rows: q; inner: heads |
-
-and for matrix products
-
-| schedule | placement |
-|---|---|
-| all-gather, then product | gpu: cols |
-| AsyncTP of all_gather_matmul | gpu: cols, streamed |
-| product, then reduce-scatter | gpu: inner |
-| AsyncTP of matmul_reduce_scatter | gpu: inner, streamed |
+This is the space in which the known schedules lie (`known_schedules`), and which `commir.search` explores.
 """
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from commir.ir.checks import check_type
-from commir.programs.attention_programs import ATTENTION_TILES
-from commir.programs.linear_programs import MATMUL
 
 from .loop_nest import Illegal, LoopNest
 
@@ -155,46 +133,3 @@ def _form(nest: LoopNest) -> tuple[Any, ...]:
             digits.append((digit.axis, digit.size, role))
     loops = [(nest.digit(name).axis, used[name]) for name in nest.order if nest.digit(name).size > 1]
     return digits, loops, nest.homes
-
-
-def known_as(nest: LoopNest) -> str:
-    """The name of a known schedule, from the tables above; empty if it has none."""
-    chosen, program = list(placements_of(nest).values()), nest.program
-    if program.name in _MATMULS and program.tile == MATMUL:
-        name = _name_of_matmul(program.name, chosen)
-    else:
-        name = _name_of_attention(chosen) if program.tile in ATTENTION_TILES else ""
-    return name + ", in chunks" if name and nest.chunked else name
-
-
-def _name_of_attention(chosen: list[Placement]) -> str:
-    axes = tuple(dict.fromkeys(each.axis for each in chosen))
-    streamed = {each.is_streamed for each in chosen if each.axis != "heads"}  # of the axes that can travel in rings
-    if axes == ("heads",):
-        return "Ulysses"
-    if len(streamed) != 1:
-        return ""
-    if axes == ("kv",) and streamed == {False}:
-        return "tree"
-    if axes == ("q",):
-        rings = "ring" if len(chosen) == 1 else "double ring"
-        return rings if True in streamed else "all-gather"
-    if axes == ("q", "heads") and True in streamed:
-        return "USP"
-    if set(axes[:2]) == {"q", "kv"} and axes[2:] in ((), ("heads",)):
-        return ("3-D" if axes[2:] else "Attention2D") + ", overlapped" * (True in streamed)
-    return ""
-
-
-# {matrix product: the loop that ranks share, and the schedule's name without a ring}
-_MATMULS = {
-    "all_gather_matmul": ("cols", "all-gather, then product"),
-    "matmul_reduce_scatter": ("inner", "product, then reduce-scatter"),
-}
-
-
-def _name_of_matmul(program: str, chosen: list[Placement]) -> str:
-    axis, name = _MATMULS[program]
-    if chosen == [Placement(axis, is_streamed=True)]:
-        return "AsyncTP"
-    return name if set(chosen) == {Placement(axis)} else ""

@@ -12,8 +12,8 @@ from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.layouts import check_homes
 from commir.lowering.plan import Plan
+from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import Illegal, LoopNest
-from commir.scheduling.placements import known_as
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel

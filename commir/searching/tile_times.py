@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
-from sparsefusion.collectives.counted import all_reduce, exchange
+from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.counted import all_gather_small, all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -28,11 +29,15 @@ def measure_tile(
 
     group: its ranks measure at the same time, as they will compute, and all return the times of the slowest. The tiles have
     random inputs in the program's dtype, on `device`. If no tile is smaller, point_seconds is 0.
-    ValueError: ranks is below 1.
+    ValueError on every rank: ranks is below 1, or the ranks of `group` have different arguments, which they compare.
     """
-    check_type("measure_tile", program, Program)
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"a tile of a plan on {ranks!r} ranks: a whole number of at least 1 is needed")
+
+    def check() -> None:
+        """ValueError: ranks is below 1."""
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"a tile of a plan on {ranks!r} ranks: a whole number of at least 1 is needed")
+
+    _compare("measure_tile", program, group, device, check, f"ranks is {ranks!r}")
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
     times = torch.tensor([_seconds(tile, device), _seconds(smaller, device)], dtype=torch.float64, device=device)
@@ -43,21 +48,22 @@ def measure_tile(
     return per_point, max(0.0, small - per_point * smaller.points)
 
 
-def measure_overlap(program: Program, group: ProcessGroup, device: torch.device | str = "cpu") -> float:
+def measure_overlap(program: Program, group: ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
     """The `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
 
     A ring of all ranks computes as many small tiles as it has ranks, and passes a block on during each. The ring, and tiles
     and messages alone, take turns; of each the slowest rank's median time counts. Where ranks share processors, they wait
-    for one another in every turn, so that the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank,
-    and where tiles or messages take so little time that nothing can be told.
+    for one another in every turn, so that the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank
+    (group: None), and where tiles or messages take so little time that nothing can be told.
 
     A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
     as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
+    ValueError on every rank: the ranks have different programs, or one has none.
     """
-    check_type("measure_overlap", program, Program)
-    ranks, rank = group.size(), group.rank()
-    if ranks == 1:
+    _compare("measure_overlap", program, group, device)
+    if group is None or group.size() == 1:
         return 1.0
+    ranks, rank = group.size(), group.rank()
     tile = _prepared(tile_program(program, ranks**2), device)
 
     def ring(nbytes: int, tiles: int) -> Callable[[], object]:
@@ -88,6 +94,25 @@ def measure_overlap(program: Program, group: ProcessGroup, device: torch.device 
     if shorter <= (found[:, 3] - both).abs().median():
         return 1.0
     return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
+
+
+def _compare(
+    function: str, program: Program, group: ProcessGroup | None, device: torch.device | str,
+    check: Callable[[], None] = lambda: None, *others: str,
+) -> None:  # fmt: skip
+    """ValueError on every rank of `group` unless all call with the same program and `others`. Gathers 16 bytes of each.
+
+    function: what the error calls the caller. check: raises a ValueError about this rank's arguments.
+    """
+
+    def arguments() -> str:
+        """Check this rank's arguments; lines of what must be equal on all ranks."""
+        check_type(function, program, Program)
+        check()
+        axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
+        return "\n".join([*others, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"])
+
+    agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
 
 
 def tile_program(program: Program, blocks: int) -> Program:

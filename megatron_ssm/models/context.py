@@ -1,5 +1,6 @@
 """The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
 
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +14,9 @@ from attention2d.layout.checks import check_heads
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.family import named_grids
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
+from commir.lowering.scans import takes_slices
 from commir.programs import attention, selective_scan
+from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place, placements_of
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 ALL = sys.maxsize  # plans of a search
-VERIFIED = 16  # ranks up to which the plan of a scan is verified as it is
+VERIFIED = 64  # ranks up to which the plan of a scan is verified as it is, which takes some seconds
+FEWER = range(16, 2, -1)  # ranks on which the same placement is verified instead
 
 
 def schedule_of(
@@ -85,7 +89,7 @@ def scan_plan(
     differently, so near the number of tokens at which both send the same, the form that is taken may send a few per cent
     more. Channels are exchanged only if they divide over the ranks; so must the groups that share B and C, if there are
     several. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
-    verification would take long, the same placement is verified on fewer. Other arguments: as for `schedule_of`.
+    verification would take long, the same messages are verified on fewer. Other arguments: as for `schedule_of`.
     """
     ranks = group.size()
     is_mamba1 = config.groups == 0  # whose channels are heads of one element; its heads have B and C of their own
@@ -98,18 +102,29 @@ def scan_plan(
         groups=max(1, (config.heads if is_mamba1 else config.groups) // tensor_ranks),
     )
     for plan in search(program, Mesh(rank=ranks), fabric, top=ALL):
-        placements = placements_of(plan.schedule)
-        loops = {each.axis for each in placements.values()}
+        loops = {each.axis for each in placements_of(plan.schedule).values()}
         if loops <= {"seq"} or loops == {"heads"}:
-            fewer = Mesh(rank=_largest_divisor(ranks))
-            verify(plan if ranks <= VERIFIED else place(Schedule(program, fewer), **placements).lower())
+            verify(plan_to_verify(plan))
             return plan, loops == {"heads"}
     raise AssertionError("the padded sequence divides over the ranks")
 
 
-def _largest_divisor(ranks: int) -> int:
-    """The largest divisor of `ranks` that is at most VERIFIED."""
-    return max(count for count in range(1, VERIFIED + 1) if ranks % count == 0)
+def plan_to_verify(plan: Plan) -> Plan:
+    """The plan of a scan or, on more than VERIFIED ranks, its placement on 3 to 16, which pass states in the same form."""
+    if plan.mesh.ranks <= VERIFIED:
+        return plan
+    program, placements = plan.program, placements_of(plan.schedule)
+    unit = math.lcm(*(each.divisor("heads") for each in program.operands))  # heads of a group
+    for ranks in FEWER:
+        for groups in (ranks, ranks + 1):  # of heads: they divide over the ranks, or may not
+            smaller = program.resized(seq=2 * ranks, heads=groups * unit)
+            try:
+                fewer = place(Schedule(smaller, Mesh(rank=ranks)), **placements).lower()
+            except Illegal:
+                continue
+            if takes_slices(fewer.digits) == takes_slices(plan.digits):
+                return fewer
+    raise AssertionError("some of these numbers of ranks do not divide the heads of a group")
 
 
 def check_schedule(

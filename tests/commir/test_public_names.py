@@ -1,5 +1,6 @@
 """The public names of commir, as a user calls them. Oracle: torch's attention."""
 
+import pickle
 import subprocess
 import sys
 
@@ -49,6 +50,9 @@ def test_speeds_of_a_measured_fabric():
     levels = commir.search(program, commir.Mesh(gpu=4, speeds={"gpu": (2e-5, 1e10)}))
     assert [plan.hash for plan in pairs] == [plan.hash for plan in levels]
     assert [plan.seconds for plan in pairs] == pytest.approx([plan.seconds for plan in levels], rel=0.05)
+    with pytest.raises(TypeError):
+        levels[0].mesh.speeds["gpu"] = (1.0, 1.0)
+    assert pickle.loads(pickle.dumps(levels[0].mesh)) == levels[0].mesh
     mixed = commir.Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e9), "gpu": fabric()})
     commir.verify(commir.search(program, mixed)[0])
 

@@ -6,9 +6,12 @@ from itertools import product
 import torch
 
 from attention_problems import Problem, exact
+from benchmarks.support.plans import random_inputs
 from commir import Mesh, Schedule, programs
 from commir.ir.program import WHOLE
 from commir.scheduling.placements import Placement, place, streamed_axis
+
+__all__ = ["random_inputs"]
 
 UP_TO_TWELVE = [Mesh(g=ranks) for ranks in range(2, 13)]  # with one level, or with two
 UP_TO_TWELVE += [
@@ -90,17 +93,6 @@ def cases(ranks, causal=True):
         scan(4 * ranks, 2 * ranks),
         scan(4 * ranks, 5),
     ]
-
-
-def random_inputs(program, seed=0):
-    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan decay."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = {
-        operand.name: torch.randn(program.shape(operand), generator=generator, dtype=torch.float64)
-        for operand in program.inputs
-        if not operand.source
-    }
-    return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
 
 
 def placements(program, mesh):

@@ -116,6 +116,20 @@ def a_count_on_one_rank(rank, chosen, inputs):
     execute(plan, plan.shard(inputs, rank), dist.group.WORLD, Count() if rank == 0 else None)
 
 
+def a_gradient_on_one_rank(rank, chosen, inputs):
+    """Of a plan that attention2d computes, whose other ranks would wait in the backward pass."""
+    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    local = {name: x.requires_grad_(name == "v") for name, x in plan.shard(inputs, rank).items()}
+    with torch.set_grad_enabled(rank == 1):
+        execute(plan, local, dist.group.WORLD)
+
+
+def a_gradient_of_another_input(rank, chosen, inputs):
+    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    local = plan.shard(inputs, rank)
+    execute(plan, {name: x.requires_grad_(rank == 1) for name, x in local.items()}, dist.group.WORLD)
+
+
 def another_dtype(rank, chosen, inputs):
     local = chosen[0].shard(inputs, rank)
     execute(chosen[0], {name: x.float() if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
@@ -126,6 +140,8 @@ def another_dtype(rank, chosen, inputs):
     "make, message",
     [
         (a_count_on_one_rank, "rank 1: count is not given; on rank 0: count is given"),
+        (a_gradient_on_one_rank, "rank 1: v needs a gradient; on rank 0: v needs no gradient"),
+        (a_gradient_of_another_input, "rank 1: k needs a gradient; on rank 0: k needs no gradient"),
         (another_plan, "; on rank 0: the plan is "),
         (another_dtype, "rank 1: k is torch.float32; on rank 0: k is torch.float64"),
         (a_wrong_shape, "this rank's block of q has shape"),

@@ -2,8 +2,10 @@
 
 import pytest
 
-from commir import interpret
-from commir.execution.state import Count
+from commir import Placement, Schedule, interpret, place
+from commir.execution.interpreter import Stuck, run_ranks
+from commir.execution.state import Count, Kernels
+from commir.programs.tiles import tile_of
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
 
 MESHES = [(4,), (2, 2), (2, 3), (2, 2, 2)]
@@ -63,3 +65,23 @@ def test_inputs_that_require_gradients():
         outputs = interpret(plan, inputs)
         assert_close(outputs, case.expected)
         assert not any(x.requires_grad for x in outputs.values())
+
+
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_block_that_is_written_into_while_it_is_sent(world, changed):
+    """By a tile, of a ring whose keys are on their way; real ranks would send whatever is there at the time."""
+    plan = place(Schedule(cases(world)[0].program, mesh_of(world)), x=Placement("q", True)).lower()
+    tile = tile_of(plan.program)
+
+    def writing(program, inputs, indices):
+        outputs = tile(program, inputs, indices)
+        inputs["k"].mul_(2 if changed else 1)
+        return outputs
+
+    blocks = plan.shard_all(cases(world)[0].inputs)
+    if changed:
+        with pytest.raises(Stuck, match=r"rank 0 changes a block of shape \(2, .*\) while it is on its way to rank"):
+            run_ranks(plan, blocks, kernels=Kernels(writing))
+    else:
+        assert_close(plan.unshard(run_ranks(plan, blocks, kernels=Kernels(writing))), cases(world)[0].expected)

@@ -10,6 +10,7 @@ from commir import Mesh, Plan, Schedule, programs, verify
 from commir.execution.verifier import Refuted
 from commir.ir.mesh import MeshAxis
 from commir.ir.program import Axis, Operand, Program, Result
+from commir.lowering.steps import KINDS
 from commir.lowering.text import canonical
 from commir.scheduling.placements import Placement, place
 
@@ -117,6 +118,70 @@ def test_primitives_in_another_form_are_refused():
 def test_the_error_names_the_place(path, value, message):
     found = refusal(json.dumps(changed(PLANS[0].to_json(), path, value)))
     assert re.fullmatch("this is no plan, or a damaged one: ValueError: " + message, found), found
+
+
+def another(value):
+    """A value of the same type."""
+    return value + 1 if isinstance(value, int) else {"x": "c"}.get(value, "x")
+
+
+def fields_of(steps):
+    """One path to each field of each kind of step, and to the numbers and names inside of it."""
+    found = {}
+    for path in paths(steps):
+        if len(path) > 2 and not isinstance(at(steps, path), list):
+            found.setdefault((steps[path[0]][0], *path[1:]), path)
+    return found.values()
+
+
+def more_plans():
+    """With travelling partial results, swapped mesh axes, a derived input, scattered and whole results, states in slices."""
+    pairs = Mesh(x=2, y=2)
+    travelling = place(
+        Schedule(programs.attention(1, 4, 2, 16, 4), pairs), x=Placement("kv", True), y=Placement("q", True)
+    )
+    kept = Schedule(programs.attention(1, 4, 4, 16, 4), pairs).shard("q", "heads", "y")
+    backward = Schedule(programs.attention(1, 4, 4, 16, 4, backward=True), Mesh(x=2))
+    whole = place(Schedule(programs.weighted_sum(8, 8), Mesh(x=2)).replicate("c", "x"), x="cols")
+    states = place(Schedule(programs.selective_scan(1, 8, 4), Mesh(x=4)), x="seq")
+    swapped = place(kept, x="heads", y="q")
+    scattered = place(Schedule(programs.matmul_reduce_scatter(8, 8, 8), Mesh(x=2)), x="inner")
+    return [each.lower() for each in (travelling, swapped, place(backward, x="heads"), whole, scattered, states)]
+
+
+def test_the_error_names_the_step_that_was_changed():
+    """Every field of every kind of step, with another value of its type."""
+    kinds = set()
+    for plan in [*PLANS, *more_plans()]:
+        text = plan.to_json()
+        steps = json.loads(text)["steps"]
+        for path in fields_of(steps):
+            number, kind = path[0], steps[path[0]][0]
+            message = refusal(json.dumps(changed(text, ("steps", *path), another(at(steps, path)))))
+            assert message.startswith(f"this plan was changed after it was saved: steps[{number}]: {kind}"), message
+            assert "; this schedule has " in message
+            kinds.add(kind)
+    assert kinds == set(KINDS) - {"Summarize", "PassStates"}  # which have no fields
+
+
+def test_steps_that_are_missing_or_twice_are_named():
+    text = PLANS[0].to_json()
+    steps = json.loads(text)["steps"]
+    (arrive, *_) = (number for number, step in enumerate(steps) if step[0] == "Arrive")
+    for different, message in (
+        (steps[:arrive] + steps[arrive + 1 :], rf"steps\[{arrive}\]: Compute, where this schedule has Arrive of k, v"),
+        (steps[:-1], rf"steps\[{len(steps) - 1}\]: nothing, where this schedule has AllToAll of out, lse"),
+        ([*steps, steps[-1]], rf"steps\[{len(steps)}\]: AllToAll of out, lse, where this schedule has nothing"),
+    ):
+        found = refusal(json.dumps(changed(text, ("steps",), different)))
+        assert re.fullmatch("this plan was changed after it was saved: " + message, found), found
+
+
+def test_a_change_that_leaves_the_steps_as_they_are():
+    """The options of a program, and the sizes of its blocks, do not show in the steps."""
+    text = PLANS[0].to_json()
+    found = refusal(json.dumps(changed(text, ("program", "options", "causal"), False)))
+    assert re.fullmatch("this plan was changed after it was saved: its hash is [0-9a-f]{12}, not [0-9a-f]{12}", found)
 
 
 @pytest.mark.parametrize("text", [None, 5, b"abc", "", "[]", "{}", "NaN", "[" * 100_000, '"a\\nb"'])

@@ -1,18 +1,18 @@
 """What the verifier accepts and rejects. Oracle: interpretation on independent inputs of twice the size."""
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
-import torch
 
 import commir
-from commir import In, Mesh, Out, Schedule, grid, interpret, programs, verify
-from commir.execution.verifier import Refuted, smallest, unscheduled
+from benchmarks.support.plans import changes_outputs, corrupted
+from commir import In, Mesh, Out, Schedule, grid, programs, verify
+from commir.execution.verifier import Refuted, smallest
 from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
 from commir.scheduling.placements import Placement, place
 from commir.searching.search import all_plans
-from loop_programs import UP_TO_TWELVE, cases, mesh_of, plans, random_inputs, with_steps
+from loop_programs import UP_TO_TWELVE, cases, mesh_of, plans, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]
 LARGE = [(12,), (3, 4), (2, 2, 2), (2, 2, 3)]
@@ -56,57 +56,6 @@ def test_every_plan_that_a_search_can_emit_passes(mesh, number):
     assert found
     for plan in found:
         verify(plan)
-
-
-def other_value(value, generator):
-    """A wrong value for a field of a step."""
-    if isinstance(value, int):
-        return value + generator.choice([-1, 1])
-    if isinstance(value, str):
-        return generator.choice([name for name in "xyz" if name != value])
-    if isinstance(value, Place):
-        return generator.choice([replace(value, dim=value.dim + 1), replace(value, outer=value.outer * 2)])
-    if isinstance(value, tuple) and value:
-        index = generator.randrange(len(value))
-        return (*value[:index], other_value(value[index], generator), *value[index + 1 :])
-    return value
-
-
-def corrupted(steps, generator):
-    """Steps with one dropped, repeated, changed in a field, or exchanged with another."""
-    steps = list(steps)
-    index = generator.randrange(len(steps))
-    kind = generator.choice(["drop", "repeat", "change", "change", "change", "exchange"])
-    if kind == "drop":
-        del steps[index]
-    elif kind == "repeat":
-        steps.insert(index, steps[index])
-    elif kind == "change":
-        if names := [field.name for field in fields(steps[index])]:
-            name = generator.choice(names)
-            steps[index] = replace(steps[index], **{name: other_value(getattr(steps[index], name), generator)})
-        else:
-            del steps[index]
-    else:
-        other = generator.randrange(len(steps))
-        steps[index], steps[other] = steps[other], steps[index]
-    return steps
-
-
-def changes_outputs(plan):
-    """Whether the plan fails, or gives other outputs than the unscheduled program, on inputs of twice the size."""
-    double = smallest(plan, whole=8, inner=4)
-    for mask in (True, False):
-        masked = double.with_options(causal=mask) if "causal" in dict(plan.program.options) else double
-        inputs = random_inputs(masked.program, seed=12345)
-        try:
-            found = interpret(masked, inputs)
-        except (RuntimeError, ValueError, KeyError, IndexError):
-            return True
-        expected = unscheduled(masked.program, inputs)
-        if not all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-9) for name in found):
-            return True
-    return False
 
 
 def check_corruptions(chosen, count, seed=0):

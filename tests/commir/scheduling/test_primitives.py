@@ -9,8 +9,9 @@ from chosen import by_default
 from commir import Mesh, Schedule, interpret, programs, verify
 from commir.execution.state import Count
 from commir.execution.verifier import unscheduled
+from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, in_chunks, is_placed, known_as, place
+from commir.scheduling.placements import Placement, in_chunks, is_placed, place
 from loop_programs import assert_close, random_inputs
 
 MESH = Mesh(x=2, y=3)

@@ -72,6 +72,64 @@ def test_the_least_time_of_random_operators(seed):
     assert sum(plan.seconds for plan in found.plans().values()) == pytest.approx(found.seconds)
 
 
+def joined(generator, length):
+    """Products and sums, each of earlier ones: branches part and join, also two of one operator."""
+    operators = [replace(matrix_product("p0", 2, 8, 8, 8, "float64", ""), inputs={})]
+    for number in range(1, length):
+        sources = generator.choices([each.name for each in operators], k=2)
+        if generator.random() < 0.5:
+            operators.append(sum_of(f"s{number}", (2, 8, 8), "float64", *sources))
+        else:
+            operators.append(matrix_product(f"p{number}", 2, 8, 8, 8, "float64", sources[0]))
+    return operators
+
+
+def every_sum(operators, options, mesh):
+    """The time of each combination of options, an array with a dimension for each operator."""
+    relayouts, sums, names = Relayouts(mesh), np.zeros([len(found) for found in options.values()]), list(options)
+
+    def along(costs, *nodes):
+        return costs.reshape([len(options[name]) if name in nodes else 1 for name in names])
+
+    for each in operators:
+        sums = sums + along(np.array([option.seconds for option in options[each.name]]), each.name)
+        for operand, (producer, _) in each.inputs.items():
+            taken = each.program.operand(operand)
+            costs = [
+                [relayouts.seconds(each.program, taken, each.arriving(operand, left.out), right.needs(taken))
+                 for right in options[each.name]]
+                for left in options[producer]
+            ]  # fmt: skip
+            sums = sums + along(np.array(costs), producer, each.name)  # a producer stands before its consumers
+    return sums
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.full) for seed in range(200)]
+)
+def test_the_least_time_of_random_joined_operators(seed):
+    """Three to five operators of two or three placements, against the first of all combinations that can be lowered."""
+    generator = random.Random(seed)
+    sizes = generator.choice([{"gpu": 4}, {"x": 2, "y": 2}])
+    mesh = Mesh(**sizes, speeds={name: (generator.random(), generator.random()) for name in sizes})
+    operators = joined(generator, generator.randint(3, 5))
+    allowed, options = {}, {}
+    for each in operators:
+        placements = list(dict.fromkeys(option.axes for option in options_of(each, mesh, None, None)))
+        allowed[each.name] = generator.sample(placements, min(len(placements), generator.randint(2, 3)))
+        options[each.name] = options_of(each, mesh, None, allowed[each.name])
+    found, sums = search_graph(operators, mesh, allowed=allowed), every_sum(operators, options, mesh)
+    for cheapest in sums.argsort(axis=None):
+        picks = zip(options.items(), np.unravel_index(cheapest, sums.shape), strict=True)
+        chosen = {name: each[pick] for (name, each), pick in picks}
+        if GraphPlan(tuple(operators), mesh, chosen, 0.0, {}).first_illegal() is None:
+            break
+    assert found.seconds == pytest.approx(sums.flat[cheapest], rel=1e-12)
+    taken = tuple(options[name].index(option) for name, option in found.chosen.items())
+    assert sums[taken] == pytest.approx(sums.flat[cheapest], rel=1e-12)  # the same choice, or one as fast
+    found.plans()  # which can be lowered
+
+
 def test_the_least_time_of_operators_with_two_inputs():
     """With random times, against all combinations of a few options, of which some cannot be lowered together."""
     generator, noise, mesh, refused = random.Random(0), np.random.default_rng(0), Mesh(x=2, y=2), 0

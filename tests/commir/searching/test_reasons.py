@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from commir import Mesh, Plan, programs, search
-from commir.scheduling.placements import known_as
+from commir.scheduling.known_schedules import known_as
 from commir.searching.search import TIES, _order
 
 MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]

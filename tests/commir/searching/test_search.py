@@ -12,8 +12,9 @@ import pytest
 from chosen import by_default
 
 from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
+from commir.scheduling.known_schedules import known, known_as, known_schedules
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, known_as, place, placements_of
+from commir.scheduling.placements import Placement, place, placements_of
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from commir.searching.search import all_plans
@@ -91,33 +92,54 @@ def test_fewest_bytes(heads, kv_heads, gpus, name, chunks):
     assert name == known_as(best.schedule).removesuffix(", overlapped")
 
 
-KNOWN = [
-    ("ring", Mesh(gpu=4), dict(gpu="q"), dict(gpu=True)),
-    ("all-gather", Mesh(gpu=4), dict(gpu="q"), {}),
-    ("Ulysses", Mesh(gpu=4), dict(gpu="heads"), {}),
-    ("USP", Mesh(node=2, gpu=2), dict(node="q", gpu="heads"), dict(node=True)),
-    ("double ring", Mesh(node=2, gpu=2), dict(node="q", gpu="q"), dict(node=True, gpu=True)),
-    ("Attention2D", Mesh(cols=2, rows=2), dict(cols="kv", rows="q"), {}),
-    ("Attention2D, overlapped", Mesh(cols=2, rows=2), dict(cols="kv", rows="q"), dict(cols=True, rows=True)),
-    ("3-D", Mesh(cols=2, rows=2, heads=2), dict(cols="kv", rows="q", heads="heads"), {}),
+# For each number of parts of a schedule, a mesh.
+PARTS = {1: Mesh(gpu=4), 2: Mesh(node=2, gpu=2), 3: Mesh(cols=2, rows=2, heads=2)}
+PROGRAMS = [
+    programs.attention(1, 8, 8, 64, 8),
+    programs.decode_attention(1, 8, 8, 64, 8),
+    programs.all_gather_matmul(64, 64, 64),
+    programs.matmul_reduce_scatter(64, 64, 64),
 ]
+KNOWN = [(program, name) for program in PROGRAMS for name in known_schedules(program)]
 
 
-@pytest.mark.parametrize("name, mesh, axes, streamed", KNOWN, ids=[known[0] for known in KNOWN])
-def test_known_schedules_are_candidates(name, mesh, axes, streamed):
-    program = programs.attention(1, 8, 8, 64, 8)
-    expected = {part: Placement(axis, streamed.get(part, False)) for part, axis in axes.items()}
-    schedules = (candidate.schedule(program, mesh) for candidate in candidates(program, mesh))
-    assert [known_as(each) for each in schedules if placements_of(each) == expected] == [name]
+@pytest.mark.parametrize("program, name", KNOWN, ids=lambda each: getattr(each, "name", each))
+def test_known_schedules_are_candidates(program, name):
+    """By name, in every order of the mesh axes that a name may be recognized in; a search considers the same schedule."""
+    parts = known_schedules(program)[name]
+    mesh = PARTS[len(parts)]
+    if program.name == "decode_attention" and ("q" in [each.axis for each in parts] or "overlapped" in name):
+        with pytest.raises(Illegal):  # there is one query
+            known(Schedule(program, mesh), name)
+        return
+    made = known(Schedule(program, mesh), name)
+    assert known_as(made) == name and list(placements_of(made).values()) == list(parts)
+    schedules = [candidate.schedule(program, mesh) for candidate in candidates(program, mesh)]
+    assert [known_as(each) for each in schedules if placements_of(each) == placements_of(made)] == [name]
 
 
-@pytest.mark.parametrize("make, names", [
-    (programs.all_gather_matmul, {"all-gather, then product", "AsyncTP"}),
-    (programs.matmul_reduce_scatter, {"product, then reduce-scatter", "AsyncTP"}),
-])  # fmt: skip
-def test_known_products_are_candidates(make, names):
-    program, mesh = make(64, 64, 64), Mesh(gpu=4)
-    assert names <= {known_as(candidate.schedule(program, mesh)) for candidate in candidates(program, mesh)}
+def test_the_mesh_axes_of_a_known_schedule():
+    program, mesh = programs.attention(1, 8, 8, 64, 8), Mesh(node=2, gpu=2)
+    made = known(Schedule(program, mesh), "USP", "gpu", "node")
+    assert placements_of(made) == {"node": Placement("heads"), "gpu": Placement("q", True)}
+
+
+def test_schedules_that_are_not_known():
+    program, mesh = programs.attention(1, 8, 8, 64, 8), Mesh(gpu=4)
+    with pytest.raises(Illegal, match="known: attention has no known schedule 'tree'; it has ring; double ring; "):
+        known(Schedule(program, mesh), "tree")
+    with pytest.raises(Illegal, match="known: weighted_sum has no known schedule 'ring'; it has none"):
+        known(Schedule(programs.weighted_sum(8, 8), mesh), "ring")
+    with pytest.raises(Illegal, match=r"known: USP has 2 parts \(q, streamed; heads\), and gpu are 1 mesh axes"):
+        known(Schedule(program, mesh), "USP")
+    with pytest.raises(Illegal, match="mesh axis gpu has no placement"):
+        known(Schedule(program, mesh), "ring", "node")
+
+
+def test_a_tree_has_its_queries_whole():
+    """Ordinary attention with blocks of kv gathers its queries, and scatters its outputs."""
+    nest = place(Schedule(programs.attention(1, 8, 8, 64, 8), Mesh(gpu=4)), gpu="kv")
+    assert known_as(nest) == ""
 
 
 def test_decoding_finds_the_tree():

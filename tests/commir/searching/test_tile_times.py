@@ -1,5 +1,7 @@
 """Measured times of tiles, and plans with other speeds. Oracle: the plan's own steps; the times are only bounded below."""
 
+import re
+
 import pytest
 import torch.distributed as dist
 
@@ -71,6 +73,37 @@ def test_ranks_get_the_same_overlap(ranks, world):
     found = ranks(lambda rank: measure_overlap(PROGRAMS[0], dist.group.WORLD), world)
     assert len(set(found)) == 1 and LEAST_OVERLAP <= found[0] <= 1
     assert world > 1 or found == [1.0]
+
+
+def differing(rank, measure, odd, *others):
+    """The message of the error if the last rank measures a tile with other arguments."""
+    try:
+        measure(*(odd if rank == dist.get_world_size() - 1 else (PROGRAMS[0], *others)), dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_measures_something_else(ranks, world):
+    """All ranks get the error, and none waits for the others."""
+    is_other = (
+        "the program is attention_backward in float32: .*; on rank 0: the program is attention in bfloat16: batch 1, "
+    )
+    for odd, message in (
+        ((PROGRAMS[1], 4), is_other),
+        ((PROGRAMS[0], 5), "rank .: ranks is 5; on rank 0: ranks is 4"),
+        ((PROGRAMS[0], 0), "a tile of a plan on 0 ranks"),
+        ((None, 4), "measure_tile takes Program .*, not None"),
+    ):
+        found = ranks(differing, world, measure_tile, odd, 4)
+        assert all(re.search(message, error) for error in found), found
+    for odd, message in ((PROGRAMS[1], is_other), (None, "measure_overlap takes Program .*, not None")):
+        found = ranks(differing, world, measure_overlap, (odd,))
+        assert all(re.search(message, error) for error in found), found
+
+
+def test_no_group_has_nothing_to_overlap():
+    assert measure_overlap(PROGRAMS[0]) == measure_overlap(PROGRAMS[0], None) == 1.0
 
 
 def test_wrong_times_of_a_tile():

@@ -11,8 +11,12 @@ from gradients import assert_near, gradients, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
+from commir import Mesh, Schedule, verify
+from commir.programs import selective_scan
+from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.placements import place
 from megatron_ssm import Config
-from megatron_ssm.models.context import check_schedule, scan_plan
+from megatron_ssm.models.context import check_schedule, plan_to_verify, scan_plan
 from serving import attempt, checkpoint
 from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve
@@ -178,6 +182,24 @@ def test_a_search_takes_the_form_that_sends_less(ranks, world):
         assert sent == (channels if exchanges else states), (family, seq)
         assert exchanges == (channels is not None and channels < states), (family, seq)
     assert {exchanges for exchanges, *_ in results[0].values()} == ({True, False} if world in (2, 4) else {False})
+
+
+@pytest.mark.parametrize("sizes", ({}, {"groups": 2}, {"heads": 5120, "dim": 1}), ids=str)
+@pytest.mark.parametrize("count", (17, 34, 64, 97, 128, 300))
+def test_a_large_plan_is_verified_with_the_same_messages(count, sizes):
+    """As it is, or on at least three ranks, which send what the large number does."""
+    program = selective_scan(1, 2 * count, **{"heads": 2 * count, "dim": 64} | sizes)
+    for axis in ("seq", "heads"):
+        try:
+            plan = place(Schedule(program, Mesh(rank=count)), rank=axis).lower()
+        except Illegal:
+            continue
+        verified = plan_to_verify(plan)
+        assert verified is plan if count <= 64 else verified.mesh.ranks in range(3, 17)
+        kinds = [[type(step) for step in each.steps] for each in (plan, verified)]
+        assert kinds[0] == kinds[1]
+        if count != 64:  # which takes long
+            verify(verified)
 
 
 @pytest.mark.parametrize("world", (2, 4))

@@ -1,0 +1,134 @@
+"""What commir's verifier accepts, rejects, and how long it takes (about 3 min; on one core).
+
+The claims: every plan that a search can emit on up to 12 ranks is right, with errors of at most 1e-13 in float64; every
+corruption of a step that changes an output is rejected; the bytes of a scan do not depend on its length, and are those of
+the formulas; the five best plans of attention on 64 ranks are verified in less than 10 s. Here, a share of the plans on more
+than six ranks is verified; the tests verify all (make test-all).
+"""
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from benchmarks.support.plans import changes_outputs, corrupted, random_inputs
+from benchmarks.support.tables import markdown, publish
+from commir import Mesh, Plan, Program, Schedule, interpret, place, programs, search, verify
+from commir.execution.verifier import Refuted, smallest, unscheduled
+from commir.searching.search import all_plans
+
+RANKS = range(2, 13)
+EVERY = 30  # of the plans on more than six ranks, so many-th is verified
+CORRUPTIONS = 15  # of each program
+LENGTHS = 1_024, 65_536
+
+
+def programs_on(ranks: int) -> dict[str, Program]:
+    """Every program of the library, with sizes that divide over the ranks in each way."""
+    return {
+        "attention": programs.attention(2, 2 * ranks, ranks, 4 * ranks, 4, dtype="float64"),
+        "attention, backward": programs.attention(2, ranks, ranks, 4 * ranks, 4, backward=True, dtype="float64"),
+        "decoding": programs.decode_attention(2, 2 * ranks, ranks, 3 * ranks, 4, dtype="float64"),
+        "all-gather and product": programs.all_gather_matmul(2 * ranks, 3 * ranks, 5 * ranks, "float64"),
+        "product and reduce-scatter": programs.matmul_reduce_scatter(2 * ranks, 3 * ranks, 5 * ranks, "float64"),
+        "weighted sum": programs.weighted_sum(3 * ranks, 2 * ranks, "float64"),
+        "scan, states in slices": programs.selective_scan(2, 4 * ranks, 2 * ranks, 2, 3, "float64"),
+        "scan, states gathered": programs.selective_scan(2, 4 * ranks, 5, 2, 3, "float64"),
+    }
+
+
+def error(plan: Plan) -> float:
+    """The largest error of a plan on random inputs of small sizes, relative to the largest element if that is above 1."""
+    small = smallest(plan, whole=4, inner=2)
+    inputs = random_inputs(small.program, seed=1)
+    found, exact = interpret(small, inputs), unscheduled(small.program, inputs)
+    return max(float((found[name] - x).abs().max() / max(1.0, float(x.abs().max()))) for name, x in exact.items())
+
+
+def plans_row(name: str) -> list[str]:
+    """A row: how many plans of a program are right, and their largest error."""
+    verified, every, worst = 0, 0, 0.0
+    for ranks in RANKS:
+        plans = all_plans(programs_on(ranks)[name], Mesh(gpu=ranks))
+        every += len(plans)
+        for plan in plans if ranks <= 6 else plans[::EVERY]:
+            verify(plan)
+            worst = max(worst, error(plan))
+            verified += 1
+    return [
+        f"plans of {name} on 2 to 12 ranks",
+        f"{verified:,} of {every:,} verified",
+        f"all right; error at most {worst:.0e}",
+    ]
+
+
+def corruptions_row(mesh: Mesh) -> list[str]:
+    """A row: how many corruptions of plans change an output, and how many of those are rejected."""
+    generator, tried, harmful, rejected = random.Random(0), 0, 0, 0
+    for program in programs_on(mesh.ranks).values():
+        plans = all_plans(program, mesh)
+        for _ in range(CORRUPTIONS):
+            plan = generator.choice(plans)
+            wrong = replace(plan, steps=tuple(corrupted(plan.steps, generator)))
+            tried += 1
+            if changes_outputs(wrong):
+                harmful += 1
+                rejected += is_rejected(wrong)
+    return [
+        f"corrupted steps on {mesh!r}",
+        f"{tried} tried, {harmful} change an output",
+        f"{rejected} of these rejected",
+    ]
+
+
+def is_rejected(plan: Plan) -> bool:
+    """Whether the verifier rejects a plan."""
+    try:
+        verify(plan)
+    except Refuted:
+        return True
+    return False
+
+
+def scan_row(ranks: int, heads: int) -> list[str]:
+    """A row: the bytes of passing states in fp32, for two lengths, and by the formula of docs/concepts/passing-states.md."""
+    dim, state = 64, 128
+    sent = [
+        place(Schedule(programs.selective_scan(1, seq, heads, dim, state), Mesh(gpu=ranks)), gpu="seq").lower()
+        for seq in LENGTHS
+    ]
+    s, d = heads * dim * state, heads
+    is_sliced = ranks > 2 and heads % ranks == 0
+    formula = 4 * ((ranks - 1) * (4 * s + 2 * d) // ranks if is_sliced else 2 * (ranks - 1) * (s + d))
+    form = "slices" if is_sliced else "gathered"
+    first, last = (plan.bytes_per_rank for plan in sent)
+    same = "the same, and the formula's" if first == last == formula else f"{last:,}, and by the formula {formula:,}"
+    lengths = " and ".join(f"{length:,}" for length in LENGTHS)
+    return [f"bytes of a scan of {heads} heads on {ranks} ranks ({form}), {lengths} tokens", f"{first:,}", same]
+
+
+def time_row() -> list[str]:
+    """A row: the time to verify the five best plans of attention on 64 ranks."""
+    best = search(programs.attention(1, 32, 8, 2**20, 128, dtype="bfloat16"), Mesh(gpu=64), top=5)
+    start = time.perf_counter()
+    for plan in best:
+        verify(plan)
+    return [
+        "the five best plans of attention, 32/8 heads, on 64 ranks",
+        f"{len(best)} verified",
+        f"{time.perf_counter() - start:.1f} s",
+    ]
+
+
+def main() -> None:
+    """Verify, and publish the table."""
+    torch.set_num_threads(1)
+    rows = [plans_row(name) for name in programs_on(2)]
+    rows += [corruptions_row(mesh) for mesh in (Mesh(x=4), Mesh(x=2, y=2))]
+    rows += [scan_row(ranks, heads) for ranks, heads in ((2, 80), (8, 80), (64, 80))]
+    publish("verification", markdown(["what", "number", "result"], [*rows, time_row()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The known schedules of attention and of matrix products: the loop of each mesh axis, and what travels in a ring."""
+
+from typing import TypeVar
+
+from commir.ir.checks import check_type
+from commir.ir.program import Program
+from commir.programs.attention_programs import ATTENTION_TILES
+from commir.programs.linear_programs import MATMUL
+
+from .loop_nest import Illegal, LoopNest
+from .placements import Placement, place, placements_of
+
+Nest = TypeVar("Nest", bound=LoopNest)
+Placements = tuple[Placement, ...]
+
+# In a ring, keys and values travel where the ranks of an axis have blocks of q, and queries and outputs where they have kv.
+Q, KV, HEADS = (Placement(axis) for axis in ("q", "kv", "heads"))
+Q_IN_RING, KV_IN_RING = Placement("q", True), Placement("kv", True)
+
+# {schedule of attention: the placements of its mesh axes}
+ATTENTION: dict[str, Placements] = {
+    "ring": (Q_IN_RING,),
+    "double ring": (Q_IN_RING, Q_IN_RING),
+    "all-gather": (Q,),
+    "Ulysses": (HEADS,),
+    "USP": (Q_IN_RING, HEADS),
+    "tree": (KV,),  # of decoding, whose few queries every rank has
+    "Attention2D": (KV, Q),
+    "Attention2D, overlapped": (KV_IN_RING, Q_IN_RING),
+    "3-D": (KV, Q, HEADS),
+    "3-D, overlapped": (KV_IN_RING, Q_IN_RING, HEADS),
+}
+# {matrix product: {schedule: the placement of its mesh axis}}
+PRODUCTS: dict[str, dict[str, Placements]] = {
+    "all_gather_matmul": {
+        "all-gather, then product": (Placement("cols"),),
+        "AsyncTP": (Placement("cols", True),),
+    },
+    "matmul_reduce_scatter": {
+        "product, then reduce-scatter": (Placement("inner"),),
+        "AsyncTP": (Placement("inner", True),),
+    },
+}
+
+
+def known_schedules(program: Program) -> dict[str, Placements]:
+    """{name: the placement of each of its mesh axes} of the known schedules of a program; of your own operators, none."""
+    check_type("known_schedules", program, Program)
+    if program.name in PRODUCTS and program.tile == MATMUL:
+        return dict(PRODUCTS[program.name])
+    if program.tile not in ATTENTION_TILES:
+        return {}
+    return {name: each for name, each in ATTENTION.items() if name != "tree" or program.operand("q").home is None}
+
+
+def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
+    """`nest`, an untransformed schedule, as the known schedule `name`: `known(Schedule(program, mesh), "USP")`.
+
+    mesh_axes: which axis of the mesh has each of its parts, in the order of `known_schedules`; by default the axes of the
+    mesh, outermost first. Illegal: the program has no such schedule, it has another number of parts than the mesh has axes,
+    or as in `place`.
+    """
+    check_type("known", nest, LoopNest)
+    schedules = known_schedules(nest.program)
+    if name not in schedules:
+        others = "; ".join(schedules) or "none"
+        raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {others}")
+    parts, names = schedules[name], mesh_axes or nest.mesh.names
+    if len(names) != len(parts):
+        loops = "; ".join(map(str, parts))
+        raise Illegal(
+            f"known: {name} has {len(parts)} parts ({loops}), and {', '.join(names)} are {len(names)} mesh axes"
+        )
+    return place(nest, **dict(zip(names, parts, strict=True)))
+
+
+def known_as(nest: LoopNest) -> str:
+    """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none."""
+    chosen, program = list(placements_of(nest).values()), nest.program
+    if program.name in PRODUCTS and program.tile == MATMUL:
+        name = _name_of_product(program.name, chosen)
+    else:
+        name = _name_of_attention(nest, chosen) if program.tile in ATTENTION_TILES else ""
+    return name + ", in chunks" if name and nest.chunked else name
+
+
+def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:
+    axes = tuple(dict.fromkeys(each.axis for each in chosen))
+    streamed = {each.is_streamed for each in chosen if each.axis != "heads"}  # of the axes that can travel in rings
+    if axes == ("heads",):
+        return "Ulysses"
+    if len(streamed) != 1:
+        return ""
+    if axes == ("kv",) and streamed == {False} and not nest.home("q"):
+        return "tree"
+    if axes == ("q",):
+        rings = "ring" if len(chosen) == 1 else "double ring"
+        return rings if True in streamed else "all-gather"
+    if axes == ("q", "heads") and True in streamed:
+        return "USP"
+    if set(axes[:2]) == {"q", "kv"} and axes[2:] in ((), ("heads",)):
+        return ("3-D" if axes[2:] else "Attention2D") + ", overlapped" * (True in streamed)
+    return ""
+
+
+def _name_of_product(program: str, chosen: list[Placement]) -> str:
+    """A product without a ring may be divided over several mesh axes."""
+    for name, (part,) in PRODUCTS[program].items():
+        if chosen == [part] or (not part.is_streamed and set(chosen) == {part}):
+            return name
+    return ""
