@@ -1,4 +1,4 @@
-"""The HTTP server under load, against llama.cpp's servers and transformers, at the 130m shape on two cores (about 20 min).
+"""The HTTP server under load, against llama.cpp's servers and transformers, at the 130m shape on two cores (about 30 min).
 
 The claims, with two threads or two ranks: 8 clients at a time get at least 1.2x the new tokens a second of llama.cpp's
 server of llama-cpp-python at the same format, and the 95th percentile of the time to the first token is no longer. Mamba-2
@@ -10,6 +10,8 @@ Lengths of prompts and replies are drawn from the percentiles of the conversatio
 - 8 clients that each make the next request when they have the reply. The servers take turns, with the same requests.
 - Requests at random times (a Poisson process) at RATE a second, whatever becomes of them. A request meets the objective if
   its first token comes within FIRST_S seconds and the others take EACH_S seconds on average.
+
+Numbers are medians of ROUNDS rounds, with the least and the most of them.
 
 llama.cpp's own program `llama-server`, which llama-cpp-python does not contain, takes part if it is on the PATH.
 transformers has no server for this: it generates requests of the first part as one batch of 8. Formats on the command line
@@ -32,7 +34,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.support.served import Run, Work, closed_loop, open_loop, our_server, started, texts
-from benchmarks.support.shapes import random_model
+from benchmarks.support.shapes import processor, random_model
 from benchmarks.support.tables import markdown, print_or_publish
 
 SHAPE, CLIENTS, THREADS, LONGEST = "Mamba-2 130m", 8, 2, 1024
@@ -41,8 +43,8 @@ LEVELS = (0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99)
 PROMPTS = (181, 207, 396, 1020, 1189, 2734, 4083, 4142)
 REPLIES = (41, 54, 85, 129, 395, 424, 451, 601)
 SCALE = 8
-ROUNDS, OF_A_ROUND = 3, 16  # of the first part
-REQUESTS, RATE = 30, 1.0  # of the second
+ROUNDS, OF_A_ROUND = 3, 16  # the latter of the first part
+REQUESTS, RATE = 30, 1.0  # of a round of the second
 FIRST_S, EACH_S = 2.0, 0.2
 OURS = {"fp32": ("--dtype", "float32"), "bf16": ("--dtype", "bfloat16"), "int8": ("--weights", "int8")}
 THEIRS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0"}
@@ -113,8 +115,8 @@ def compare_replies(urls: dict[str, str]) -> None:
         raise ValueError(f"the servers' replies differ: {replies}")
 
 
-def measured(format: str, directory: Path) -> tuple[dict[str, list[Run]], dict[str, Run]]:
-    """The runs of both parts by the names of the servers."""
+def measured(format: str, directory: Path) -> tuple[dict[str, list[Run]], dict[str, list[Run]]]:
+    """The rounds of both parts by the names of the servers."""
     with ExitStack() as stack:
         urls = {}
         for server in servers(format, directory):
@@ -123,12 +125,16 @@ def measured(format: str, directory: Path) -> tuple[dict[str, list[Run]], dict[s
         if format == "fp32":
             compare_replies(urls)
         closed: dict[str, list[Run]] = {name: [] for name in urls}
+        opened: dict[str, list[Run]] = {name: [] for name in urls}
         for url in urls.values():
             closed_loop(url, requests(CLIENTS, 10**6), CLIENTS)  # not counted
         for seed in range(ROUNDS):
             for name, url in urls.items():
                 closed[name].append(closed_loop(url, requests(OF_A_ROUND, seed), CLIENTS))
-        return closed, {name: open_loop(url, requests(REQUESTS, 7), RATE) for name, url in urls.items()}
+        for seed in range(ROUNDS):
+            for name, url in urls.items():
+                opened[name].append(open_loop(url, requests(REQUESTS, 7 + seed), RATE))
+        return closed, opened
 
 
 def batched(model: Any) -> float:
@@ -152,22 +158,27 @@ def continuous_error(model: Any) -> str:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
-def closed_row(format: str, name: str, runs: list[Run], peer: list[Run] | None) -> list[str]:
-    """A row of the first table. peer: the runs of llama-cpp-python's server."""
-    speeds = [run.throughput for run in runs]
-    pooled = Run([timing for run in runs for timing in run.timings], sum(run.seconds for run in runs))
-    middle = statistics.median(speeds)
-    ratio = f"{middle / statistics.median(run.throughput for run in peer):.2f}x" if peer else ""
-    first = " / ".join(f"{value:.2f}" for value in pooled.percentiles("first")[:2])
-    each = " / ".join(f"{1000 * value:.0f}" for value in pooled.percentiles("each")[:2])
-    return [format, name, f"{middle:.0f} ({min(speeds):.0f}-{max(speeds):.0f})", ratio, first, each]
+def row(format: str, name: str, runs: list[Run], peer: list[Run] | None, count: int) -> list[str]:
+    """A row of a table, without the goodput. Each number is the median of the rounds, with the least and the most of them.
+
+    peer: the rounds of llama-cpp-python's server. count: how many of the percentiles are shown.
+    """
+    cells = [spread([run.throughput for run in runs])]
+    if peer is not None:
+        ratios = [run.throughput / theirs.throughput for run, theirs in zip(runs, peer, strict=True)]
+        cells.append(spread(ratios, 2, "x"))
+    for field, scale, digits in (("first", 1, 2), ("each", 1000, 0)):
+        rounds = [run.percentiles(field)[:count] for run in runs]
+        cells.append(
+            " / ".join(spread([scale * value for value in level], digits) for level in zip(*rounds, strict=True))
+        )
+    return [format, name, *cells]
 
 
-def open_row(format: str, name: str, run: Run) -> list[str]:
-    """A row of the second table."""
-    first = " / ".join(f"{value:.2f}" for value in run.percentiles("first"))
-    each = " / ".join(f"{1000 * value:.0f}" for value in run.percentiles("each"))
-    return [format, name, f"{run.throughput:.0f}", first, each, f"{run.goodput(FIRST_S, EACH_S):.2f}"]
+def spread(values: Sequence[float], digits: int = 0, unit: str = "") -> str:
+    """The median of some values, with the least and the most."""
+    least, middle, most = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle}{unit} ({least}-{most})"
 
 
 @torch.no_grad()
@@ -181,15 +192,18 @@ def main() -> None:
         model = write_files(directory)
         for format in sys.argv[1:] or THEIRS:
             closed, opened = measured(format, directory)
-            peer = next((runs for name, runs in closed.items() if "python" in name), None)
-            closed_rows += [closed_row(format, name, runs, peer) for name, runs in closed.items()]
-            open_rows += [open_row(format, name, run) for name, run in opened.items()]
+            peer = next(runs for name, runs in closed.items() if "python" in name)
+            closed_rows += [row(format, name, runs, peer, 2) for name, runs in closed.items()]
+            for name, runs in opened.items():
+                goodput = spread([run.goodput(FIRST_S, EACH_S) for run in runs], 2)
+                open_rows.append([*row(format, name, runs, None, 3), goodput])
         closed_rows.append(["fp32", "transformers, a batch of 8", f"{batched(model):.0f}", "", "", ""])
         why = continuous_error(model) or "it works"
         closed_rows.append(["fp32", "transformers, continuous batching", why, "", "", ""])
-    header = ["weights", "server", "new tokens/s", "ratio", "first token p50 / p95, s", "each p50 / p95, ms"]
+    weights = f"weights, on {processor()}"
+    header = [weights, "server", "new tokens/s", "ratio", "first token p50 / p95, s", "each p50 / p95, ms"]
     print_or_publish("clients", markdown(header, closed_rows))
-    header = ["weights", "server", "new tokens/s", "first token p50 / p95 / p99, s", "each p50 / p95 / p99, ms",
+    header = [weights, "server", "new tokens/s", "first token p50 / p95 / p99, s", "each p50 / p95 / p99, ms",
               "requests/s within the objective"]  # fmt: skip
     print_or_publish("load", markdown(header, open_rows))
 

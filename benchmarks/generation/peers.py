@@ -26,10 +26,8 @@ import torch.distributed as dist
 
 import megatron_ssm
 from benchmarks.support.pair import launch, meet
-from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.support.shapes import SHAPES, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
-from megatron_ssm.diagnostics.doctor import cpu_model
-from megatron_ssm.native.products import has_integer_products, has_tile_products
 from megatron_ssm.ops.huge_pages import HugePages
 
 NEW, PROMPTS, REPETITIONS = 16, {256: 10, 1024: 4}, 10  # decoded tokens; {length of a prompt: repetitions}
@@ -188,8 +186,7 @@ def main() -> None:
                 rows.append(row_of_ranks(shape, Path(temporary), models))
         print(markdown(["", "", "", *models, ""], rows), flush=True)
         del models
-    where = cpu_model() + (", AMX" if has_tile_products() else ", VNNI" if has_integer_products() else "")
-    header = [where, "threads", "ours / llama.cpp", *TITLES.values(), "spread"]
+    header = [processor(), "threads", "ours / llama.cpp", *TITLES.values(), "spread"]
     print(f"llama-cpp-python {version('llama-cpp-python')}")
     print_or_publish("peers", markdown(header, rows))
 

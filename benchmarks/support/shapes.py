@@ -1,4 +1,4 @@
-"""Shapes of models: of 130m parameters, to be saved with random weights, and of published checkpoints."""
+"""Shapes of models: of 130m parameters, to be saved with random weights, and of published checkpoints. The processor."""
 
 import os
 from pathlib import Path
@@ -14,6 +14,9 @@ from transformers import (
     ZambaConfig,
 )
 from transformers.utils import logging
+
+from megatron_ssm.diagnostics.doctor import cpu_model
+from megatron_ssm.native.products import has_integer_products, has_tile_products
 
 PROMPT = 256
 SHAPES = {
@@ -53,3 +56,8 @@ def random_model(shape: str, directory: str | Path) -> PreTrainedModel:
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return model
+
+
+def processor() -> str:
+    """The name of the processor, and the instructions for products of matrices that the kernels use on it."""
+    return cpu_model() + (", AMX" if has_tile_products() else ", VNNI" if has_integer_products() else "")

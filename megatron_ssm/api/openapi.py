@@ -23,7 +23,9 @@ ERROR = {
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
     "401": "There is no valid API key.",
+    "403": "The header Host names a host that is not allowed.",
     "404": "There is no such model.",
+    "408": "The body has not arrived in time.",
     "413": "The body is too large.",
     "429": "Too many requests are waiting; Retry-After says when to try again.",
     "503": "The server is shutting down, or has lost a rank.",

@@ -65,9 +65,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--token-budget", type=int, default=512, metavar="N",
                        help="tokens that a step reads, of all requests (default: 512)")  # fmt: skip
     serve.add_argument("--speculate", type=int, default=0, metavar="N",
-                       help="propose up to N tokens by what followed the same words before (default: 0)")  # fmt: skip
+                       help="propose up to N tokens by what followed the same words (default: 0)")  # fmt: skip
+    serve.add_argument("--draft", metavar="DIR",
+                       help="a small model with the same vocabulary that proposes them (default: up to 4)")  # fmt: skip
     serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")
     serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
+    serve.add_argument("--max-connections", type=int, default=512, metavar="N", help="then 503 (default: 512)")
+    serve.add_argument("--arrival-timeout", type=float, default=60, metavar="S",
+                       help="for the headers of a request to arrive, and again for its body (default: 60)")  # fmt: skip
+    serve.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
+                       help="a host that requests may name besides localhost; repeatable")  # fmt: skip
     serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",
                        help="memory of each rank for the states of prompts; 0: no prefix cache (default: 1)")  # fmt: skip
     serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")
@@ -175,6 +182,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     least = dict(
         tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
         drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
+        max_connections=1, arrival_timeout=1,
     )  # fmt: skip
     for name, bound in least.items():
         limit, shown = (2**16, "65536") if name == "port" else (2**31, "2^31")
@@ -182,7 +190,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
             parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below {shown}")
     tensor = arguments.tp or 1
     if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
-        code = run("megatron_ssm serve", lambda: read_for_ranks(arguments.model, tensor))
+        models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
+        code = run("megatron_ssm serve", lambda: [read_for_ranks(directory, tensor) for directory in models])
         return code or run_local_ranks(argv, tensor, passes_signals=True)
     leave_on_interrupt()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs

@@ -24,7 +24,7 @@ from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, log_probabilities
 from .slot import Slot
-from .speculation import SpeculativeDecoder
+from .speculation import SpeculativeDecoder, check_draft
 
 DRAFTED = 4  # tokens that a draft model proposes at most, unless the engine is told another number
 
@@ -44,7 +44,8 @@ class Engine:
 
     speculate: speculative decoding (see the module `speculation`) with up to so many proposed tokens, which are what
     followed earlier in the request's own tokens; 0: off. draft: a small model, split over the same ranks, that proposes them
-    instead (up to DRAFTED if speculate is 0). A step then gives a request one or more tokens, the same as without.
+    instead (up to DRAFTED if speculate is 0). A step then gives a request one or more tokens, the same as without. The
+    draft reads prompts in chunks, too, each step at most as many tokens as `chunk` and `token_budget` allow the model.
 
     The rounding of a matrix product may depend on the size of the batch. So a request's tokens are those of its solo run
     except where two logits are within rounding of each other. ValueError for an option that is out of range.
@@ -67,13 +68,13 @@ class Engine:
             token_budget=token_budget, speculate=speculate,
         )  # fmt: skip
         _check_options(self._options)
-        _check_draft(model, speculate, draft)
+        check_draft(model, speculate, draft)
         if draft is not None:
             self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
         speculate = DRAFTED if draft is not None and not speculate else speculate
         self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
         self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
-        self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft)
+        self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
         self.prefix_cache = PrefixCache(prefix_bytes)
         self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
@@ -86,6 +87,16 @@ class Engine:
     def prefilled_tokens(self) -> int:
         """How many tokens of prompts the model has read."""
         return self._prompts.tokens_read
+
+    @property
+    def speculated(self) -> tuple[int, int]:
+        """How many tokens were proposed by speculative decoding, and how many requests got by that beyond one a step."""
+        return self._decoder.proposed, self._decoder.accepted
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes this rank has sent for the model and the draft model."""
+        return self.model.ranks.counter.sent + self._decoder.bytes_of_draft
 
     @property
     def is_busy(self) -> bool:
@@ -334,17 +345,3 @@ def _check_options(options: dict) -> None:
     budget, slots = options["token_budget"], options["slots"]
     if budget is not None and budget <= slots:
         raise ValueError(f"token_budget={budget} must be more than slots={slots}: each slot reads at least one token")
-
-
-def _check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:
-    """ValueError if there cannot be speculative decoding with these models."""
-    if (speculate or draft is not None) and model.num_ranks > model.ranks.size:
-        raise ValueError("speculative decoding is not supported on context ranks")
-    if draft is None:
-        return
-    if draft.config.vocab_size != model.config.vocab_size:
-        vocabularies = f"a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}"
-        raise ValueError(f"the draft model has {vocabularies}: they must be equal")
-    if draft.num_ranks != model.num_ranks or draft.device != model.device:
-        places = f"{draft.num_ranks} ranks on {draft.device}, the model over {model.num_ranks} on {model.device}"
-        raise ValueError(f"the draft model is split over {places}: they must be equal")

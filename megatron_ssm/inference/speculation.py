@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from megatron_ssm.configs.config import Config
 from megatron_ssm.layers.cache import Cache
 from megatron_ssm.native.products import has_tile_products
 
 from .language_model import LanguageModel
+from .prompt_reader import fair_shares
 from .request import Request
 from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
@@ -126,17 +128,25 @@ class SpeculativeDecoder:
     """Reads the last token of each request that is decoding, with proposals where that is expected to take less time.
 
     model, cache: the engine's. longest: the most tokens that are proposed for a request at once; 0: none, ever. draft: a
-    model with the same vocabulary and ranks that proposes them; None: prompt lookup.
+    model with the same vocabulary and ranks that proposes them; None: prompt lookup. chunk: the engine's, for the draft.
 
     All decisions follow from the tokens and from times that the ranks have agreed on, so all ranks make the same.
     """
 
-    def __init__(self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None):
+    def __init__(
+        self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None, chunk: int | None
+    ):
         self._model, self._cache, self._longest = model, cache, longest
-        self._draft = None if draft is None else Draft(draft, len(cache.lengths))
+        self._draft = None if draft is None else Draft(draft, len(cache.lengths), chunk)
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
+        self.proposed, self.accepted = 0, 0  # tokens, of all requests so far
+
+    @property
+    def bytes_of_draft(self) -> int:
+        """How many bytes this rank has sent for the draft model."""
+        return 0 if self._draft is None else self._draft.model.ranks.counter.sent
 
     @cached_property
     def _times(self) -> tuple[float, ...]:
@@ -173,6 +183,8 @@ class SpeculativeDecoder:
         call, self._call = self._call, None
         new = [len(slot.request.tokens) - before for slot, before in zip(call.slots, call.before, strict=True)]
         call.rows.accept(new)
+        self.proposed += sum(call.proposed)
+        self.accepted += sum(new) - len(new)
         for slot, count, proposed in zip(call.slots, new, call.proposed, strict=True):
             is_finished = slot.request.finished is not None  # then no proposal was refused
             self._history(slot).learn(count - 1 if is_finished else proposed, count - 1)
@@ -184,8 +196,7 @@ class SpeculativeDecoder:
         histories = [self._history(slot) for slot in slots]
         limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
         if self._draft is not None:
-            count = self._best_count(histories, limits)
-            found = self._draft.propose(slots, count) if count else [[] for _ in slots]
+            count, found = self._propose_by_draft(self._draft, slots, limits, room)
         else:
             found = [history.lookup(limit) if limit else [] for history, limit in zip(histories, limits, strict=True)]
             count = self._best_count(histories, list(map(len, found)))
@@ -194,6 +205,22 @@ class SpeculativeDecoder:
             for history in histories:
                 history.forget()
         return proposals
+
+    def _propose_by_draft(
+        self, draft: "Draft", slots: Sequence[Slot], limits: Sequence[int], room: int | None
+    ) -> tuple[int, list[list[int]]]:
+        """How many tokens to propose for each slot, and the draft's for those whose requests it has read; [] for the others.
+
+        limits: the most for each slot. The draft reads prompts only while proposals are worth their time, and in each step
+        at most `room` tokens of them.
+        """
+        histories = [self._history(slot) for slot in slots]
+        if not self._best_count(histories, limits):
+            return 0, [[] for _ in slots]
+        ready = draft.read(slots, room)
+        count = self._best_count(histories, [n if s in ready else 0 for s, n in zip(slots, limits, strict=True)])
+        found = dict(zip(ready, draft.propose(ready, count), strict=True)) if count else {}
+        return count, [found.get(slot, []) for slot in slots]
 
     def _history(self, slot: Slot) -> History:
         if slot not in self._histories:
@@ -224,17 +251,44 @@ class Draft:
     """A small model that proposes tokens by greedy search.
 
     Its cache has two rows for each slot of the engine: the first has read what the request has, and the second, a copy of
-    the first, reads what is proposed.
+    the first, reads what is proposed. chunk: how many tokens of a request it reads in one call (None: any number).
     """
 
-    def __init__(self, model: LanguageModel, slots: int):
-        self._model, self._slots = model, slots
+    def __init__(self, model: LanguageModel, slots: int, chunk: int | None):
+        self.model, self._slots, self._chunk = model, slots, chunk
         self._cache = model.new_cache(2 * slots)
         self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
 
+    def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
+        """Read on in the requests that have much unread, such as their prompts; returns the slots that then have not.
+
+        budget: how many tokens of all of them together, at least one per slot (None: any number). Calls the draft once for
+        each slot that reads.
+        """
+        for slot in slots:
+            if slot not in self._tokens_read:
+                self._cache.reset(slot.row)
+                self._tokens_read[slot] = 0
+        wanted = {slot: min(left, self._chunk or left) for slot in slots if (left := self._behind(slot)) > 0}
+        for slot, count in fair_shares(wanted, budget).items():
+            start = self._tokens_read[slot]
+            ids = torch.tensor([_tokens(slot, start)[:count]], device=self.model.device)
+            self.model.next_logits(ids, None, self._cache.select([slot.row]), prompt=True)
+            self._tokens_read[slot] = start + count
+        return [slot for slot in slots if self._behind(slot) <= 0]
+
+    def _behind(self, slot: Slot) -> int:
+        """How many tokens must be read before `propose`, which reads the others: at least one, and at most CALLS[-1]."""
+        request, read = slot.request, self._tokens_read[slot]
+        behind = len(request.prompt) + len(request.tokens) - read
+        return max(len(request.prompt) - read, behind - CALLS[-1])
+
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
-        """`count` tokens for each slot, the same on all ranks. Sends what the calls of the draft and the choices send."""
-        model, cache, columns = self._model, self._cache, []
+        """`count` tokens for each slot that `read` has returned, the same on all ranks.
+
+        Sends what the calls of the draft and the choices send.
+        """
+        model, cache, columns = self.model, self._cache, []
         local = self._catch_up(slots)
         for slot in slots if count > 1 else ():
             cache.fork(slot.row, self._slots + slot.row)
@@ -247,23 +301,22 @@ class Draft:
 
     def _catch_up(self, slots: Sequence[Slot]) -> torch.Tensor:
         """Read what each request has got since; this rank's logits after its last token, (batch, width)."""
-        model, cache = self._model, self._cache
-        for slot in slots:
-            if slot not in self._tokens_read:
-                cache.reset(slot.row)
-                ids = torch.tensor([slot.request.prompt], device=model.device)
-                model.next_logits(ids, None, cache.select([slot.row]), prompt=True)
-                self._tokens_read[slot] = 0
-        unread = [slot.request.tokens[self._tokens_read[slot] :] for slot in slots]
+        unread = [_tokens(slot, self._tokens_read[slot]) for slot in slots]
         counts = list(map(len, unread))
-        most = next((tokens for tokens in CALLS if tokens >= max(counts)), max(counts))
-        ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=model.device)
-        rows = cache.select(slot.row for slot in slots)
-        local = model.speculative_logits(ids, rows)
+        most = next(tokens for tokens in CALLS if tokens >= max(counts))
+        ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=self.model.device)
+        rows = self._cache.select(slot.row for slot in slots)
+        local = self.model.speculative_logits(ids, rows)
         rows.accept(counts)
-        for slot in slots:
-            self._tokens_read[slot] = len(slot.request.tokens)
+        for slot, new in zip(slots, counts, strict=True):
+            self._tokens_read[slot] += new
         return local[torch.arange(len(slots)), torch.tensor(counts) - 1]
+
+
+def _tokens(slot: Slot, start: int) -> list[int]:
+    """The tokens of a request, of its prompt and new ones, from `start` on."""
+    prompt, tokens = slot.request.prompt, slot.request.tokens
+    return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]]
 
 
 def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
@@ -273,3 +326,22 @@ def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
         for config in (draft.config, model.config)
     ]
     return sizes[0] / sizes[1]
+
+
+def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:
+    """ValueError if there cannot be speculative decoding with these models."""
+    if (speculate or draft is not None) and model.num_ranks > model.ranks.size:
+        raise ValueError("speculative decoding is not supported on context ranks")
+    if draft is None:
+        return
+    check_vocabularies(draft.config, model.config)
+    if draft.num_ranks != model.num_ranks or draft.device != model.device:
+        places = f"{draft.num_ranks} ranks on {draft.device}, the model over {model.num_ranks} on {model.device}"
+        raise ValueError(f"the draft model is split over {places}: they must be equal")
+
+
+def check_vocabularies(draft: Config, model: Config) -> None:
+    """ValueError if the vocabularies of both models have different sizes."""
+    if draft.vocab_size != model.vocab_size:
+        vocabularies = f"a vocabulary of {draft.vocab_size}, the model one of {model.vocab_size}"
+        raise ValueError(f"the draft model has {vocabularies}: they must be equal")

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,14 +18,18 @@ from megatron_ssm.api.openapi import description
 from megatron_ssm.api.parameters import BY_ENDPOINT
 
 from .endpoint import Endpoint
+from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
 from .page import read_page
 from .service import Service
 
 
-def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> ASGIApp:
-    """The ASGI application. Paths under /v1 need an API key, if there are keys; the others do not."""
+def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
+    """The ASGI application.
+
+    Paths under /v1 need an API key, if there are keys; the others do not. hosts: those that requests may name.
+    """
     html, page_headers = read_page()
 
     async def page(request: Request) -> Response:
@@ -63,7 +68,22 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics) -> 
     for name in BY_ENDPOINT:
         routes.append(Route(f"/v1/{name}", Endpoint(name, service, served, keys, metrics), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
-    return _Counted(Starlette(routes=routes, exception_handlers=handlers), metrics, {route.path for route in routes})
+    app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
+    return _Counted(app, metrics, {route.path for route in routes})
+
+
+class _Guarded:
+    """Refuses requests that name a host that is not allowed, whatever their path is."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._hosts.check(Headers(scope=scope).get("host"))
+        except ApiError as error:
+            return await _json(error.body, error.status)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class _Counted:

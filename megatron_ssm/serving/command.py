@@ -1,17 +1,18 @@
 """The command `megatron-ssm serve`, on every rank."""
 
 import hashlib
-import ipaddress
 import logging
 import signal
 import socket
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 
 from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
@@ -20,6 +21,7 @@ from megatron_ssm.checkpoints.hf import load
 from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
@@ -27,6 +29,7 @@ from sparsefusion.foundation.command_line import Printer
 
 from .channel import Channel
 from .driver import follow
+from .hosts import Hosts, is_loopback
 from .keys import Keys
 from .lifecycle import run_server
 from .service import Limits, Service
@@ -55,12 +58,16 @@ def serve(arguments: Namespace) -> None:
         inputs = run_and_compare(
             lambda: _Inputs.read(arguments, ranks, rank), lambda read: read.fingerprint, [group], device_of_rank(device)
         )
-        model = load(arguments.model, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
-                     weights=arguments.weights)  # fmt: skip
+        models = [
+            load(directory, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
+                 weights=arguments.weights)
+            for directory in (arguments.model, arguments.draft) if directory is not None
+        ]  # fmt: skip
         # run_local_ranks has made the folder, for its ranks only.
         folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
-        with watched(arguments.lost_rank_timeout, folder) as watch, model:
-            engine = Engine(model, **inputs.engine)
+        with watched(arguments.lost_rank_timeout, folder) as watch, ExitStack() as stack:
+            model, *drafts = map(stack.enter_context, models)
+            engine = Engine(model, **inputs.engine, draft=drafts[0] if drafts else None)
             channel = Channel(model.ranks)
             if rank:
                 _leave_signals_to_rank_0()
@@ -81,6 +88,7 @@ class _Inputs:
 
     served: Served
     keys: Keys
+    hosts: Hosts
     listener: socket.socket | None
     engine: dict[str, Any]
     fingerprint: tuple
@@ -91,15 +99,17 @@ class _Inputs:
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks)
         served = _served(arguments, directory, config)
+        draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         listener = bind(arguments.host, arguments.port) if is_first else None
+        hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
             prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
         )  # fmt: skip
-        return cls(served, keys, listener, engine, (config, checksum, engine))
+        return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
 def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
@@ -112,14 +122,27 @@ def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
     )  # fmt: skip
 
 
+def _draft(directory: str, ranks: int, model: Config, tokenizer: Tokenizer) -> Config:
+    """The configuration of the draft model; ValueError or FileNotFoundError if it cannot propose tokens for the model.
+
+    A directory without tokenizer.json is taken to have the model's tokenizer.
+    """
+    draft = read_for_ranks(directory, ranks)
+    check_vocabularies(draft, model)
+    if (Path(directory) / "tokenizer.json").exists() and load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--draft {directory}: its tokenizer has other tokens than the model's: they must be equal")
+    return draft
+
+
 def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
     """Answer HTTP requests, and say where."""
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
     limits = Limits(
-        arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout
-    )
-    if not (_is_loopback(arguments.host) or arguments.api_key_file):
+        arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout,
+        arguments.max_connections, arguments.arrival_timeout,
+    )  # fmt: skip
+    if not (is_loopback(arguments.host) or arguments.api_key_file):
         log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     where = f"http://{host}:{listener.getsockname()[1]}"
@@ -129,8 +152,9 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
         Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
 
     run_server(
-        engine, channel, inputs.served, inputs.keys, Service(limits), listener, arguments.drain_timeout, announce, watch
-    )
+        engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,
+        announce, watch,
+    )  # fmt: skip
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -146,13 +170,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _leave_signals_to_rank_0() -> None:

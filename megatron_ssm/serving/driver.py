@@ -206,7 +206,7 @@ class Driver(threading.Thread):
     def _report(self, updates: list[Update]) -> None:
         """Hand over the updates, and count what happened."""
         firsts = [u for u in updates if u.error is None and len(u.tokens) == u.sequence.reported]
-        load, (running, waiting) = self.load, self._engine.load
+        load, (running, waiting), (proposed, accepted) = self.load, self._engine.load, self._engine.speculated
         self.load = Load(
             load.slots,
             running=running,
@@ -215,7 +215,9 @@ class Driver(threading.Thread):
             reused_tokens=load.reused_tokens + sum(u.reused for u in firsts),
             prefix_hits=load.prefix_hits + sum(u.reused > 0 for u in firsts),
             new_tokens=load.new_tokens + sum(len(u.tokens) for u in updates),
-            bytes_sent=self._engine.model.ranks.counter.sent,
+            proposed_tokens=proposed,
+            accepted_tokens=accepted,
+            bytes_sent=self._engine.bytes_sent,
         )
         if updates:
             self._deliver(updates)

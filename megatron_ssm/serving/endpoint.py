@@ -18,7 +18,6 @@ from .keys import Keys
 from .metrics import Metrics
 from .service import Service
 
-BODY_S = 60.0  # for the body of a request to arrive
 GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -46,13 +45,14 @@ class Endpoint:
         owner = self._keys.owner(headers.get("authorization"))
         self._service.check_room()  # before work that would be in vain
         try:
-            body = await read_json(receive, headers, self._service.limits.body)
+            limits = self._service.limits
+            body = await read_json(receive, headers, limits.body, limits.arrival)
             call = await asyncio.to_thread(read_call, self.name, body, owner, self._served)
             with self._service.added(call.sequences, call.count_parameter) as updates:
                 replies = Replies(call, self._served)
                 pieces = self._pieces(call, replies, updates, arrival)
                 answer = (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)
-                await while_connected(receive, answer, self._service.limits.seconds + GRACE_S)
+                await while_connected(receive, answer, limits.seconds + GRACE_S)
         except HungUp:
             return
 
@@ -132,18 +132,19 @@ async def _wait_for_hang_up(receive: Receive) -> None:
         pass
 
 
-async def read_json(receive: Receive, headers: Headers, limit: int) -> Any:
+async def read_json(receive: Receive, headers: Headers, limit: int, seconds: float) -> Any:
     """The JSON in the body of a request.
 
-    ApiError 413 if it has more than `limit` bytes, 400 if it is no JSON, 408 if it arrives too slowly.
+    ApiError 413 if it has more than `limit` bytes, 400 if it is no JSON, 408 if it takes more than `seconds` to arrive.
     """
     length = headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise _too_large(limit)
     try:
-        data = await asyncio.wait_for(_read(receive, limit), BODY_S)
+        data = await asyncio.wait_for(_read(receive, limit), seconds)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body has not arrived within {BODY_S:g} s") from None
+        late = f"the body has not arrived within {seconds:g} s"
+        raise ApiError(408, late, headers={"Connection": "close"}) from None
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant)
         if b"\\u" in data:

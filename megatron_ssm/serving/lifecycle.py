@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,7 +19,9 @@ from megatron_ssm.parallel.heartbeat import Watch
 
 from .app import make_app
 from .channel import Channel
+from .connections import Connections
 from .driver import Driver
+from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
 from .service import Service
@@ -38,10 +41,13 @@ class Server(uvicorn.Server):
     ends the process at once. is_interrupted: whether there was one. why_aborted: the reason if `abort` was called, or "".
     """
 
-    def __init__(self, app: ASGIApp, service: Service, drain_s: int, announce: Callable[[], None]):
+    def __init__(
+        self, app: ASGIApp, service: Service, connections: Connections, drain_s: int, announce: Callable[[], None]
+    ):
+        protocol: Any = connections.protocol
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
                 proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
             )
         )  # fmt: skip
@@ -79,8 +85,8 @@ class Server(uvicorn.Server):
 
 
 def run_server(
-    engine: Engine, channel: Channel, served: Served, keys: Keys, service: Service, listener: socket.socket, drain_s: int,
-    announce: Callable[[], None], watch: Watch,
+    engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
+    drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
     """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
 
@@ -103,8 +109,9 @@ def run_server(
             loop.call_soon_threadsafe(server.abort, "a rank of the server was lost")
 
         driver = Driver(engine, channel, deliver, fail)
-        app = make_app(service, served, keys, Metrics(lambda: driver.load))
-        server = Server(app, service, drain_s, announce)
+        connections = Connections(service.limits.connections, service.limits.arrival)
+        app = make_app(service, served, keys, Metrics(lambda: driver.load, connections), hosts)
+        server = Server(app, service, connections, drain_s, announce)
         service.start(driver)
         driver.start()
         watch.on_loss = lose_rank

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .connections import Connections
+
 PREFIX = "megatron_ssm_"
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -17,7 +19,8 @@ class Load:
 
     slots: how many requests fit into the batch. running, waiting: how many are in it, and in the engine's queue.
     prompt_tokens: of prompts that were read, reused_tokens of which came from the prefix cache. prefix_hits: requests with
-    such tokens. new_tokens: those generated. bytes_sent: to other ranks.
+    such tokens. new_tokens: those generated. proposed_tokens, accepted_tokens: by speculative decoding, and what replies got
+    by it, beyond one a step. bytes_sent: to other ranks.
     """
 
     slots: int
@@ -27,6 +30,8 @@ class Load:
     reused_tokens: int = 0
     prefix_hits: int = 0
     new_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     bytes_sent: int = 0
 
 
@@ -40,6 +45,8 @@ COUNTERS = {
     "reused_tokens": "Tokens of prompts that came from the prefix cache.",
     "prefix_hits": "Sequences whose prompts began with tokens from the prefix cache.",
     "new_tokens": "Tokens generated.",
+    "proposed_tokens": "Tokens proposed by speculative decoding.",
+    "accepted_tokens": "Tokens that replies got by them, beyond one a step.",
     "bytes_sent": "Bytes that rank 0 sent to other ranks.",
 }
 
@@ -47,8 +54,8 @@ COUNTERS = {
 class Metrics:
     """The metrics of a server. load: returns how busy the engine is."""
 
-    def __init__(self, load: Callable[[], Load]):
-        self._load, self._registry = load, CollectorRegistry()
+    def __init__(self, load: Callable[[], Load], connections: Connections):
+        self._load, self._connections, self._registry = load, connections, CollectorRegistry()
         self._requests = Counter(
             f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up early.", ["path", "status"],
             registry=self._registry,
@@ -74,12 +81,19 @@ class Metrics:
             self._next_token.observe((last - first) / (tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of the load, for the registry."""
+        """The numbers of the load and the connections, for the registry."""
         load = self._load()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text, getattr(load, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, getattr(load, name))
+        connections = self._connections
+        yield GaugeMetricFamily(f"{PREFIX}connections", "Connections of clients.", connections.open)
+        text = "Connections closed because there were too many, or because no request had arrived in time."
+        closed = CounterMetricFamily(f"{PREFIX}connections_closed", text, labels=["reason"])
+        closed.add_metric(["limit"], connections.refused)
+        closed.add_metric(["late"], connections.late)
+        yield closed
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -19,13 +19,16 @@ LONGEST_RETRY_S = 60
 class Limits:
     """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
 
-    body: bytes of a request. seconds: from a request to the end of its reply.
+    body: bytes of a request. seconds: from a request to the end of its reply. connections: how many there may be. arrival:
+    seconds for the headers of a request to arrive, and again for its body.
     """
 
     slots: int
     waiting: int
     body: int
     seconds: float
+    connections: int
+    arrival: float
 
 
 @dataclass

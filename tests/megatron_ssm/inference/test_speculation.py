@@ -12,7 +12,7 @@ import megatron_ssm
 from hf import save_hf
 from megatron_ssm import Engine, load
 from megatron_ssm.inference import speculation
-from megatron_ssm.inference.speculation import History
+from megatron_ssm.inference.speculation import History, SpeculativeDecoder
 from megatron_ssm.native import kernels
 from serving import FAMILIES, VOCAB, attempt, checkpoint, families, ids, on_ranks
 from sparsefusion.native.library import Library
@@ -189,6 +189,46 @@ def test_a_draft_model(ranks, world, family, tmp_path, monkeypatch):
     for plain, same, other, alone, ahead in ranks(run, world):
         assert [row[::2] for row in same[0]] == [row[::2] for row in other[0]] == [row[::2] for row in plain[0]]
         assert alone[0] == ahead[0] and (alone[1], ahead[1]) == (24, 8)
+
+
+@worlds
+@pytest.mark.parametrize("limit, longest", ((dict(chunk=4), 4), (dict(chunk=8, token_budget=7), 6), ({}, 31)))
+def test_a_draft_model_reads_in_chunks(ranks, world, limit, longest, monkeypatch):
+    """Prompts, and what requests have got while the draft was not asked: it is asked after 20 tokens of the first.
+
+    Without limits, it then reads the first prompt and these tokens but for the last 16, which it reads with its proposals.
+    """
+    monkeypatch.setattr(speculation, "relative_size", lambda draft, model: 0.01)
+    best_count = SpeculativeDecoder._best_count
+
+    def late(self, histories, available):
+        return best_count(self, histories, available) if len(histories[0]._request.tokens) >= 20 else 0
+
+    monkeypatch.setattr(SpeculativeDecoder, "_best_count", late)
+    next_logits, read = megatron_ssm.Model.next_logits, []
+
+    def noted(model, ids, mask=None, cache=None, prompt=False):
+        read.extend([(model, ids.shape[1])] if prompt else [])
+        return next_logits(model, ids, mask, cache, prompt)
+
+    monkeypatch.setattr(megatron_ssm.Model, "next_logits", noted)
+    directory = checkpoint("mamba2")
+    requests = [
+        dict(prompt=STEM * 3, max_new_tokens=60),
+        dict(prompt=STEM * 2, max_new_tokens=60, temperature=1.0, seed=3),
+    ]
+
+    def run(rank):
+        model, draft = (load(directory, dist.group.WORLD, dtype=torch.float64) for _ in range(2))
+        plain, ahead = (
+            served(model, requests, slots=2, **limit, **each) for each in ({}, dict(draft=draft, speculate=3))
+        )
+        lengths = [length for each, length in read if each is draft]
+        return plain, ahead, max(lengths), sum(lengths)
+
+    for (plain, steps), (ahead, fewer), most, total in ranks(run, world):
+        assert [row[::2] for row in ahead] == [row[::2] for row in plain] and fewer < steps
+        assert most == longest and total > len(STEM) * 5
 
 
 @pytest.mark.parametrize("family", by_default(("mamba", "mamba2"), FAMILIES))

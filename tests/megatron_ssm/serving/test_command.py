@@ -45,6 +45,8 @@ def test_help_loads_neither_torch_nor_the_server():
         (["--max-body-mb", "0"], "--max-body-mb 0.0 must be at least 0.001 and below 2^31"),
         (["--max-body-mb", "-1"], "--max-body-mb -1.0 must be at least 0.001 and below 2^31"),
         (["--prefix-gb", "nan"], "--prefix-gb nan must be at least 0 and below 2^31"),
+        (["--max-connections", "0"], "--max-connections 0 must be at least 1 and below 2^31"),
+        (["--arrival-timeout", "0"], "--arrival-timeout 0.0 must be at least 1 and below 2^31"),
         (["--request-timeout", "0"], "--request-timeout 0.0 must be at least 1 and below 2^31"),
     ],
 )
@@ -69,6 +71,8 @@ def test_what_does_not_start(tmp_path):
     assert "nowhere" in refusal(directory, "--api-key-file", tmp_path / "nowhere")
     assert "there are 1 ranks, and a server uses all of them" in refusal(directory, "--tp", 2)
     assert "is not a directory" in refusal(tmp_path / "missing")
+    error = refusal(directory, "--port", 0, "--allowed-host", "name:80")
+    assert error == "--allowed-host name:80 must be a host name or an address, without a port"
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]

@@ -57,10 +57,11 @@ def bodies(schema):
     return (data | noise).map(str.encode) | st.binary(max_size=30)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
+@pytest.fixture(scope="module", params=(1, pytest.param(2, marks=pytest.mark.full)))
+def running(request, tmp_path_factory):
+    """A server with as many ranks as the parameter says."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with server(with_template("mamba2"), log, "--slots", 3, "--max-length", 400) as running:
+    with server(with_template("mamba2"), log, "--slots", 3, "--max-length", 400, tp=request.param) as running:
         yield running
         running.wait_until_idle()
         code, text = running.end()

@@ -1,9 +1,14 @@
-"""API keys. Oracle: RFC 6750's header."""
+"""Who may use the server: API keys, and the hosts that requests may name. Oracles: RFC 6750's header; the documentation."""
 
+import httpx
 import pytest
 
 from megatron_ssm.api.errors import ApiError
+from megatron_ssm.serving.hosts import Hosts
 from megatron_ssm.serving.keys import Keys
+from servers import LIMIT_S, server, with_template
+
+# Keys
 
 
 def test_each_key_is_a_user(tmp_path):
@@ -32,3 +37,60 @@ def test_wrong_files(tmp_path):
     assert "secret" not in str(refused.value)
     with pytest.raises(FileNotFoundError):
         Keys.read(tmp_path / "missing")
+
+
+# Hosts
+
+OWN = ("localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000")
+OTHERS = (
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.0.1", "[::2]:8000",
+    "", ":8000", "localhost:x", "a:b:c", "[::1", "::1]", "127.0.0.1@evil.example", "0.0.0.0",
+)  # fmt: skip
+
+
+def is_allowed(hosts, header):
+    try:
+        return hosts.check(header) is None
+    except ApiError as error:
+        assert error.status == 403 and repr(header) in str(error)
+        return False
+
+
+@pytest.mark.parametrize("bound", ("127.0.0.1", "::1", "127.0.1.1"))
+def test_a_server_that_is_bound_to_loopback(bound):
+    hosts = Hosts(bound)
+    assert [host for host in (*OWN, None) if not is_allowed(hosts, host)] == []
+    assert [host for host in OTHERS if is_allowed(hosts, host)] == []
+
+
+@pytest.mark.parametrize("bound", ("127.0.0.1", "0.0.0.0"))
+def test_further_hosts(bound):
+    hosts = Hosts(bound, ["Model.example", "[fe80::1]", "10.0.0.1"])
+    allowed = ("model.example", "MODEL.example.:443", "[fe80::1]:8000", "10.0.0.1", *OWN)
+    assert [host for host in allowed if not is_allowed(hosts, host)] == []
+    assert [host for host in OTHERS if is_allowed(hosts, host)] == []
+
+
+@pytest.mark.parametrize("bound", ("0.0.0.0", "::", "10.0.0.1"))
+def test_a_server_that_other_machines_can_reach_answers_to_any_host(bound):
+    assert all(is_allowed(Hosts(bound), host) for host in (*OWN, *OTHERS, None))
+
+
+@pytest.mark.parametrize("host", ("model.example:80", "http://model.example", "", "a b", "::1", "*"))
+def test_hosts_that_cannot_be_allowed(host):
+    with pytest.raises(ValueError, match="--allowed-host .* must be a host name or an address, without a port"):
+        Hosts("127.0.0.1", [host])
+
+
+def test_requests(tmp_path):
+    """Every path is refused, the chat page too; the tools that people use work."""
+    with server(with_template("mamba2"), tmp_path / "log", "--allowed-host", "model.example") as running:
+        with httpx.Client(base_url=running.url, timeout=LIMIT_S) as client:
+            for path in ("/", "/health", "/metrics", "/v1/models", "/nowhere"):
+                reply = client.get(path, headers={"Host": "evil.example:8000"})
+                assert reply.status_code == 403 and "names 'evil.example:8000'" in reply.json()["error"]["message"]
+            refused = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": "evil.example"})
+            assert refused.status_code == 403
+            assert client.get("/", headers={"Host": "model.example"}).status_code == 200
+            assert client.get("/").status_code == 200
+        assert running.metric("requests_total", 'status="403"') == 6

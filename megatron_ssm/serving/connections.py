@@ -1,0 +1,77 @@
+"""The connections of clients: how many there may be, and how long a request may take to arrive on one."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connections:
+    """Counts the connections, of which there are at most `most` at a time; others get the status 503 and are closed.
+
+    A connection on which no request arrives within `seconds` is closed: from its beginning, or the end of the last reply, to
+    the end of a request's headers. The endpoints give the body as long (`read_json`). open: how many there are. refused,
+    late: how many were closed because there were too many, and because no request has arrived.
+    """
+
+    def __init__(self, most: int, seconds: float):
+        self.most, self.seconds = most, seconds
+        self.open = self.refused = self.late = 0
+
+    def protocol(self, **options: Any) -> asyncio.Protocol:
+        """uvicorn's protocol of one connection."""
+        return _Connection(self, **options)
+
+
+class _Connection(H11Protocol):
+    """A connection of uvicorn that also measures how long a request takes to arrive."""
+
+    def __init__(self, all: Connections, **options: Any):
+        super().__init__(**options)
+        self._all = all
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.open += 1
+        if self._all.open > self._all.most:
+            self._all.refused += 1
+            transport.write(TOO_MANY)
+            transport.close()
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.open -= 1
+        self._stop()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Stop the time while there is a request to reply to; else start it, unless it runs."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self._all.seconds, self._close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        """Close the connection; what the client has not read of the last reply by now is lost."""
+        self._all.late += 1
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()

@@ -1,0 +1,56 @@
+"""Which hosts a request may name, so that no web page can reach the server by a name that its owner points here.
+
+A browser lets a page read what the page's own host sends. Whoever owns a name can point it to 127.0.0.1 after the browser
+has loaded the page (DNS rebinding). Such requests name the page's host in the header Host.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from megatron_ssm.api.errors import ApiError
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:/\[\]\s*]+)(:[0-9]*)?", re.IGNORECASE)
+
+
+class Hosts:
+    """The hosts that requests may name, with any port. bound: the host of the server's address. others: further ones.
+
+    A server that is bound to loopback answers to localhost and to the addresses of loopback; others count for every server
+    if there are any. ValueError for one that is no host name or address.
+    """
+
+    def __init__(self, bound: str, others: Iterable[str] = ()):
+        self._others = {_checked(host) for host in others}
+        self._are_any_allowed = not self._others and not is_loopback(bound)
+
+    def check(self, header: str | None) -> None:
+        """ApiError 403 if the header Host names another host. A request without one is not from a browser."""
+        if self._are_any_allowed or header is None:
+            return
+        found = HOST.fullmatch(header)
+        host = _plain(found[1]) if found else ""
+        if not (is_loopback(host) or host in self._others):
+            raise ApiError(
+                403, f"the header Host names {header[:100]!r}, which is neither localhost nor an --allowed-host"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is localhost, or an address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _checked(host: str) -> str:
+    found = HOST.fullmatch(host)
+    if found is None or found[2]:
+        raise ValueError(f"--allowed-host {host} must be a host name or an address, without a port")
+    return _plain(host)
+
+
+def _plain(host: str) -> str:
+    """A host in one way of writing it: without brackets, in lower case, without a dot at its end."""
+    return host.strip("[]").lower().removesuffix(".")

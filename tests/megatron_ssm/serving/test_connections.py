@@ -1,0 +1,111 @@
+"""Clients that send their requests slowly, or open many connections. Oracle: the documentation of the limits."""
+
+import json
+import socket
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from servers import IGNORE_EOS, LIMIT_S, server, with_template
+
+BODY = json.dumps({"prompt": "a", "max_tokens": 2, **IGNORE_EOS}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@contextmanager
+def connection(running):
+    """A socket that is connected to the server."""
+    parts = urlsplit(running.url)
+    with socket.create_connection((parts.hostname, parts.port), LIMIT_S) as client:
+        yield client
+
+
+def rest(client):
+    """What the server sends until it closes the connection."""
+    return b"".join(iter(lambda: client.recv(2**16), b""))
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory):
+    with server(
+        with_template("mamba2"), tmp_path_factory.mktemp("impatient") / "log", "--arrival-timeout", 1, "--slots", 1,
+        "--max-waiting", 0,
+    ) as running:  # fmt: skip
+        yield running
+
+
+def late(running):
+    """How many connections were closed because no request arrived on them."""
+    return running.metric("connections_closed_total", 'reason="late"')
+
+
+@pytest.mark.parametrize("sent", (b"", GET, GET + b"X-Some: thing", HEAD[:-2]))
+def test_a_request_whose_headers_do_not_arrive(impatient, sent):
+    before = late(impatient)
+    with connection(impatient) as client:
+        client.sendall(sent)
+        assert rest(client) == b""
+        impatient.wait_until(lambda: late(impatient) > before, "the connection is not counted")
+
+
+@pytest.mark.parametrize("sent", (b"", BODY[:-1]))
+def test_a_request_whose_body_does_not_arrive(impatient, sent):
+    """It takes no slot: the only one serves another request in the meantime."""
+    before = impatient.metric("requests_total", 'status="408"')
+    with connection(impatient) as client:
+        client.sendall(HEAD + sent)
+        assert impatient.post("/v1/completions", json.loads(BODY)).status_code == 200
+        reply = rest(client)
+    assert reply.startswith(b"HTTP/1.1 408 ") and b"the body has not arrived within 1 s" in reply
+    assert impatient.metric("requests_total", 'status="408"') == before + 1
+
+
+def test_a_body_that_does_not_arrive_after_the_reply(impatient):
+    """The path takes none, so the reply does not wait for it; the connection does not stay open."""
+    before = late(impatient)
+    with connection(impatient) as client:
+        client.sendall(GET + b"Content-Length: 9\r\n\r\n1234")
+        assert rest(client).startswith(b"HTTP/1.1 200 ")
+    impatient.wait_until(lambda: late(impatient) > before, "the connection is not counted")
+
+
+def test_a_request_in_pieces(impatient):
+    """Several on one connection, each in two parts: none is late."""
+    with connection(impatient) as client:
+        for _ in range(3):
+            for piece in (HEAD[:30], HEAD[30:] + BODY[:5], BODY[5:]):
+                client.sendall(piece)
+            reply = client.recv(2**16)
+            assert reply.startswith(b"HTTP/1.1 200 ")
+            while not reply.endswith(b"}"):
+                reply += client.recv(2**16)
+
+
+def test_more_connections_than_there_may_be(tmp_path):
+    """Those that are open hold half a body. One that is closed makes room."""
+    most = 5
+    with server(with_template("mamba2"), tmp_path / "log", "--max-connections", most) as running:
+        held = [socket.create_connection(("127.0.0.1", urlsplit(running.url).port), LIMIT_S) for _ in range(most)]
+        for client in held:
+            client.sendall(HEAD + BODY[:9])
+        with connection(running) as client:
+            assert rest(client).startswith(b"HTTP/1.1 503 ")
+        held[0].sendall(BODY[9:])
+        assert held[0].recv(2**16).startswith(b"HTTP/1.1 200 ")
+        held.pop().close()
+
+        def is_served():
+            with connection(running) as client:
+                client.sendall(GET + b"Connection: close\r\n\r\n")
+                return rest(client).startswith(b"HTTP/1.1 200 ")
+
+        running.wait_until(is_served, "a closed connection counts")
+        held.pop().close()
+        assert running.metric("connections_closed_total", 'reason="limit"') >= 1
+        running.wait_until(lambda: running.metric("connections") <= most, "closed connections count")
+        for client in held:
+            client.close()
+        code, log = running.end()
+    assert code == 0 and "Traceback" not in log, log
