@@ -5,7 +5,8 @@ For a few tokens the C kernels come close to that bandwidth.
 
 For many tokens the time is that of the multiplications, and their form matters: one processor multiplies bfloat16 ten times
 as fast as float32, another takes several times as long. So some products are timed in each form, once in a process, and the
-fastest is used; another form than the first must be faster by 5 % at least. The forms of a product are:
+fastest is used. Of forms within 5 % of it, those of native/step.c come first, because whole layers then run in one call of
+C; then x's own dtype. The forms of a product are:
 
 - x's own dtype, and another dtype, in torch's library. The matrix is converted some rows at a time, and not kept;
 - INTEGERS: x is rounded to 8 bits, for a rounded matrix;
@@ -44,7 +45,7 @@ IN_STEP = (TILES, EXACT_TILES, PANELS, INTEGER_PANELS)  # those of native/step.c
 IN_C = (INTEGERS, *IN_STEP)
 SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
 MANY = 48  # rows of x from which the measurement with many applies
-REPETITIONS, MARGIN = 5, 0.95  # another form must take less than this share of the first one's time
+REPETITIONS, MARGIN = 5, 0.95  # a form counts as fastest if this share of its time is at most the least time
 
 
 def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -131,10 +132,11 @@ def _form_for(x: Tensor, stored: torch.dtype) -> str:
 
 
 def product_form(stored: torch.dtype, x: torch.dtype, rows: int) -> str:
-    """The fastest form of a product of `rows` rows of dtype x with a matrix that is stored in the dtype `stored`."""
+    """The form of a product of `rows` rows of dtype x with a matrix that is stored in the dtype `stored`."""
     seconds = product_times(stored, x, ROW_COUNTS[rows >= MANY], torch.get_num_threads())
-    first, fastest = next(iter(seconds)), min(seconds, key=lambda form: seconds[form])
-    return fastest if seconds[fastest] < MARGIN * seconds[first] else first
+    least = min(seconds.values())
+    in_step = [form for form in IN_STEP if form in seconds]
+    return next(form for form in (*in_step, *seconds) if MARGIN * seconds[form] <= least)
 
 
 @cache
