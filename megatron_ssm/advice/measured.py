@@ -35,9 +35,8 @@ from .traffic import Sums
 REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
 LAYERS = (1, 4)  # of the models that are timed
 FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
-TURNS = (
-    10  # in which ranks compute and send; and calls that are timed together, because a barrier takes longer than one
-)
+# Turns in which ranks compute and send, and calls that are timed together, because a barrier takes longer than one of them.
+TURNS = 10
 SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared memory that are timed
 BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
