@@ -2,7 +2,7 @@
 
 The claims: every plan that a search can emit on up to 12 ranks is right, with errors of at most 1e-13 in float64; every
 corruption of a step that changes an output is rejected; the bytes of a scan do not depend on its length, and are those of
-the formulas; the five best plans of attention on 64 ranks are verified in less than 10 s. Here, a share of the plans on more
+the formulas; the five best plans of attention on 64 ranks are verified in less than 20 s. Here, a share of the plans on more
 than six ranks is verified; the tests verify all (make test-all).
 """
 

@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 from attention2d.compute.tile import attend
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
 from megatron_ssm.inference.generation import stream
-from megatron_ssm.models.initialization import initialize
+from megatron_ssm.models.initialization import draw
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.sizing.memory import Memory
@@ -34,9 +35,11 @@ from .traffic import Sums
 
 REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
 LAYERS = (1, 4)  # of the models that are timed
+KEPT = len(LAYERS) + 1  # models, until others are timed: their weights take longer to draw than they to run
 FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
 # Turns in which ranks compute and send, and calls that are timed together, because a barrier takes longer than one of them.
 TURNS = 10
+PRODUCTS = 4  # of a matrix and a vector in a turn: together they take about as long as a layer for a token
 SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared memory that are timed
 BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
@@ -74,6 +77,7 @@ class MeasuredDevice:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shares: bool = True
     _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+    _models: dict[Config, Model] = field(default_factory=dict)  # those that were used last
 
     @property
     def name(self) -> str:
@@ -159,7 +163,7 @@ class MeasuredDevice:
 
         def turns(computes: bool, sends: bool) -> None:
             for _ in range(TURNS):
-                if computes:
+                for _ in range(PRODUCTS if computes else 0):
                     torch.mv(matrix, matrix[0])
                 if sends:
                     send(number)
@@ -192,10 +196,22 @@ class MeasuredDevice:
 
     def _times(self, run: Callable, config: Config, batch: int, tokens: int) -> list[tuple[float, ...]]:
         """For each of the times that `run` returns, those of all runs with a model of random weights and random prompts."""
-        model = initialize(build(config, dtype=self.dtype, device=self.device), seed=0)
+        model = self._model(config)
         ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
         found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
         return list(zip(*found, strict=True))
+
+    def _model(self, config: Config) -> Model:
+        """A model of this configuration, with random weights."""
+        if config not in self._models:
+            if len(self._models) == KEPT:
+                self._models.pop(next(iter(self._models)))
+            model = build(config, dtype=self.dtype, device=self.device)
+            with torch.no_grad(), self.device:  # weights of a GPU are drawn there
+                for parameter in model.parameters():
+                    parameter.copy_(draw(config, field_of(parameter)))
+            self._models[config] = model
+        return self._models[config]
 
     def _slowest(self, times: Sequence[Any]) -> torch.Tensor:
         """The median over runs of the time of the slowest rank, which is another one in each run. times: (..., runs)."""

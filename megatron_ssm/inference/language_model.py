@@ -51,11 +51,12 @@ class LanguageModel(Protocol):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         prompt: bool = False,
+        compared: bool = False,
     ) -> torch.Tensor:
         """This rank's slice of the logits after the last token: (batch, ceil(vocab_size / ranks)).
 
         input_ids: (batch, seq), the same on all ranks. prompt: the tokens are part of a prompt, even if there is only one
-        per row; a single token counts as a decoding step otherwise.
+        per row; a single token counts as a decoding step otherwise. compared: the ranks are known to make the same call.
         """
 
     def local_logits(

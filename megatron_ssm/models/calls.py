@@ -19,7 +19,7 @@ class CallKind:
     """How a call counts. For the fields up to prompt see `Model.local_logits`.
 
     is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
-    `Model.speculative_logits`.
+    `Model.speculative_logits`. compared: see `Model.next_logits`.
     """
 
     logits_to_keep: int = 0
@@ -27,6 +27,7 @@ class CallKind:
     prompt: bool = False
     is_sharded: bool = False
     speculative: bool = False
+    compared: bool = False
 
 
 def call(
@@ -34,11 +35,12 @@ def call(
 ) -> torch.Tensor:
     """This rank's slice of the logits, (batch, kept, ceil(vocab/ranks)); updates the cache. See `Model.local_logits`."""
     keep = kind.logits_to_keep
-    mask, sharding = check_on_context_ranks(
-        model,
-        lambda: check_call(model, input_ids, attention_mask, cache, keep, kind.seq, kind.is_sharded),
-        (getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), lengths_of(cache)),
-    )
+
+    def check() -> tuple:
+        return check_call(model, input_ids, attention_mask, cache, keep, kind.seq, kind.is_sharded)
+
+    asked = (getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), lengths_of(cache))
+    mask, sharding = check() if kind.compared else check_on_context_ranks(model, check, asked)
     tokens = input_ids.shape[1]
     if model.ranks.sequence_parallel:
         input_ids, mask = pad_to_multiple(input_ids, mask, model.ranks.size)

@@ -239,11 +239,13 @@ class Model(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         prompt: bool = False,
+        compared: bool = False,
     ) -> torch.Tensor:
         """This rank's slice of the logits after the last token, (batch, ceil(vocab/ranks)); see `local_logits`.
 
         input_ids: (batch, seq), all tokens on every rank. Context ranks divide them, unless they are so few that a block
-        would be shorter than the convolution: then every rank computes all of them.
+        would be shorter than the convolution: then every rank computes all of them. compared: all ranks are known to make
+        the same call. Otherwise context ranks compare it first, by a message.
         """
         schedule, context = self.schedule, self.context_ranks
         if (
@@ -251,9 +253,10 @@ class Model(nn.Module):
             or context is None
             or not can_be_sharded(input_ids, context.blocks, self.config.conv_kernel - 1)
         ):
-            return call(self, input_ids, attention_mask, cache, CallKind(1, None, prompt))[:, -1]
+            return call(self, input_ids, attention_mask, cache, CallKind(1, None, prompt, compared=compared))[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
-        return call(self, local, attention_mask, cache, CallKind(1, seq, prompt, is_sharded=True))[:, -1]
+        kind = CallKind(1, seq, prompt, is_sharded=True, compared=compared)
+        return call(self, local, attention_mask, cache, kind)[:, -1]
 
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         """This rank's slice of the logits after each of some tokens (batch, seq), which may be taken back: `local_logits`.

@@ -351,3 +351,4 @@ def _run_cuda_rank(pipe, function, rank, world_size, store, args, timeout):
     buffer = io.BytesIO()
     torch.save(outcome, buffer)
     pipe.send_bytes(buffer.getvalue())
+    threading.Event().wait()  # to be killed: other ranks may still receive what this one has sent

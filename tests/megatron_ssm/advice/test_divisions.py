@@ -533,7 +533,9 @@ def test_the_rank_with_the_least_memory_decides(ranks, files, world):
 
 
 @pytest.mark.parametrize("world", (2, 3))
-@pytest.mark.parametrize("flag", ("--fabric", "--model", "--memory-gb"))
+@pytest.mark.parametrize(
+    "flag", ("--fabric", *(pytest.param(f, marks=pytest.mark.full) for f in ("--model", "--memory-gb")))
+)
 def test_ranks_that_are_asked_different_things(ranks, files, world, flag):
     """One error on all ranks, before any of them measures."""
     (files / "other.json").write_text(json.dumps(options().new_config(64, 0)))

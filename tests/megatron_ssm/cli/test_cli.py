@@ -183,6 +183,7 @@ def test_stop_string(directory):
     assert output_of(*full_length(directory), "--stop", "never", "--stop", stop) == text[: text.index(stop)]
 
 
+@pytest.mark.full
 def test_sampling_flags(directory):
     options = dict(temperature=1.5, top_k=90, top_p=0.9, repetition_penalty=1.3, seed=4)
     flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
@@ -350,7 +351,11 @@ def smaller_than_its_tokenizer(directory):
     [
         pytest.param(without_tokenizer, r".*/harmed/tokenizer\.json does not exist", marks=pytest.mark.full),
         (truncated, r".*/harmed/model\.safetensors is not a complete safetensors file .*"),
-        (smaller_than_its_tokenizer, "the tokenizer is larger than the model: id 256, vocab_size 256"),
+        pytest.param(
+            smaller_than_its_tokenizer,
+            "the tokenizer is larger than the model: id 256, vocab_size 256",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_errors_of_checkpoints(directory, tmp_path, harm, pattern):

@@ -11,6 +11,7 @@ import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
 from megatron_ssm import Engine
+from megatron_ssm.models import context
 from serving import attempt, checkpoint, families, ids
 
 __all__ = ["oracle"]
@@ -82,6 +83,25 @@ def test_next_logits_without_a_cache(ranks, cp, tokens):
         expected = one.next_logits(prompt)
     for logits in ranks(run, cp):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("cp", (2, 3))
+def test_an_engine_compares_no_call_of_the_model(ranks, cp, monkeypatch):
+    """Its ranks have compared the engine; those who call the model themselves compare each call, by a message."""
+    directory, prompt, compared = checkpoint("mamba2"), ids(1, 24), []
+    compare = context.agree_in_groups
+    monkeypatch.setattr(context, "agree_in_groups", lambda *args: compared.append(1) or compare(*args))
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(directory, context=Ring(dist.group.WORLD), dtype=torch.float64)
+        compared.clear()
+        megatron_ssm.generate(model, prompt, max_new_tokens=4)
+        of_engine = len(compared)
+        model.next_logits(prompt)
+        return of_engine, len(compared)
+
+    assert ranks(run, cp) == [(0, 1)] * cp
 
 
 REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt, new tokens)

@@ -37,7 +37,7 @@ def model_and_draft(tmp_path_factory):
     return directory, draft
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_replies_have_the_same_tokens_as_without(model_and_draft, tmp_path, tp):
     """One request alone, and three together; prompts are longer than what a step reads."""
     directory, draft = model_and_draft

@@ -78,7 +78,7 @@ def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
 def test_frozen_parameters(ranks, tmp_path, tp, dp, stage):
     """Adapters beside frozen weights, and a hybrid's idle parameters."""
     run = run_of(stage, folder=tmp_path, save_deepspeed=True, **tiny.ZAMBA2_UNTIED)
