@@ -1,4 +1,4 @@
-"""Divisions of models over two ranks: predicted by `advise`, and measured (about 20 min; needs root).
+"""Divisions of models over two ranks: predicted by `advise`, and measured (about 40 min; needs root).
 
 The claims: the division that `advise` names takes at most 1.10 times as long as the fastest measured one in at least 90 % of
 the rows, and its predicted time is within 25 % of the measured one. A row is a model, a link and a job: a training step, or

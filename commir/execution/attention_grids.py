@@ -31,7 +31,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
     if not is_self_attention(program) or not set(axes) <= set(GRID_AXES):
         return None
-    if schedule.kernel != "library" or schedule.chunked is not None:
+    if schedule.kernel != "library" or schedule.chunked is not None or not program.option("scale") > 0:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None
@@ -49,5 +49,5 @@ def attend(
     schedule = Attention2D(group, rows, cols, ulysses, order, overlap)
     schedule.counter = counter or schedule.counter
     causal, scale = (plan.program.option(name) for name in ("causal", "scale"))
-    out, lse = schedule(*(local_inputs[name] for name in "qkv"), causal=causal, scale=scale, return_lse=True)
+    out, lse = schedule(*(local_inputs[name] for name in "qkv"), causal=bool(causal), scale=scale, return_lse=True)
     return {"out": out, "lse": lse}

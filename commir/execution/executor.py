@@ -7,12 +7,12 @@ from torch.distributed import ProcessGroup
 
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 
 from .attention_grids import attend, grid_of
 from .rank_steps import take_steps
-from .state import Count, Messages, RankState
+from .state import Count, Messages, RankState, without_autocast
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,8 @@ def execute(
 
     ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans or the inputs
     that need gradients differ, some have a count and others none, the group has another number of ranks than the mesh, or a
-    gradient is asked for that there is none of. Sends `plan.bytes_per_rank` bytes.
+    gradient is asked for that there is none of; on a rank that is no member of the group: that it is none. Autocast has no
+    effect. Sends `plan.bytes_per_rank` bytes.
     """
     grid = grid_of(plan) if count is None and isinstance(plan, Plan) else None
 
@@ -47,10 +48,11 @@ def execute(
             )
 
     compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given", check=check_gradients)
-    if grid is not None:
-        return attend(plan, grid, local_inputs, group, counter)
-    with torch.no_grad():
-        return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
+    with without_autocast(local_inputs):
+        if grid is not None:
+            return attend(plan, grid, local_inputs, group, counter)
+        with torch.no_grad():
+            return run(RankState(plan, 0 if group is None else group.rank(), local_inputs, count), group, counter)
 
 
 def compare(
@@ -78,6 +80,7 @@ def compare(
         )
         return "\n".join([*others, *dtypes, *gradients, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
 
+    check_member(group)
     given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
     device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))
     agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")

@@ -16,7 +16,7 @@ from commir.scheduling.placements import in_chunks, is_placed, place, placements
 from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
-from .state import Count, RankState
+from .state import Count, RankState, without_autocast
 
 Tensor = torch.Tensor
 SAVED = ("q", "k", "v", "out", "lse")
@@ -32,7 +32,9 @@ def backward_plan(plan: Plan) -> Plan:
     check_type("differentiable", plan, Plan)
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
-        raise ValueError(f"{program.name} has no backward program; only `programs.attention` has")
+        raise ValueError(
+            f"{program.name} has no backward program; only `programs.attention` has, with as many queries as keys"
+        )
     if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
     if not is_placed(replace(plan.schedule, homes=())):
@@ -66,14 +68,27 @@ def differentiable(
     """(q, k, v) -> out for this rank's blocks at home, by a plan of attention, with gradients.
 
     All ranks of the group call the function together, and its backward together, which sends
-    `backward_plan(plan).bytes_per_rank` bytes. ValueError as in `execute` and `backward_plan`.
+    `backward_plan(plan).bytes_per_rank` bytes. ValueError as in `execute` and `backward_plan`; where there is a group, on
+    every rank, when the function is first called.
     """
-    pair = _Pair(plan, backward_plan(plan), group, count, counter)
+    backward: list[Plan] = []
+    refused: list[ValueError] = []
+    try:
+        backward.append(backward_plan(plan))
+    except ValueError as error:
+        if group is None:
+            raise
+        refused.append(error)
+
+    def check() -> None:
+        """The error of a plan that has no backward, which the other ranks may not have."""
+        if refused:
+            raise refused[0]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
-        compare(plan, {"q": q, "k": k, "v": v}, group)
-        return _Attention.apply(q, k, v, pair)
+        compare(plan, {"q": q, "k": k, "v": v}, group, check=check)
+        return _Attention.apply(q, k, v, _Pair(plan, backward[0], group, count, counter))
 
     return attend
 
@@ -98,9 +113,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pair: _Pair) -> Tensor:
-        state = pair.state(pair.forward, {"q": q, "k": k, "v": v})
+        inputs = {"q": q, "k": k, "v": v}
+        state = pair.state(pair.forward, inputs)
         state.saved = {}
-        out = run(state, pair.group, pair.counter)["out"]
+        with without_autocast(inputs):
+            out = run(state, pair.group, pair.counter)["out"]
         ctx.save_for_backward(*(state.saved[name] for name in SAVED))
         ctx.pair = pair
         return out
@@ -109,5 +126,6 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         inputs = dict(zip(SAVED, ctx.saved_tensors, strict=True)) | {"dout": dout.contiguous()}
-        outputs = run(ctx.pair.state(ctx.pair.backward, inputs), ctx.pair.group, ctx.pair.counter)
+        with without_autocast(inputs):
+            outputs = run(ctx.pair.state(ctx.pair.backward, inputs), ctx.pair.group, ctx.pair.counter)
         return outputs["dq"], outputs["dk"], outputs["dv"], None

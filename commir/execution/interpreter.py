@@ -11,7 +11,7 @@ from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 
 from .rank_steps import take_steps
-from .state import Count, Kernels, Messages, RankState
+from .state import Count, Kernels, Messages, RankState, without_autocast
 
 Tensor = torch.Tensor
 
@@ -35,6 +35,14 @@ def run_ranks(
     plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None = None, kernels: Kernels | None = None
 ) -> list[dict[str, Tensor]]:
     """The outputs of every rank, from its inputs at home. Ranks take turns; each runs until it waits for a message."""
+    with without_autocast(blocks[0]):
+        return _in_turns(plan, blocks, counts, kernels)
+
+
+def _in_turns(
+    plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None, kernels: Kernels | None
+) -> list[dict[str, Tensor]]:
+    """`run_ranks`, in the present mode of autocast."""
     states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
     post = _Post()
     runs = [take_steps(state) for state in states]

@@ -6,6 +6,7 @@ differently.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
 Run = Generator[Any, Any, Any]  # yields Messages or handles; see the module's docstring
+
+
+def without_autocast(inputs: Mapping[str, Tensor]) -> AbstractContextManager:
+    """Autocast is off inside, because a plan computes and sends in the dtypes of its inputs."""
+    return torch.autocast(next((x.device.type for x in inputs.values()), "cpu"), enabled=False)
 
 
 @dataclass(frozen=True)

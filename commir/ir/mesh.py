@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from sparsefusion.fabric.cost_model import Fabric
+
 
 @dataclass(frozen=True)
 class MeshAxis:
@@ -157,7 +159,11 @@ class Mesh:
 
 
 def _check_speed(name: str, speed: Any) -> None:
-    if hasattr(speed, "time"):
+    if isinstance(speed, Fabric):
+        if not {"p2p", "all_gather"} & {curve.operation for curve in speed.curves}:
+            raise ValueError(
+                f"the fabric of mesh axis {name} has neither p2p nor all_gather, and plans send between pairs of ranks"
+            )
         return
     try:
         alpha, rate = speed

@@ -243,6 +243,12 @@ def _check_scan(nest: LoopNest) -> None:
     found = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
     if found[: len(expected)] != expected:
         raise Illegal(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
+    kept = [tuple(nest.home_mesh_axes(each.name, scan.axis))[: len(cutting)] for each in nest.program.operands]
+    if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:
+        raise Illegal(
+            f"{scan.axis} is in zigzag order, so an operand must be kept along it at home, on {', '.join(cutting)}; without "
+            "one, the order is contiguous"
+        )
 
 
 def check_homes(nest: LoopNest) -> None:

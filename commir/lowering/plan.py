@@ -12,6 +12,7 @@ from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import Digit, LoopNest
+from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .accounting import Account, account
 from .blocks import block, chosen, positions, put_block, reordered
@@ -281,3 +282,8 @@ class Plan:
             if inputs[name].dtype != inputs[narrow[0]].dtype:
                 dtypes = f"{narrow[0]} is {inputs[narrow[0]].dtype}, and {name} {inputs[name].dtype}"
                 raise ValueError(f"{dtypes}; the inputs of {self.program.name} must have one dtype")
+        for name, operand in expected.items():
+            if operand.is_wide and narrow and inputs[name].dtype != (wide := at_least_fp32(inputs[narrow[0]].dtype)):
+                raise ValueError(
+                    f"{name} is {inputs[name].dtype}; beside {narrow[0]} in {inputs[narrow[0]].dtype} it is kept in {wide}"
+                )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commir.ir.mesh import Mesh
+from sparsefusion.fabric.cost_model import Fabric
 
 from .accounting import Message
 from .steps import Arrive, Combine, Compute, Send, SendPartial, Step
@@ -26,7 +27,7 @@ def message_seconds(mesh: Mesh, axis: str, nbytes: float) -> tuple[float, float]
 def link_seconds(mesh: Mesh, level: str, ranks: int, nbytes: float) -> tuple[float, float]:
     """(latency, time on the link) of a message of `nbytes` between two of `ranks` ranks along a level, in seconds."""
     speed: Any = mesh.speeds.get(level, EQUAL_SPEED)
-    if not hasattr(speed, "time"):
+    if not isinstance(speed, Fabric):
         alpha, rate = speed
         return alpha, nbytes / rate
     operations = {curve.operation for curve in speed.curves}

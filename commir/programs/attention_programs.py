@@ -50,7 +50,10 @@ ATTENTION_TILES = ("attention", "attention_backward")
 
 def is_self_attention(program: Program) -> bool:
     """Whether a program is one that `attention` makes, forward: queries and keys of one sequence that ranks share."""
-    return program.tile == "attention" and program.operand("q").home == "q"
+    if program.tile != "attention" or program.operand("q").home != "q":
+        return False
+    q, kv = program.axis("q"), program.axis("kv")
+    return (q.size, q.order) == (kv.size, kv.order)
 
 
 def decode_attention(

@@ -60,6 +60,8 @@ def in_chunks(nest: Nest, axis: str, chunks: int) -> Nest:
     """
     if not (digits := nest.digits_of(axis)):
         raise Illegal(f"{nest.program.name} has no loop {axis!r} that could have chunks")
+    if chunks == 1:
+        return nest
     outer, inner = f"{axis}.chunk", f"{axis}.inner"
     while any(digit.name in (outer, inner) for digit in digits):  # of mesh axes that are called so
         outer, inner = f"{outer}_", f"{inner}_"

@@ -127,8 +127,9 @@ def _part_name(mesh: Mesh, axis: str, number: int) -> str:
 def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]:
     """(placement, the loop that is shifted if it is streamed), without and with streaming."""
     nest, found = Schedule(program, mesh), []
-    for axis in program.axes:
-        if axis.kind != WHOLE and (axis.size > 1 or program.points == 1):
+    loops = [axis for axis in program.axes if axis.kind != WHOLE]
+    for axis in loops:
+        if axis.size > 1 or all(each.size == 1 for each in loops):
             shifted = streamed_axis(nest, mesh.names[0], axis.name)
             if shifted and program.axis(shifted).kind == SCANNED:
                 shifted = None

@@ -6,7 +6,9 @@ a large one. Memory is a lower bound: blocks that the tile needs, and accumulato
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
@@ -51,6 +53,9 @@ class CostModel:
         self._axes = {operand.name: operand.axes for operand in program.operands}
         self._outputs = frozenset(each.name for each in program.outputs)
         self._points, self._ranks = program.points, mesh.ranks
+        self._link = lru_cache(maxsize=None)(
+            partial(link_seconds, mesh)
+        )  # the time of a measured link takes long to find
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
@@ -63,7 +68,8 @@ class CostModel:
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
         parts = tuple(part for part in candidate.parts if part.size > 1)
-        tally = _Tally(parts, self.mesh, outputs=self._outputs)
+        streamed = tuple(part for part in parts if part.shifted)
+        tally = _Tally(parts, self._link, outputs=self._outputs, streamed=streamed)
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
@@ -174,8 +180,10 @@ class CostModel:
 
     def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> int:
         """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees."""
+        if not tally.streamed:
+            return 1
         rings = [
-            part for part in tally.parts if part.shifted in operand.axes and part.placement.axis not in operand.axes
+            part for part in tally.streamed if part.shifted in operand.axes and part.placement.axis not in operand.axes
         ]
         before = 1
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
@@ -186,16 +194,20 @@ class CostModel:
 
 @dataclass
 class _Tally:
-    """Messages of a candidate, summed as its plan sends them: those of one kind along one axis are sent together."""
+    """Messages of a candidate, summed as its plan sends them: those of one kind along one axis are sent together.
+
+    link: `link_seconds` of the mesh. streamed: the parts around whose rings blocks travel.
+    """
 
     parts: tuple[Part, ...]
-    mesh: Mesh
+    link: Callable[[str, int, int], tuple[float, float]]
     cost: Cost = field(default_factory=Cost)
     collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # [bytes of a message, messages]
     rings: dict[str, float] = field(default_factory=dict)  # by level: seconds that its link is busy
     latency: float = 0.0  # of the messages that travel around rings
     outputs: frozenset[str] = frozenset()
     travelling: dict[object, str] = field(default_factory=dict)
+    streamed: tuple[Part, ...] = ()
 
     def collective(self, part: Part, kind: str, nbytes: int, count: int) -> None:
         """Add `count` messages, one after the other."""
@@ -228,7 +240,7 @@ class _Tally:
 
     def _busy(self, part: Part, nbytes: int) -> tuple[float, float]:
         """(latency, seconds on the link) of a message."""
-        return link_seconds(self.mesh, part.level, part.size, nbytes)
+        return self.link(part.level, part.size, nbytes)
 
 
 def _turns(candidate: Candidate) -> int:

@@ -7,9 +7,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from commir.execution.executor import run
-from commir.execution.state import Count, RankState
+from commir.execution.state import Count, RankState, without_autocast
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -22,6 +22,7 @@ class GraphRunner:
     """The operators of a graph with their plans (`GraphPlan.plans`), on the ranks of a group. Every rank makes one."""
 
     def __init__(self, operators: Sequence[Operator], plans: Mapping[str, Plan], group: ProcessGroup | None) -> None:
+        check_member(group)
         self.operators, self.plans, self.group = operators, plans, group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
@@ -31,11 +32,15 @@ class GraphRunner:
         """{operator: this rank's block of its output}.
 
         given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
-        counter: as in `execute`; what `count` holds is that of the operator at work. ValueError on every rank: a block has
-        the wrong shape, the ranks' plans or blocks differ, or the group has another number of ranks than the mesh. Gathers
-        16 bytes of each rank, and sends what the plans do.
+        counter: as in `execute`; what `count` holds is that of the operator at work. Plans are not verified here, have no
+        gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape or requires a
+        gradient while gradients are enabled, the ranks' plans or blocks differ, or the group has another number of ranks
+        than the mesh; on a rank that is no member of the group: that it is none. Gathers 16 bytes of each rank, and sends
+        what the plans do.
         """
-        device = next((x.device for each in given.values() for x in each.values()), torch.device("cpu"))
+        blocks = given.values() if isinstance(given, Mapping) else ()
+        tensors = (x for each in blocks if isinstance(each, Mapping) for x in each.values() if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), torch.device("cpu"))
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
         outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
@@ -48,7 +53,7 @@ class GraphRunner:
             except ValueError as error:
                 raise ValueError(f"{operator.name}: {error}") from None
             kept = count.held
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast(inputs):
                 found = run(RankState(plan, self._rank, inputs, count), self.group, counter)
             count.held = kept
             outputs[operator.name] = found[plan.program.outputs[0].name]
@@ -59,7 +64,15 @@ class GraphRunner:
         for name, plan in self.plans.items():
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
-        blocks = [(name, key, x.shape, x.dtype) for name, each in given.items() for key, x in sorted(each.items())]
+        if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
+            raise ValueError(f"blocks are {{operator: {{input: tensor}}}}, not {given!r:.60}")
+        found = [(name, key, x) for name, each in given.items() for key, x in sorted(each.items())]
+        for name, key, x in found:
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name}: {key} is {x!r:.60}, and no tensor")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
+        blocks = [(name, key, x.shape, x.dtype) for name, key, x in found]
         return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
 
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from commir.ir.checks import check_memory
 from commir.ir.mesh import Mesh
 from commir.ir.program import REDUCED, Axis, Operand, Program, Result
 from commir.programs.attention_programs import attention
 from commir.programs.scan_programs import selective_scan
 
 from .graph import GraphPlan, search_graph
+from .graph_checks import check_graph
 from .operator_options import Operator
 
 # The loop that each role of a mesh axis gives to an operator, by the kind that its name begins with.
@@ -72,8 +74,11 @@ def best_3d_parallel(operators: Sequence[Operator], mesh: Mesh, memory: int | No
     """The best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
 
     Which loop a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
-    them. ValueError: no layout divides the sizes and fits into `memory` bytes of parameters of one operator.
+    them. ValueError: no layout divides the sizes and fits into `memory` bytes of parameters of one operator, or as in
+    `search_graph`.
     """
+    check_graph(operators, mesh, {})
+    check_memory(memory)
     found: list[GraphPlan] = []
     for roles in product(ROLES, repeat=len(mesh.axes)):
         allowed = {each.name: [tuple(_loop(role, each.name) for role in roles)] for each in operators}

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from commir.execution.executor import execute
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import all_gather_small
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -42,6 +42,7 @@ def fastest(
             [f"repeated is {repeated}", *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans)]
         )
 
+    check_member(group)
     agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
     calls = []
     for plan in plans:

@@ -85,7 +85,8 @@ def options_of(
     none fits.
     """
     program = operator.program
-    loops = [axis.name for axis in program.axes if axis.kind != WHOLE and axis.size > 1]
+    all_loops = [axis for axis in program.axes if axis.kind != WHOLE]
+    loops = [axis.name for axis in all_loops if axis.size > 1] or [axis.name for axis in all_loops[:1]]
     placements = [each for each in allowed or product(loops, repeat=len(mesh.axes)) if _divides(program, mesh, each)]
     held = [sum(_block(program, each, mesh, axes) for each in operator.parameters()) for axes in placements]
     found, refused = list[Option](), list[Illegal]()

@@ -63,7 +63,7 @@ def search(
     _check_homes(program, mesh)
     ranked = sorted(
         ((model.cost(each), each) for each in candidates(program, mesh)),
-        key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages, str(pair[1])),
+        key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages),
     )
     found = _exact(model, ranked, memory, top + 1)  # one more, with which the best is compared
     if not found:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
-from sparsefusion.collectives.agreement import agree
+from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import all_gather_small, all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import repetitions, timed
@@ -112,6 +112,7 @@ def _compare(
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
         return "\n".join([*others, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"])
 
+    check_member(group)
     agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
 
 

@@ -36,6 +36,7 @@ def test_all_searched_plans_in_chunks(sizes, number):
     """Each is verified, computes what the oracle does, and sends and holds what is predicted."""
     case = cases(mesh_of(*sizes).ranks)[number]
     chosen = [plan for plan in all_plans(case.program, mesh_of(*sizes), with_chunks=True) if plan.schedule.chunked]
+    assert chosen
     for plan in chosen[:: 1 + len(chosen) // 6]:
         verify(plan)
         counts = []
@@ -59,6 +60,7 @@ def test_all_plans_in_chunks_on_up_to_twelve_ranks_pass(mesh, number):
             cuts.setdefault(cut_of(plan), plan)
         else:
             whole.add(plan.steps)
+    assert cuts or mesh.ranks == 1
     for plan in cuts.values():
         verify(plan)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import attention2d
-from commir import Mesh, Schedule, execute, interpret, programs
+from commir import Mesh, Schedule, differentiable, execute, interpret, programs
 from commir.execution.attention_grids import grid_of
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
@@ -153,3 +153,74 @@ def another_dtype(rank, chosen, inputs):
 def test_errors_are_raised_on_every_rank(ranks, world, make, message):
     for error in ranks(differing, world, make):
         assert message in error and len(error) < 350
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_autocast_changes_nothing(ranks, world):
+    """Neither the results, nor their dtype, nor what is sent: of a product, and of attention by attention2d."""
+    product = programs.all_gather_matmul(4 * world, 4 * world, 8, "float32")
+    attention = programs.attention(1, 4, 4, 4 * world, 8)
+    chosen = [
+        place(Schedule(product, Mesh(x=world)), x="cols").lower(),
+        place(Schedule(attention, Mesh(x=world)), x="q").lower(),
+    ]
+    inputs = [{name: x.float() for name, x in random_inputs(plan.program).items()} for plan in chosen]
+
+    def run(rank):
+        results = []
+        for is_on in (False, True):
+            counter = Counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                outputs = [
+                    execute(plan, plan.shard(given, rank), dist.group.WORLD, counter=counter)
+                    for plan, given in zip(chosen, inputs, strict=True)
+                ]
+                whole = [interpret(plan, given) for plan, given in zip(chosen, inputs, strict=True)]
+            results.append((outputs + whole, counter.sent))
+        return results
+
+    for (usual, sent), (under_autocast, sent_then) in ranks(run, world):
+        assert sent == sent_then
+        for a, b in zip(usual, under_autocast, strict=True):
+            assert all(torch.equal(a[name], b[name]) and b[name].dtype == torch.float32 for name in a)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_some_ranks_of_several(ranks, world):
+    """Members of a smaller group compute, and the others are told that they are no members."""
+    plan = place(Schedule(programs.weighted_sum(6, 8), Mesh(x=2)), x="cols").lower()
+    inputs = {name: x.float() for name, x in random_inputs(plan.program).items()}
+
+    def run(rank):
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            return execute(plan, plan.shard(inputs, rank), group)
+        with pytest.raises(ValueError, match="is no process group that this rank is a member of"):
+            execute(plan, plan.shard(inputs, 0), group)
+
+    found = ranks(run, world)
+    expected = interpret(plan, inputs)
+    assert torch.equal(plan.unshard(found[:2])["c"], expected["c"]) and found[2] is None
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("placement", ["q", "heads", Placement("q", True)], ids=str)
+def test_other_lengths_of_queries_and_keys(ranks, world, placement):
+    """attention2d has one length for both, so the plan's steps are taken; there is no backward program."""
+    program = programs.attention(1, 4, 4, 8 * world, 8, causal=False, dtype="float64").resized(kv=16 * world)
+    plan = place(Schedule(program, Mesh(x=world)), x=placement).lower()
+    inputs = random_inputs(program)
+    whole = plan.unshard(ranks(lambda rank: execute(plan, plan.shard(inputs, rank), dist.group.WORLD), world))
+    assert grid_of(plan) is None
+    assert_close(whole, interpret(plan, inputs))
+    with pytest.raises(ValueError, match="has no backward program"):
+        differentiable(plan)
+
+
+def test_statistics_are_wide():
+    plan = place(Schedule(programs.selective_scan(1, 8, 4, dtype="bfloat16"), Mesh(x=2)), x="heads").lower()
+    inputs = {name: x.bfloat16() for name, x in random_inputs(plan.program).items()}
+    with pytest.raises(
+        ValueError, match="dt is torch.bfloat16; beside x in torch.bfloat16 it is kept in torch.float32"
+    ):
+        interpret(plan, inputs)

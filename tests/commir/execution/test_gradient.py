@@ -26,7 +26,7 @@ LAYOUTS = [  # world, mesh, placement
 ]
 
 
-def plan_of(mesh, placement, seq, dtype="float64", lse_at_home=True):
+def plan_of(mesh, placement, seq, dtype="float64"):
     program = programs.attention(2, 4, 2, seq, 8, dtype=dtype)
     schedule = place(Schedule(program, Mesh(**mesh)), **placement)
     return schedule.lower()
@@ -157,3 +157,42 @@ def test_homes_that_have_no_backward():
     schedule = place(Schedule(programs.attention(2, 4, 2, 16, 8), Mesh(x=2)), x="heads")
     with pytest.raises(ValueError, match=r"keeps q, k, v and out along the sequence, not as \('k', 'x', 'heads'\)"):
         backward_plan(schedule.shard("k", "heads", "x").lower())
+
+
+@pytest.mark.parametrize("world, placement", [(2, "heads"), (2, RING_KV), (4, RING_Q)])
+def test_gradients_in_bf16(ranks, world, placement):
+    """As near to the exact ones as roundings of bf16 allow."""
+    problem = Problem.of(12 * world, 4, 2, causal=True, batch=2, head_dim=8)
+    plan = plan_of(dict(x=world), dict(x=placement), 12 * world, "bfloat16")
+
+    def run(rank):
+        inputs = {name: x.bfloat16() for name, x in zip("qkv", problem.inputs, strict=False)}
+        leaves = [x.clone().requires_grad_() for x in plan.shard(inputs, rank).values()]
+        dout = plan.shard(inputs | {"q": problem.inputs[3].bfloat16()}, rank)["q"]
+        out = differentiable(plan, dist.group.WORLD)(*leaves)
+        return out.detach(), torch.autograd.grad(out, leaves, dout)
+
+    results = ranks(run, world)
+    parts = {"q": [out for out, _ in results]}
+    found = [plan.unshard([{"q": out} for out in parts["q"]])["q"]]
+    for index, name in enumerate("qkv"):
+        found.append(plan.unshard([{name: gradients[index]} for _, gradients in results])[name])
+    for x, expected in zip(found, (problem.answers[0], *problem.answers[2:]), strict=True):
+        assert x.dtype == torch.bfloat16
+        assert (x.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_plan_without_a_backward_on_one_rank_is_an_error_on_all(ranks, world):
+    good = search(programs.attention(1, 4, 4, 8 * world, 8), Mesh(gpu=world))[0]
+    chunked = in_chunks(place(Schedule(good.program, good.mesh), gpu=Placement("kv", True)), "q", 2).lower()
+
+    def run(rank):
+        plan = chunked if rank == 1 else good
+        attend = differentiable(plan, dist.group.WORLD)
+        shapes = [plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()]
+        with pytest.raises(ValueError, match=r"chunks of q have no backward plan.* \(rank 1\)") as error:
+            attend(*(torch.ones(shape) for shape in shapes))
+        return str(error.value)
+
+    assert len(set(ranks(run, world))) == 1

@@ -92,3 +92,13 @@ def test_a_scan_is_not_shifted():
     schedule = Schedule(program, Mesh(x=2)).tile("seq", 2).tile("heads", 2).parallelize("heads.o", "x")
     with pytest.raises(Illegal, match="seq is scanned, and a scan has only one order"):
         schedule.shift("seq.o", "x")
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_zigzag_order_is_that_of_an_operand_at_home(gpus):
+    """Without one, elements are in the order of the sequence, and states would pass in another."""
+    schedule = Schedule(programs.selective_scan(1, 12 * gpus, 4), Mesh(g=gpus))
+    for name in ("x", "dt", "B", "C", "y"):
+        schedule = schedule.replicate(name, "g")
+    with pytest.raises(Illegal, match="seq is in zigzag order, so an operand must be kept along it at home, on g"):
+        schedule.tile("seq", gpus).parallelize("seq.o", "g").lower()

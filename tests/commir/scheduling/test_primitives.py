@@ -162,15 +162,17 @@ def by_hand(schedule, generator):
 @pytest.mark.parametrize("mesh", [Mesh(x=2), Mesh(x=3, y=2), Mesh(x=1, y=2)], ids=str)
 def test_schedules_by_hand_are_exact(mesh, seed):
     """What lowers is exact, is verified at small sizes, and sends and holds what is predicted."""
-    generator, lowered = random.Random(seed), 0
+    generator = random.Random(seed)
     for program in (
         programs.attention(2, 6, 6, 24, 4, dtype="float64"),
         programs.matmul_reduce_scatter(12, 12, 12, dtype="float64"),
         programs.weighted_sum(12, 24, dtype="float64"),
     ):
         inputs = random_inputs(program)
-        expected = unscheduled(program, inputs)
-        for _ in range(12):
+        expected, lowered = unscheduled(program, inputs), 0
+        for _ in range(100):
+            if lowered == 5:
+                break
             try:
                 plan = by_hand(Schedule(program, mesh), generator).lower()
             except Illegal:
@@ -181,7 +183,7 @@ def test_schedules_by_hand_are_exact(mesh, seed):
             verify(plan)
             assert max(count.peak for count in counts) <= plan.memory
             assert max(count.sent for count in counts) <= plan.bytes_per_rank
-    assert lowered
+        assert lowered == 5, program.name
 
 
 def test_outputs_do_not_share_memory_with_inputs():

@@ -121,3 +121,26 @@ def test_a_wrong_block_on_one_rank(ranks, world):
     for blocks, group in ranks(run, world):
         assert f"ranks of the group [{world - 1}] were asked something else than rank 0" in blocks
         assert f"the group has {world} ranks, and the mesh of residual_in {world // 2}" in group
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("given, message", [
+    (None, "blocks are {operator: {input: tensor}}, not None"),
+    ({"residual_in": {"x0": None}}, "residual_in: x0 is None, and no tensor"),
+    ({"residual_in": {"x0": torch.zeros(2, requires_grad=True)}}, "residual_in: x0 requires a gradient, which no graph's"),
+])  # fmt: skip
+def test_what_one_rank_is_given_wrong_is_an_error_on_all(ranks, world, given, message):
+    operators = transformer_layer(**LLAMA)
+    plans = search_graph(operators, Mesh(gpu=world)).plans()
+
+    def run(rank):
+        with pytest.raises(ValueError) as error:
+            GraphRunner(operators, plans, dist.group.WORLD)(given if rank == 1 else {})
+        return str(error.value)
+
+    assert all(message in text and text.endswith("(rank 1)") for text in ranks(run, world))
+
+
+def test_the_best_3d_layout_says_what_is_wrong():
+    with pytest.raises(ValueError, match="memory='1GB': it must be a number of bytes"):
+        best_3d_parallel(transformer_layer(**LLAMA), Mesh(gpu=2), memory="1GB")

@@ -14,7 +14,7 @@ from chosen import by_default
 from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
 from commir.scheduling.known_schedules import known, known_as, known_schedules
 from commir.scheduling.loop_nest import Illegal
-from commir.scheduling.placements import Placement, place, placements_of
+from commir.scheduling.placements import Placement, in_chunks, place, placements_of
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from commir.searching.search import all_plans
@@ -340,3 +340,22 @@ def test_many_ranks(sizes):
         and best.bytes_per_rank
         < place(Schedule(program, mesh_of(*sizes)), **dict.fromkeys(mesh_of(*sizes).names, "q")).lower().bytes_per_rank
     )
+
+
+def test_one_token_of_one_head():
+    """A program without loops to divide has a plan on one rank."""
+    (plan,) = search(programs.attention(1, 1, 1, 1, 64, dtype="float64"), Mesh(gpu=1))
+    verify(plan)
+
+
+def test_one_chunk_is_no_chunk():
+    schedule = place(Schedule(programs.attention(1, 4, 4, 16, 8), Mesh(gpu=2)), gpu="q")
+    assert in_chunks(schedule, "heads", 1) == schedule
+
+
+def test_a_fabric_must_have_messages_between_pairs():
+    curve = Curve.fit("all_reduce", 4, [(2**n, 1e-5 + 2**n * 1e-9) for n in range(8, 20)])
+    with pytest.raises(ValueError, match="the fabric of mesh axis gpu has neither p2p nor all_gather"):
+        search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=Fabric((curve,)))
+    with pytest.raises(ValueError, match="speed of mesh axis gpu is .* must be .* or a Fabric"):
+        search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=curve)
