@@ -96,6 +96,7 @@ def _run(
         except (OSError, Failure) as error:  # on every rank
             hint = f"the checkpoint of step {step} is complete: once the disk can be written, start again with --resume"
             raise Failure(f"{error}; {hint}") from None
+        progress.close()  # last: Weights & Biases may wait for its network
 
 
 def make_trainer(
@@ -163,7 +164,6 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             saver.finish()
         raise
     saver.finish()
-    progress.close()
     return step
 
 

@@ -157,6 +157,44 @@ def test_a_run_that_continues(here, world, monkeypatch):
     assert [len([*Path("out/wandb").glob(f"offline-run-*-{name}")]) for name in ids] == [2, 2, 1]
 
 
+class Watched:
+    """In place of a run of Weights & Biases: what it is told, and whether the model is written when it is to finish."""
+
+    id = "watched"
+
+    def __init__(self, fails):
+        self.fails, self.logged, self.has_model, self.settings = fails, [], None, None
+
+    def begin(self, **named):
+        self.settings = named.get("settings")
+        return self
+
+    def log(self, values, **named):
+        if self.fails:
+            raise ConnectionError("no network")
+        self.logged.append((values, named))
+
+    def finish(self):
+        self.has_model = Path("out/model.safetensors").is_file()
+        if self.fails:
+            raise TimeoutError("no network")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_and_biases_does_not_end_a_run(here, monkeypatch, capsys, fails):
+    """It finishes, within a minute, after the model is written. Its errors are printed."""
+    wandb = pytest.importorskip("wandb")
+    watched = Watched(fails)
+    monkeypatch.setattr(wandb, "init", watched.begin)
+    monkeypatch.delenv("WANDB_FINISH_TIMEOUT", raising=False)
+    pretrain(tiny_options("--wandb", "tests", "--log-interval", "3"))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--wandb")]
+    lines = [f"logs nothing of step {step}: no network" for step in (1, 3, 6)] + ["cannot finish: no network"]
+    assert said == ([f"--wandb: Weights & Biases {line}" for line in lines] if fails else [])
+    assert watched.has_model and watched.settings.finish_timeout == 60
+    assert [values["tokens"] for values, _ in watched.logged] == ([] if fails else [96, 288, 576])
+
+
 def test_no_peak_no_utilization(here, capsys):
     pretrain(tiny_options())
     assert "MFU" not in capsys.readouterr().out and "mfu" not in Path("log.jsonl").read_text()
