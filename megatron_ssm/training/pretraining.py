@@ -158,12 +158,12 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             if reason:
                 progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
                 break
+        saver.finish()  # before the trace, which may take longer to write than a launcher waits after SIGTERM
         profiler.close()
     except Failure:  # on every rank: a checkpoint that is under way is completed
         with contextlib.suppress(Failure):
             saver.finish()
         raise
-    saver.finish()
     return step
 
 

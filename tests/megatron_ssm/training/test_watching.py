@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from benchmarks.support.launched import TINY, Fault, disks_work, fill_disk, launched, lines, small_disk, write_text
+from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.folders import find_checkpoints
+from megatron_ssm.checkpoints.shards import ShardWriter
 from megatron_ssm.configs.config import Config
 from megatron_ssm.models.lora import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
@@ -267,6 +271,30 @@ def test_a_run_that_continues_after_the_first_step_of_a_trace(here, capsys, last
     said = "--profile writes no trace: --profile-step-end 3 is not after step 4, from which the run continues\n"
     assert (said in capsys.readouterr().out) == (not written)
     assert [path.name for path in Path("trace").iterdir()] == written
+
+
+def test_the_last_checkpoint_is_complete_before_the_trace_is_written(here, monkeypatch):
+    """A launcher may kill the ranks while they write the trace, whose name says which steps it has."""
+    is_awaited, write_data, wait = threading.Event(), ShardWriter.write_data, BackgroundWriter.wait
+    export, found = torch.profiler.profile.export_chrome_trace, []
+    monkeypatch.setattr(
+        ShardWriter, "write_data", lambda self, *plan: is_awaited.wait(30) and write_data(self, *plan)
+    )  # as on a slow disk: not before the run waits for it
+
+    def awaited(self):
+        if self._under_way is not None:
+            is_awaited.set()
+        wait(self)
+
+    def exported(self, path):
+        found.extend(path.name for path in find_checkpoints("out/checkpoints"))
+        export(self, path)
+
+    monkeypatch.setattr(BackgroundWriter, "wait", awaited)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", exported)
+    flags = "--async-save --save-interval 0 --exit-interval 3 --profile trace --profile-step-start 2"
+    pretrain(tiny_options(*flags.split(), "--profile-step-end", "5"))
+    assert found == ["step-000003"] and [path.name for path in Path("trace").iterdir()] == ["steps-2-3.json"]
 
 
 def test_cuda_where_there_is_none(here, capsys):
