@@ -102,14 +102,17 @@ class Saver:
 def options_after_restart(options: Options, directory: Path, restarts: int) -> Options:
     """The options of a run that torchrun has restarted so often: it continues from its own checkpoints in the directory.
 
-    Without checkpoints, or with those of an earlier run only, the options are as they were given. Otherwise --resume is
-    auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is removed.
+    torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which names
+    the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one,
+    does not show that. Without checkpoints, or with those of an earlier run only, the options are as they were given.
+    Otherwise --resume is auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is
+    removed.
     """
-    mark = directory / BEGUN
-    if not restarts:
+    mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
+    is_own = run is not None and mark.is_file() and mark.read_text(encoding="utf-8") == run
+    if not restarts and not (is_own and run != "none"):
         mark.unlink(missing_ok=True)
         return options
-    is_own = mark.is_file() and mark.read_text(encoding="utf-8") == os.environ.get("TORCHELASTIC_RUN_ID")
     return replace(options, resume="auto") if is_own and find_checkpoints(directory) else options
 
 

@@ -639,3 +639,16 @@ def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
     assert train(2, *folder, "--out", "straight") == [0, 0]
     ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("world", [1, full(2)])
+@pytest.mark.parametrize("before, now", [("job", "job"), ("job", "other"), ("none", "none")])
+def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before, now):
+    """When nodes join or leave, it starts all ranks again under the same id. Runs without an id are all called "none"."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", before)
+    assert train(world, "--exit-interval", "4") == [0] * world
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", now)
+    assert train(world) == [0] * world
+    is_own = before == now != "none"
+    assert (OWN in lines("out", world)) == is_own == (not Path("out/checkpoints.old").exists())
+    assert_as_undisturbed("torch", world)
