@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,14 @@ from benchmarks.support.launched import (
     write_text,
 )
 from megatron_ssm.checkpoints import disk_space
+from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
-from megatron_ssm.training.trainer import SequenceLoss
+from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
 from sparsefusion.foundation import command_line
 
@@ -267,6 +269,38 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
     assert checkpoints() == ["step-000002", "step-000004"] and not Path("out/config.json").exists()
     assert train(world, "--resume", *more) == [0] * world
     assert_as_undisturbed(engine, world, *more)
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+def test_a_signal_while_a_checkpoint_is_written_in_the_background(here, monkeypatch, world):
+    """Training has gone on meanwhile: the checkpoint under way and one of the step that has ended are both complete."""
+    struck, is_awaited = threading.Event(), threading.Event()
+    whole_step, wait = Trainer.step, BackgroundWriter.wait
+
+    def strike(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        struck.set()
+        assert is_awaited.wait(30)  # it is under way until the next one waits for it
+
+    def step(self, batches, number):
+        assert number < 4 or os.environ["RANK"] != "1" or struck.wait(30)
+        return whole_step(self, batches, number)
+
+    def awaited(self):
+        if struck.is_set():
+            is_awaited.set()
+        wait(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", step)
+        patched.setattr(BackgroundWriter, "wait", awaited)
+        with launched(world, [*TINY, "--async-save"], Fault(1, 4, strike, while_saving=True)) as run:
+            codes, _ = run.wait(*range(world))
+    assert codes == [0] * world and lines("err", world) == []
+    assert "leaving after step 5, on SIGTERM; --resume continues" in texts("out", world)[0]
+    assert checkpoints() == ["step-000004", "step-000005"] and not Path("out/config.json").exists()
+    assert train(world, "--async-save", "--resume") == [0] * world
+    assert_as_undisturbed("torch", world)
 
 
 @pytest.mark.full
