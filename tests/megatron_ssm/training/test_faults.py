@@ -40,6 +40,7 @@ from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
+from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
@@ -567,6 +568,20 @@ def test_no_checkpoint_is_intact(here):
     assert "CRC-32" in line and line.endswith(
         ": nothing to resume: out/checkpoints holds no checkpoint from before step 2"
     )
+    assert checkpoints() == ["step-000002"]
+
+
+def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
+    """It may be intact, so --resume auto ends with the cause."""
+
+    def fail(*_):
+        raise MemoryError
+
+    assert train(1, "--exit-interval", "2") == [0]
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardReader, "_slice_file", fail)
+        assert train(1, "--resume", "auto") == [1]
+    assert lines("err", 1) == ["pretrain.py: cannot read out/checkpoints/step-000002: MemoryError"]
     assert checkpoints() == ["step-000002"]
 
 
