@@ -131,14 +131,19 @@ def mark_begun(directory: Path) -> None:
 def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
     """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
 
-    ValueError if there is none, or none that fits the requirements.
+    In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
+    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements.
     """
     if how in ("", "newest", "auto"):
         begins = not how or (how == "auto" and not find_checkpoints(directory))
         return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
-    if not is_deepspeed(how):
+    folder = Path(how)
+    replaced = folder.parent / "deepspeed.old"
+    if folder.name == "deepspeed" and not folder.exists() and is_deepspeed(replaced):
+        folder = replaced
+    if not is_deepspeed(folder):
         raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
-    return Path(how), step_of_deepspeed(how)
+    return folder, step_of_deepspeed(folder)
 
 
 def newest_to_load(
