@@ -60,7 +60,7 @@ class Trackers:
                 for name, value in values.items():
                     self._tensorboard.add_scalar(name, value, line["step"])
                 self._tensorboard.flush()
-        self._call_wandb(lambda run: run.log(values, step=line["step"]), f"logs nothing of step {line['step']}")
+        self._call_wandb(lambda run: run.log({"step": line["step"], **values}), f"logs nothing of step {line['step']}")
 
     def close(self) -> None:
         """Write what is left. Weights & Biases has FINISH_TIMEOUT_S seconds for it, or WANDB_FINISH_TIMEOUT if it is set."""
@@ -113,6 +113,7 @@ def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
         run = wandb.init(
             project=options.wandb, dir=options.out, config=asdict(options), id=known or None, resume="allow", **more
         )
+        run.define_metric("*", step_metric="step")  # its own axis never goes back, as steps do after a fault
     except wandb.Error as error:
         raise OSError(f"Weights & Biases: {error}") from None
     id_file.parent.mkdir(exist_ok=True)

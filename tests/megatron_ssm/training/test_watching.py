@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -166,17 +167,20 @@ class Watched:
 
     id = "watched"
 
-    def __init__(self, fails):
-        self.fails, self.logged, self.has_model, self.settings = fails, [], None, None
+    def __init__(self, fails=False):
+        self.fails, self.logged, self.axes, self.has_model, self.settings = fails, [], [], None, None
 
     def begin(self, **named):
         self.settings = named.get("settings")
         return self
 
-    def log(self, values, **named):
+    def define_metric(self, name, step_metric):
+        self.axes.append((name, step_metric))
+
+    def log(self, values):
         if self.fails:
             raise ConnectionError("no network")
-        self.logged.append((values, named))
+        self.logged.append(values)
 
     def finish(self):
         self.has_model = Path("out/model.safetensors").is_file()
@@ -196,7 +200,19 @@ def test_weights_and_biases_does_not_end_a_run(here, monkeypatch, capsys, fails)
     lines = [f"logs nothing of step {step}: no network" for step in (1, 3, 6)] + ["cannot finish: no network"]
     assert said == ([f"--wandb: Weights & Biases {line}" for line in lines] if fails else [])
     assert watched.has_model and watched.settings.finish_timeout == 60
-    assert [values["tokens"] for values, _ in watched.logged] == ([] if fails else [96, 288, 576])
+    assert [values["tokens"] for values in watched.logged] == ([] if fails else [96, 288, 576])
+
+
+def test_weights_and_biases_gets_steps_that_are_repeated(here, monkeypatch):
+    """A run that continues from an earlier step logs them again. Their number is the axis of all curves."""
+    wandb = pytest.importorskip("wandb")
+    watched = Watched()
+    monkeypatch.setattr(wandb, "init", watched.begin)
+    pretrain(tiny_options("--wandb", "tests", "--exit-interval", "4"))
+    shutil.rmtree("out/checkpoints/step-000004")
+    pretrain(tiny_options("--wandb", "tests", "--resume"))
+    assert [values["step"] for values in watched.logged] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert watched.axes == [("*", "step")] * 2
 
 
 def test_no_peak_no_utilization(here, capsys):
