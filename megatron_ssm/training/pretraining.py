@@ -130,7 +130,13 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     """
     directory = inputs.out / "checkpoints"
     checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
-    if checkpoint is None or is_deepspeed(checkpoint[0]):
+    if checkpoint is None:
+        return inputs
+    if is_deepspeed(checkpoint[0]):
+        what = "the seed, batch sizes, sequence length and text"
+        progress.print_line(
+            f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
+        )
         return inputs
     decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
     progress.print_decay(decay_steps)

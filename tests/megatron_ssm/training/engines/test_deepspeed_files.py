@@ -335,8 +335,10 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capsys, tp, dp):
-    """Its learning rate and data go on too; checkpoints of an earlier run in --out are set aside."""
+def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capfd, tp, dp):
+    """Its learning rate and data go on too; checkpoints of an earlier run in --out are set aside. A line says what is not
+    compared.
+    """
 
     def run(*more):
         def on_rank(rank):
@@ -355,6 +357,8 @@ def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capsys, tp, dp):
     ours, straight = ([json.loads(line)["loss"] for line in each] for each in lines)
     assert ours == pytest.approx(straight, abs=FP32) and len(ours) == 4
     assert [path.name for path in Path("out/checkpoints.old").iterdir()] == ["step-000001"]
+    said = "theirs/deepspeed does not record the seed, batch sizes, sequence length and text of its run"
+    assert capfd.readouterr().out.count(said) == 1
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
