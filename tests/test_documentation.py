@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import math
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from chosen import by_default
 
 from benchmarks.support import tables as published
+from megatron_ssm.training.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
@@ -64,6 +66,42 @@ def test_commands_on_the_pages_exist():
         for name in missing_names(words)
     ]
     assert_none(missing)
+
+
+def pretraining(words):
+    """(the number of ranks, the options) of a command that starts examples/pretrain.py; None for another command."""
+    script = "examples/pretrain.py"
+    if words[:1] == ["sbatch"]:  # the script says how many nodes, and how many GPUs each has
+        sizes = re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)$", (ROOT / words[1]).read_text(), re.MULTILINE)
+        assert len(sizes) == 2, words
+        return math.prod(map(int, sizes)), words[2:]
+    if words[:1] in (["launch/torchrun.sh"], ["launch/deepspeed.sh"]):
+        return int(words[1]), words[2:]
+    if script not in words:
+        return None
+    before, after = words[: words.index(script)], words[words.index(script) + 1 :]
+    flags = dict(zip(before, before[1:], strict=False))
+    return int(flags.get("--nproc-per-node", flags.get("--num_accelerators", 1))), after
+
+
+def test_training_commands_on_the_pages_fit_their_ranks(monkeypatch):
+    """Their options are valid, replicas and accumulation divide, and a page that resumes DeepSpeed's folder writes it."""
+    monkeypatch.chdir(ROOT)
+    count = 0
+    for path in PAGES:
+        commands = filter(None, map(pretraining, command_lines(path.read_text())))
+        parsed = [(ranks, parse_options(words, shlex.join(words))) for ranks, words in commands]
+        count += len(parsed)
+        written = {f"{options.out}/deepspeed" for _, options in parsed if options.save_deepspeed}
+        for ranks, options in parsed:
+            replica = options.tensor_model_parallel_size * options.context_parallel_size
+            assert ranks % replica == 0, (path, ranks, options.describe())
+            try:
+                options.accumulation(ranks // replica)
+            except ValueError as error:
+                pytest.fail(f"{path}, on {ranks} ranks, {options.describe()}: {error}")
+            assert options.resume in {"", "newest", "auto", *written}, (path, options.resume)
+    assert count > 15
 
 
 def test_relative_links_lead_to_files():

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from sparsefusion.foundation.command_line import Failure
 
@@ -72,7 +75,8 @@ def read_with_retries(read: Callable[[], Result], path: object) -> Result:
     """What `read()` returns, which reads something at `path`.
 
     It is called again after an error of the disk or the network (EIO, ESTALE, a time-out), for about two seconds; then
-    Failure. So such an error is not taken for a damaged file. A missing file is: its OSError is raised at once.
+    Failure. If memory is short or the GPU has failed, Failure at once. So such an error is not taken for a damaged file. A
+    missing file is: its OSError is raised at once.
     """
     waits = [*WAITS]
     while True:
@@ -84,6 +88,20 @@ def read_with_retries(read: Callable[[], Result], path: object) -> Result:
             if not waits:
                 raise Failure(f"cannot read {path}: {first_line(error)} (tried {len(WAITS) + 1} times)") from None
             time.sleep(waits.pop(0))
+        except Exception as error:
+            if not is_machine_error(error):
+                raise
+            raise Failure(f"cannot read {path}: {first_line(error)}") from None
+
+
+def is_machine_error(error: BaseException) -> bool:
+    """Whether an error says that memory is short or the GPU has failed, which shows nothing about the file that is read.
+
+    Some of these errors of torch are a RuntimeError like those about damaged files, and differ in their text only.
+    """
+    kinds = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    texts = r"CUDA error|can't allocate memory|Cannot allocate memory"
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and re.search(texts, str(error)) is not None)
 
 
 class DirectoryLock:

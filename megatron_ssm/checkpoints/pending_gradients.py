@@ -52,11 +52,17 @@ class PendingFile:
 
     @classmethod
     def of(cls, trainer: Trainer, copies: bool = False) -> "PendingFile | None":
-        """That of a trainer; None unless it sends gradients sparsely. copies: the state may change before `write`."""
+        """That of a trainer; None unless it sends gradients sparsely.
+
+        copies: the state may change before `write`; so the residuals are moved to this host's memory.
+        """
         if trainer.fusion is None:
             return None
-        state = trainer.fusion.state_dict()
-        return cls(trainer.groups, copy.deepcopy(state) if copies else state)
+        state = trainer.fusion.state_dict()  # its residuals are copies already
+        if copies:
+            residuals = state.pop("residuals")
+            state = copy.deepcopy(state) | {"residuals": {name: residuals.pop(name).cpu() for name in [*residuals]}}
+        return cls(trainer.groups, state)
 
     @property
     def nbytes(self) -> int:

@@ -127,7 +127,7 @@ class _ChecksummedFile(io.BufferedWriter):
 def open_shards(path: str | Path, metadata_crc32: int | None) -> "ShardReader":
     """A reader of this checkpoint; DamagedCheckpoint with one line, whatever is wrong with it.
 
-    metadata_crc32: None if unknown. Failure if the disk cannot be read.
+    metadata_crc32: None if unknown. Failure if the disk cannot be read, or as `read_with_retries` if memory is short.
     """
     try:
         return read_with_retries(lambda: ShardReader(path, metadata_crc32), path)

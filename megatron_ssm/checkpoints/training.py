@@ -34,7 +34,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
 from .agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
-from .disk_space import DirectoryLock, DiskSpace, read_with_retries, sync_directory
+from .disk_space import DirectoryLock, DiskSpace, is_machine_error, read_with_retries, sync_directory
 from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
@@ -193,8 +193,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
     DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
     may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
-    read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk, for
-    some seconds: the checkpoint may be intact.
+    read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk for
+    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -217,6 +217,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         cause = _cause(error)
         if isinstance(cause, Failure):
             raise Failure(str(cause)) from None
+        if is_machine_error(cause):
+            raise Failure(f"cannot read {path}: {first_line(cause)}") from None
         if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
             cause = ValueError("an entry of a file is not a tensor")
         raise DamagedCheckpoint(f"{failure}: {cause}") from None

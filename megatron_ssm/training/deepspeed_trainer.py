@@ -220,6 +220,8 @@ class DeepSpeedTrainer(Trainer):
         needed = sum(all_gather_pickled(self._checkpoint_bytes()))
 
         def begin() -> None:
+            if old.exists() and not directory.exists():  # a run was killed between the renames below
+                old.rename(directory)
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.mkdir(parents=True)
 

@@ -96,6 +96,7 @@ def _run(
         except (OSError, Failure) as error:  # on every rank
             hint = f"the checkpoint of step {step} is complete: once the disk can be written, start again with --resume"
             raise Failure(f"{error}; {hint}") from None
+        progress.close()  # last: Weights & Biases may wait for its network
 
 
 def make_trainer(
@@ -129,7 +130,13 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     """
     directory = inputs.out / "checkpoints"
     checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
-    if checkpoint is None or is_deepspeed(checkpoint[0]):
+    if checkpoint is None:
+        return inputs
+    if is_deepspeed(checkpoint[0]):
+        what = "the seed, batch sizes, sequence length and text"
+        progress.print_line(
+            f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
+        )
         return inputs
     decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
     progress.print_decay(decay_steps)
@@ -157,13 +164,12 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             if reason:
                 progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
                 break
+        saver.finish()  # before the trace, which may take longer to write than a launcher waits after SIGTERM
         profiler.close()
     except Failure:  # on every rank: a checkpoint that is under way is completed
         with contextlib.suppress(Failure):
             saver.finish()
         raise
-    saver.finish()
-    progress.close()
     return step
 
 

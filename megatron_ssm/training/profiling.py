@@ -32,18 +32,19 @@ def utilization(options: Options, model: Model, ranks: int) -> float:
 class Profiler:
     """Records the steps from --profile-step-start to --profile-step-end on rank 0, and writes the trace to --profile.
 
-    It ends with the run, if that ends earlier. All ranks call it together. Failure on every rank if rank 0 cannot write the
-    trace. start: the step after which the run begins. busy: announces that rank 0 may be silent, because the profiler holds
-    Python's global lock while it writes.
+    It ends with the run, if that ends earlier; the name of the file says which steps it has. All ranks call it together.
+    Failure on every rank if rank 0 cannot write the trace. start: the step after which the run begins. busy: announces that
+    rank 0 may be silent, because the profiler holds Python's global lock while it writes.
     """
 
     def __init__(self, options: Options, rank: int, start: int = 0, busy: Busy = contextlib.nullcontext):
         self._first = max(options.profile_step_start, start + 1)
         self._last = min(options.profile_step_end, options.train_iters)
-        self._path = Path(options.profile) / f"steps-{self._first}-{self._last}.json" if options.profile else None
-        self._records = self._path is not None and rank == 0 and self._first <= self._last
+        self._folder = Path(options.profile) if options.profile else None
+        self._records = self._folder is not None and rank == 0 and self._first <= self._last
         self._profile: torch.profiler.profile | None = None
         self._busy = busy
+        self._recorded = 0  # the last step in the trace
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -53,21 +54,23 @@ class Profiler:
             self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profile.start()
         yield
+        self._recorded = step
         if step == self._last:
             self.close()
 
     def close(self) -> None:
         """Write what has been recorded, if it has not been written."""
-        if self._path is not None:
-            run_on_rank_0(self._write, f"cannot write to --profile {self._path.parent}")
+        if self._folder is not None:
+            run_on_rank_0(self._write, f"cannot write to --profile {self._folder}")
 
     def _write(self) -> None:
-        if self._profile is not None and self._path is not None:
+        if self._profile is not None and self._folder is not None:
             with self._busy(TIMEOUT.total_seconds()):  # the others wait no longer
                 self._profile.stop()
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.touch()  # an OSError, where the profiler would only warn
-                self._profile.export_chrome_trace(str(self._path))
-                if not self._path.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path = self._folder / f"steps-{self._first}-{self._recorded}.json"
+                path.touch()  # an OSError, where the profiler would only warn
+                self._profile.export_chrome_trace(str(path))
+                if not path.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._profile = None

@@ -48,7 +48,7 @@ class Progress:
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
         if (options.tensorboard or options.wandb) and self._is_first_rank:
-            self._trackers = Trackers(options)
+            self._trackers = Trackers(options, self.print_line)
         self._run_trackers(lambda trackers: trackers.begin(start))
 
     @property

@@ -102,14 +102,17 @@ class Saver:
 def options_after_restart(options: Options, directory: Path, restarts: int) -> Options:
     """The options of a run that torchrun has restarted so often: it continues from its own checkpoints in the directory.
 
-    Without checkpoints, or with those of an earlier run only, the options are as they were given. Otherwise --resume is
-    auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is removed.
+    torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which names
+    the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one,
+    does not show that. Without checkpoints, or with those of an earlier run only, the options are as they were given.
+    Otherwise --resume is auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is
+    removed.
     """
-    mark = directory / BEGUN
-    if not restarts:
+    mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
+    is_own = run is not None and mark.is_file() and mark.read_text(encoding="utf-8") == run
+    if not restarts and not (is_own and run != "none"):
         mark.unlink(missing_ok=True)
         return options
-    is_own = mark.is_file() and mark.read_text(encoding="utf-8") == os.environ.get("TORCHELASTIC_RUN_ID")
     return replace(options, resume="auto") if is_own and find_checkpoints(directory) else options
 
 
@@ -128,14 +131,19 @@ def mark_begun(directory: Path) -> None:
 def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
     """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
 
-    ValueError if there is none, or none that fits the requirements.
+    In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
+    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements.
     """
     if how in ("", "newest", "auto"):
         begins = not how or (how == "auto" and not find_checkpoints(directory))
         return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
-    if not is_deepspeed(how):
+    folder = Path(how)
+    replaced = folder.parent / "deepspeed.old"
+    if folder.name == "deepspeed" and not folder.exists() and is_deepspeed(replaced):
+        folder = replaced
+    if not is_deepspeed(folder):
         raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
-    return Path(how), step_of_deepspeed(how)
+    return folder, step_of_deepspeed(folder)
 
 
 def newest_to_load(

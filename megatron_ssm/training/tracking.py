@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -13,6 +14,8 @@ from sparsefusion.foundation.command_line import Failure
 
 from .options import Options, flag
 
+FINISH_TIMEOUT_S = 60.0  # how long Weights & Biases may send what is left when a run ends
+
 
 def check_trackers(options: Options) -> None:
     """ValueError if a package that the options need is not installed."""
@@ -22,10 +25,13 @@ def check_trackers(options: Options) -> None:
 
 
 class Trackers:
-    """The trackers that the options ask for. Failure, with the option's name, if one cannot write."""
+    """The trackers that the options ask for. Failure, with the option's name, if one cannot begin or TensorBoard fails.
 
-    def __init__(self, options: Options):
-        self._options = options
+    report: prints a line about an error of Weights & Biases, after which the run goes on: its service may fail at any time.
+    """
+
+    def __init__(self, options: Options, report: Callable[[str], object]):
+        self._options, self._report = options, report
         self._tensorboard: Any = None
         self._wandb: Any = None
 
@@ -54,17 +60,23 @@ class Trackers:
                 for name, value in values.items():
                     self._tensorboard.add_scalar(name, value, line["step"])
                 self._tensorboard.flush()
-        if self._wandb is not None:
-            with _named("--wandb"):
-                self._wandb.log(values, step=line["step"])
+        self._call_wandb(lambda run: run.log({"step": line["step"], **values}), f"logs nothing of step {line['step']}")
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left. Weights & Biases has FINISH_TIMEOUT_S seconds for it, or WANDB_FINISH_TIMEOUT if it is set."""
         if self._tensorboard is not None:
             with _named(f"--tensorboard {self._options.tensorboard}"):
                 self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._call_wandb(lambda run: run.finish(), "cannot finish")
+
+    def _call_wandb(self, action: Callable[[Any], object], failure: str) -> None:
+        """Let its run do something, if there is one; an error is reported."""
+        if self._wandb is None:
+            return
+        try:
+            action(self._wandb)
+        except Exception as error:  # its own errors, and those of its service process, are of many kinds
+            self._report(f"--wandb: Weights & Biases {failure}: {first_line(error)}")
 
 
 @contextlib.contextmanager
@@ -94,10 +106,14 @@ def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
     import wandb
 
     known = id_file.read_text(encoding="utf-8", errors="replace").strip() if start and id_file.is_file() else None
+    more: dict[str, Any] = {}
+    if "WANDB_FINISH_TIMEOUT" not in os.environ and "finish_timeout" in getattr(wandb.Settings, "model_fields", {}):
+        more["settings"] = wandb.Settings(finish_timeout=FINISH_TIMEOUT_S)
     try:  # its environment variables say to whom it sends, or that it does not (WANDB_MODE=offline)
         run = wandb.init(
-            project=options.wandb, dir=options.out, config=asdict(options), id=known or None, resume="allow"
+            project=options.wandb, dir=options.out, config=asdict(options), id=known or None, resume="allow", **more
         )
+        run.define_metric("*", step_metric="step")  # its own axis never goes back, as steps do after a fault
     except wandb.Error as error:
         raise OSError(f"Weights & Biases: {error}") from None
     id_file.parent.mkdir(exist_ok=True)

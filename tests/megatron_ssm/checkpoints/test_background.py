@@ -1,11 +1,13 @@
 """The copies from which checkpoints are written in the background. Oracle: the tensors that are copied."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.pending_gradients import PendingFile
 
 
 class Kept:
@@ -29,3 +31,23 @@ def test_copies_follow_shapes_and_dtypes(other):
         writer.wait()
         assert torch.equal(kept[-1].written, tensor) and kept[-1].written.dtype == tensor.dtype
     assert kept[0].entry is kept[1].entry is not kept[2].entry
+
+
+class OnDevice:
+    """In place of a residual on a GPU, which has no room for a further copy."""
+
+    def cpu(self):
+        """It in the host's memory."""
+        return torch.ones(3)
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("a further copy on the GPU")
+
+
+def test_residuals_are_moved_to_the_host():
+    """`state_dict` has copied them; the rest of the state is copied, because training goes on."""
+    trial = {"samples": [1.0]}
+    fusion = SimpleNamespace(state_dict=lambda: {"candidates": trial, "residuals": {"weight": OnDevice()}})
+    pending = PendingFile.of(SimpleNamespace(fusion=fusion, groups=None), copies=True)
+    trial["samples"].append(2.0)
+    assert pending.nbytes == 12 and pending.state["candidates"] == {"samples": [1.0]}

@@ -20,6 +20,7 @@ from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.pending_gradients import PendingFile
+from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot, load_training
 from serving import attempt
 from sparsefusion.foundation.command_line import Failure
@@ -157,6 +158,34 @@ def test_a_shard_that_one_rank_cannot_read_for_a_while(ranks, tmp_path, monkeypa
     line = f"cannot read {path}: Stale file handle (tried 3 times)"
     for answer, is_equal in ranks(load, world):
         assert (answer, is_equal) == (None, True) if failures == 2 else answer == ("Failure", line)
+
+
+MACHINE_ERRORS = {
+    "MemoryError": MemoryError(),
+    "CUDA out of memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "CUDA error: an illegal access": RuntimeError("CUDA error: an illegal access\nCUDA kernel errors might be ..."),
+    "DefaultCPUAllocator: can't allocate memory": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+}
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("method", ("__init__", "_slice_file"))
+@pytest.mark.parametrize("line", MACHINE_ERRORS)
+def test_a_lack_of_memory_is_no_damage(ranks, tmp_path, monkeypatch, world, method, line):
+    """On one rank, while it reads the metadata or an entry."""
+    trainer = trained(1)
+    save(trainer, tmp_path)
+    (path,) = find_checkpoints(tmp_path)
+
+    def load(rank):
+        def fail(*_):
+            raise MACHINE_ERRORS[line]
+
+        if rank == world - 1:
+            monkeypatch.setattr(ShardReader, method, fail)
+        return attempt(load_training, path, 1, trainer.model, trainer.optimizer)
+
+    assert ranks(load, world) == [("Failure", f"cannot read {path}: {line}")] * world
 
 
 # Disks that are full

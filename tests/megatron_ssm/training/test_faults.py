@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,15 @@ from benchmarks.support.launched import (
     write_text,
 )
 from megatron_ssm.checkpoints import disk_space
+from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
+from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
-from megatron_ssm.training.trainer import SequenceLoss
+from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
 from sparsefusion.foundation import command_line
 
@@ -267,6 +270,38 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
     assert checkpoints() == ["step-000002", "step-000004"] and not Path("out/config.json").exists()
     assert train(world, "--resume", *more) == [0] * world
     assert_as_undisturbed(engine, world, *more)
+
+
+@pytest.mark.parametrize("world", [2, full(3)])
+def test_a_signal_while_a_checkpoint_is_written_in_the_background(here, monkeypatch, world):
+    """Training has gone on meanwhile: the checkpoint under way and one of the step that has ended are both complete."""
+    struck, is_awaited = threading.Event(), threading.Event()
+    whole_step, wait = Trainer.step, BackgroundWriter.wait
+
+    def strike(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        struck.set()
+        assert is_awaited.wait(30)  # it is under way until the next one waits for it
+
+    def step(self, batches, number):
+        assert number < 4 or os.environ["RANK"] != "1" or struck.wait(30)
+        return whole_step(self, batches, number)
+
+    def awaited(self):
+        if struck.is_set():
+            is_awaited.set()
+        wait(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", step)
+        patched.setattr(BackgroundWriter, "wait", awaited)
+        with launched(world, [*TINY, "--async-save"], Fault(1, 4, strike, while_saving=True)) as run:
+            codes, _ = run.wait(*range(world))
+    assert codes == [0] * world and lines("err", world) == []
+    assert "leaving after step 5, on SIGTERM; --resume continues" in texts("out", world)[0]
+    assert checkpoints() == ["step-000004", "step-000005"] and not Path("out/config.json").exists()
+    assert train(world, "--async-save", "--resume") == [0] * world
+    assert_as_undisturbed("torch", world)
 
 
 @pytest.mark.full
@@ -536,6 +571,20 @@ def test_no_checkpoint_is_intact(here):
     assert checkpoints() == ["step-000002"]
 
 
+def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
+    """It may be intact, so --resume auto ends with the cause."""
+
+    def fail(*_):
+        raise MemoryError
+
+    assert train(1, "--exit-interval", "2") == [0]
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardReader, "_slice_file", fail)
+        assert train(1, "--resume", "auto") == [1]
+    assert lines("err", 1) == ["pretrain.py: cannot read out/checkpoints/step-000002: MemoryError"]
+    assert checkpoints() == ["step-000002"]
+
+
 # Links
 
 
@@ -639,3 +688,16 @@ def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
     assert train(2, *folder, "--out", "straight") == [0, 0]
     ours, theirs = (load_file(f"{out}/model.safetensors") for out in ("out", "straight"))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("world", [1, full(2)])
+@pytest.mark.parametrize("before, now", [("job", "job"), ("job", "other"), ("none", "none")])
+def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before, now):
+    """When nodes join or leave, it starts all ranks again under the same id. Runs without an id are all called "none"."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", before)
+    assert train(world, "--exit-interval", "4") == [0] * world
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", now)
+    assert train(world) == [0] * world
+    is_own = before == now != "none"
+    assert (OWN in lines("out", world)) == is_own == (not Path("out/checkpoints.old").exists())
+    assert_as_undisturbed("torch", world)

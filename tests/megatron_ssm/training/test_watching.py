@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import math
+import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from benchmarks.support.launched import TINY, Fault, disks_work, fill_disk, launched, lines, small_disk, write_text
+from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.folders import find_checkpoints
+from megatron_ssm.checkpoints.shards import ShardWriter
 from megatron_ssm.configs.config import Config
 from megatron_ssm.models.lora import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
@@ -157,6 +162,59 @@ def test_a_run_that_continues(here, world, monkeypatch):
     assert [len([*Path("out/wandb").glob(f"offline-run-*-{name}")]) for name in ids] == [2, 2, 1]
 
 
+class Watched:
+    """In place of a run of Weights & Biases: what it is told, and whether the model is written when it is to finish."""
+
+    id = "watched"
+
+    def __init__(self, fails=False):
+        self.fails, self.logged, self.axes, self.has_model, self.settings = fails, [], [], None, None
+
+    def begin(self, **named):
+        self.settings = named.get("settings")
+        return self
+
+    def define_metric(self, name, step_metric):
+        self.axes.append((name, step_metric))
+
+    def log(self, values):
+        if self.fails:
+            raise ConnectionError("no network")
+        self.logged.append(values)
+
+    def finish(self):
+        self.has_model = Path("out/model.safetensors").is_file()
+        if self.fails:
+            raise TimeoutError("no network")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_and_biases_does_not_end_a_run(here, monkeypatch, capsys, fails):
+    """It finishes, within a minute, after the model is written. Its errors are printed."""
+    wandb = pytest.importorskip("wandb")
+    watched = Watched(fails)
+    monkeypatch.setattr(wandb, "init", watched.begin)
+    monkeypatch.delenv("WANDB_FINISH_TIMEOUT", raising=False)
+    pretrain(tiny_options("--wandb", "tests", "--log-interval", "3"))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--wandb")]
+    lines = [f"logs nothing of step {step}: no network" for step in (1, 3, 6)] + ["cannot finish: no network"]
+    assert said == ([f"--wandb: Weights & Biases {line}" for line in lines] if fails else [])
+    assert watched.has_model and watched.settings.finish_timeout == 60
+    assert [values["tokens"] for values in watched.logged] == ([] if fails else [96, 288, 576])
+
+
+def test_weights_and_biases_gets_steps_that_are_repeated(here, monkeypatch):
+    """A run that continues from an earlier step logs them again. Their number is the axis of all curves."""
+    wandb = pytest.importorskip("wandb")
+    watched = Watched()
+    monkeypatch.setattr(wandb, "init", watched.begin)
+    pretrain(tiny_options("--wandb", "tests", "--exit-interval", "4"))
+    shutil.rmtree("out/checkpoints/step-000004")
+    pretrain(tiny_options("--wandb", "tests", "--resume"))
+    assert [values["step"] for values in watched.logged] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert watched.axes == [("*", "step")] * 2
+
+
 def test_no_peak_no_utilization(here, capsys):
     pretrain(tiny_options())
     assert "MFU" not in capsys.readouterr().out and "mfu" not in Path("log.jsonl").read_text()
@@ -229,6 +287,30 @@ def test_a_run_that_continues_after_the_first_step_of_a_trace(here, capsys, last
     said = "--profile writes no trace: --profile-step-end 3 is not after step 4, from which the run continues\n"
     assert (said in capsys.readouterr().out) == (not written)
     assert [path.name for path in Path("trace").iterdir()] == written
+
+
+def test_the_last_checkpoint_is_complete_before_the_trace_is_written(here, monkeypatch):
+    """A launcher may kill the ranks while they write the trace, whose name says which steps it has."""
+    is_awaited, write_data, wait = threading.Event(), ShardWriter.write_data, BackgroundWriter.wait
+    export, found = torch.profiler.profile.export_chrome_trace, []
+    monkeypatch.setattr(
+        ShardWriter, "write_data", lambda self, *plan: is_awaited.wait(30) and write_data(self, *plan)
+    )  # as on a slow disk: not before the run waits for it
+
+    def awaited(self):
+        if self._under_way is not None:
+            is_awaited.set()
+        wait(self)
+
+    def exported(self, path):
+        found.extend(path.name for path in find_checkpoints("out/checkpoints"))
+        export(self, path)
+
+    monkeypatch.setattr(BackgroundWriter, "wait", awaited)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", exported)
+    flags = "--async-save --save-interval 0 --exit-interval 3 --profile trace --profile-step-start 2"
+    pretrain(tiny_options(*flags.split(), "--profile-step-end", "5"))
+    assert found == ["step-000003"] and [path.name for path in Path("trace").iterdir()] == ["steps-2-3.json"]
 
 
 def test_cuda_where_there_is_none(here, capsys):

@@ -25,7 +25,9 @@ from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.deepspeed_settings import read_settings
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import make_model, make_trainer, pretrain
+from megatron_ssm.training.saving import checkpoint_to_resume
 from megatron_ssm.training.trainer import SequenceLoss
+from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.command_line import run as run_command
 
 
@@ -333,8 +335,10 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
-def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capsys, tp, dp):
-    """Its learning rate and data go on too; checkpoints of an earlier run in --out are set aside."""
+def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capfd, tp, dp):
+    """Its learning rate and data go on too; checkpoints of an earlier run in --out are set aside. A line says what is not
+    compared.
+    """
 
     def run(*more):
         def on_rank(rank):
@@ -353,6 +357,33 @@ def test_a_run_goes_on_from_deepspeeds_folder(ranks, here, capsys, tp, dp):
     ours, straight = ([json.loads(line)["loss"] for line in each] for each in lines)
     assert ours == pytest.approx(straight, abs=FP32) and len(ours) == 4
     assert [path.name for path in Path("out/checkpoints.old").iterdir()] == ["step-000001"]
+    said = "theirs/deepspeed does not record the seed, batch sizes, sequence length and text of its run"
+    assert capfd.readouterr().out.count(said) == 1
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
+def test_a_run_was_killed_while_it_replaced_the_folder(ranks, tmp_path, tp, dp):
+    """The folder of before is left under another name: --resume takes it, and the next run renames it before it writes."""
+    run = run_of(1, folder=tmp_path, save_deepspeed=True)
+    folder, old = tmp_path / "deepspeed", tmp_path / "deepspeed.old"
+
+    def cannot_write(*_):
+        raise OSError("no room")
+
+    def write(rank):
+        trainer = saved(tp, run, tmp_path, 2)
+        if rank == 0:
+            folder.rename(old)
+        torch.distributed.barrier()
+        found = checkpoint_to_resume(str(folder), tmp_path, {})
+        torch.distributed.barrier()
+        trainer._save_checkpoint = cannot_write
+        with pytest.raises(Failure, match="no room"):
+            trainer.write_own_format(tmp_path, 3)
+        return found
+
+    assert ranks(write, tp * dp) == [(old, 2)] * (tp * dp)
+    assert not old.exists() and checkpoint_to_resume(str(folder), tmp_path, {}) == (folder, 2)
 
 
 def test_a_folder_without_a_checkpoint(here, capsys):
