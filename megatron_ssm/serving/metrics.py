@@ -89,10 +89,13 @@ class Metrics:
             yield CounterMetricFamily(PREFIX + name, text, getattr(load, name))
         connections = self._connections
         yield GaugeMetricFamily(f"{PREFIX}connections", "Connections of clients.", connections.open)
-        text = "Connections closed because there were too many, or because no request had arrived in time."
+        text = (
+            "Connections closed: there were too many, no request had arrived in time, or replies were not read in time."
+        )
         closed = CounterMetricFamily(f"{PREFIX}connections_closed", text, labels=["reason"])
         closed.add_metric(["limit"], connections.refused)
         closed.add_metric(["late"], connections.late)
+        closed.add_metric(["unread"], connections.unread)
         yield closed
 
     def text(self) -> bytes:
