@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,8 +142,16 @@ class TextStream:
     Metaspace, the ## of WordPiece), it depends on this one.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stop_strings: str | Iterable[str] = (), special_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        stop_strings: str | Iterable[str] = (),
+        special_ids: Iterable[int] = (),
+        prompt: Sequence[int] = (),
+    ):
         """special_ids: ids that are not printed, in addition to the tokenizer's special tokens (they may exceed its size).
+
+        prompt: the ids that the text follows. They are not printed, but the text of the first id may depend on the last.
 
         ValueError if a stop string is empty.
         """
@@ -155,7 +164,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._previous: list[int] = []  # the last id that the tokenizer knows
+        shown = (i for i in reversed(prompt) if i not in self._special_ids and tokenizer.id_to_token(i) is not None)
+        self._previous = list(islice(shown, 1))  # the last id that the tokenizer knows
         self._held = ""
 
     def push(self, token_id: int) -> str:

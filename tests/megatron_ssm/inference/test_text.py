@@ -213,6 +213,26 @@ def test_byte_fallback_equals_one_shot_decode(byte_fallback, texts):
     assert streamed(byte_fallback, ids) == byte_fallback.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["metaspace", "word_piece", "byte_level_bpe"])
+@given(data=st.data())
+def test_the_text_after_a_prompt(request, name, data):
+    """What the prompt and the new tokens decode to, without what the prompt alone does: as in transformers' pipelines."""
+    tokenizer = request.getfixturevalue(name)
+    known = st.integers(0, tokenizer.get_vocab_size() - 1).filter(lambda i: "\ufffd" not in tokenizer.decode([i]))
+    prompt, new = data.draw(st.lists(known, max_size=9)), data.draw(st.lists(known, max_size=9))
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    assert streamed(tokenizer, new, prompt=prompt) == tokenizer.decode(prompt + new)[len(before) :]
+
+
+@given(st.lists(st.sampled_from(LINES), min_size=2, max_size=2), st.data())
+def test_the_text_after_a_prompt_with_byte_fallback(byte_fallback, texts, data):
+    ids = [token_id for text in texts for token_id in byte_fallback.encode(text).ids]
+    splits = [n for n in range(len(ids) + 1) if "\ufffd" not in byte_fallback.decode(ids[:n])]
+    split = data.draw(st.sampled_from(splits))
+    before, whole = byte_fallback.decode(ids[:split]), byte_fallback.decode(ids)
+    assert streamed(byte_fallback, ids[split:], prompt=ids[:split]) == whole[len(before) :]
+
+
 def test_byte_fallback_between_text(byte_fallback):
     ids = byte_fallback.encode("the €").ids
     word, euro = ids[:-3], ids[-3:]
