@@ -87,3 +87,14 @@ def test_the_first_word_keeps_its_space(tmp_path, stop, text):
     assert completion(model, {**body, "echo": False}, [2, 1])["text"] == text
     engine = RequestTokenizer(tmp_path, 257).text_stream((stop,) if stop else (), (), [0, 1])
     assert engine.push(2) + engine.push(1) + engine.finish() == text and engine.stopped == bool(stop)
+
+
+@pytest.mark.parametrize("order", ([0, 1, 2, 3], [3, 2, 1, 0]))
+def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
+    """Two replies to each of two prompts; each counts once."""
+    model = served(tmp_path)
+    call = read_call(COMPLETIONS, {"prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 9}, "", model)
+    replies, reused = Replies(call, model), [5, 2, 4, 6]
+    for index in order:
+        replies.take(Update(call.sequences[index], [65], None, reused=reused[index]))
+    assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}
