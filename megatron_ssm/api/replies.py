@@ -55,7 +55,8 @@ class Reply:
     def take(self, update: Update) -> Piece:
         """The next part: what an update adds."""
         tokens = [] if self._call.drops_tokens else update.tokens
-        piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], update.finished, is_first=self._is_first)
+        finished = "length" if update.finished and self._call.drops_tokens else update.finished
+        piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], finished, is_first=self._is_first)
         has_offsets = self._call.logprobs is not None and not self._call.is_chat
         if self._is_first and self._echo is not None:
             piece.text, piece.prompt = self._echo

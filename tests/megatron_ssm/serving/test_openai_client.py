@@ -218,6 +218,8 @@ def test_echo(client):
     assert reply.choices[0].text == PROMPT + alone.choices[0].text
     nothing = complete(client, max_tokens=0, echo=True)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+    ended = complete(client, max_tokens=0, echo=True, logit_bias={"256": 100}, extra_body={})
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == (PROMPT, "length")
     longest = "y" * 4096
     assert complete(client, prompt=longest, max_tokens=0, echo=True).choices[0].text == longest
 
