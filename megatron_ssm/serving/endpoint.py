@@ -67,11 +67,13 @@ class Endpoint:
             if update.error is not None:
                 raise update.error
             index, now = update.sequence.index, time.monotonic()
-            firsts.setdefault(index, now)
+            if update.tokens and index not in firsts:
+                firsts[index] = now
+                self._metrics.observe_first_token(now - arrival)
             tokens[index] += len(update.tokens)
             if update.finished is not None:
                 left -= 1
-                self._metrics.observe_reply(arrival, firsts[index], now, tokens[index])
+                self._metrics.observe_reply(now - firsts.get(index, now), tokens[index])
             yield replies.take(update)
 
 
