@@ -127,7 +127,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """For a path or a method that there is not."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:100]}: {error.detail}"  # request.url may not be a valid one
     return _json(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
 
 

@@ -131,6 +131,15 @@ def test_a_reply_that_is_not_read(size, head):
     assert asyncio.run(asyncio.wait_for(visit(), LIMIT_S)) == 0
 
 
+@pytest.mark.parametrize("target, host", ((b"[x", b"localhost"), (b"/x", b"["), (b"[x", b"[")))
+def test_a_target_and_a_host_that_make_no_url(impatient, target, host):
+    """The host is checked first."""
+    with connection(impatient) as client:
+        client.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (target, host))
+        reply = rest(client)
+    assert reply.startswith(b"HTTP/1.1 403 " if host == b"[" else b"HTTP/1.1 404 ") and b'"error"' in reply
+
+
 def test_a_request_in_pieces(impatient):
     """Several on one connection, each in two parts: none is late."""
     with connection(impatient) as client:
