@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT_ID = 256
 REPLACEMENT = "\ufffd"
+MOST_COMPOSED = 4  # characters that NFC may compose to one
 
 
 # Tokenizer files
@@ -61,6 +62,23 @@ def stop_tokens(directory: str | Path, config: Config) -> tuple[int, ...]:
         return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
+
+
+def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:
+    """A length in characters beyond which a text certainly has more than so many tokens, or None if there is none.
+
+    There is one for tokenizers of bytes that do not change the text, or only compose its characters (NFC).
+    """
+    normalizer = None if tokenizer.normalizer is None else json.loads(tokenizer.normalizer.__getstate__())["type"]
+    if _byte_reader(tokenizer) is not _byte_level_bytes or normalizer not in (None, "NFC"):
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # which swallow any number of spaces
+        return None
+    vocabulary = tokenizer.get_vocab()
+    if not _BYTE_OF_CHARACTER.keys() <= vocabulary.keys():  # the others are left out
+        return None
+    return tokens * max(map(len, vocabulary)) * (1 if normalizer is None else MOST_COMPOSED)
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:

@@ -9,10 +9,16 @@ from os.path import commonprefix
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from megatron_ssm.inference.text import TextStream, find_stop, load_tokenizer, write_byte_tokenizer
+from megatron_ssm.inference.text import (
+    TextStream,
+    find_stop,
+    load_tokenizer,
+    most_characters,
+    write_byte_tokenizer,
+)
 
 settings.register_profile("patient", deadline=None)  # a loaded machine is no error
 settings.load_profile("patient")
@@ -147,6 +153,24 @@ def test_texts_are_neither_truncated_nor_padded(tmp_path, byte_directory):
     told.enable_padding(length=9)
     told.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode(text).ids == list(text.encode())
+
+
+@given(text=UNICODE | st.text("a\u0323\u0302\u1ea5=<end>", max_size=60))
+@pytest.mark.parametrize("normalizer", (None, normalizers.NFC()))
+def test_the_most_characters_of_so_many_tokens(byte_level_bpe, normalizer, text):
+    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    assert len(text) <= most_characters(tokenizer, len(tokenizer.encode(text).ids))
+
+
+def test_tokens_that_may_stand_for_any_number_of_characters(byte_level_bpe, metaspace, byte_fallback, word_piece):
+    greedy, changed, poor = (Tokenizer.from_str(byte_level_bpe.to_str()) for _ in range(3))
+    greedy.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    changed.normalizer = normalizers.Strip()
+    poor.model = models.BPE({"a": 0}, [])
+    for tokenizer in (greedy, changed, poor, metaspace, byte_fallback, word_piece):
+        assert most_characters(tokenizer, 5) is None
 
 
 def test_missing_tokenizer_names_the_file(tmp_path):
