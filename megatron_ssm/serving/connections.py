@@ -3,8 +3,10 @@
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+MOST_AHEAD = 2**16  # bytes of further requests that are read while one is replied to
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -56,6 +58,10 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        # uvicorn reads no further if bytes follow a request, and then does not notice that the client hangs up.
+        is_complete = self.conn.their_state is h11.DONE
+        if is_complete and self.flow.read_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

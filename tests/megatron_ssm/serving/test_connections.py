@@ -140,6 +140,18 @@ def test_a_target_and_a_host_that_make_no_url(impatient, target, host):
     assert reply.startswith(b"HTTP/1.1 403 " if host == b"[" else b"HTTP/1.1 404 ") and b'"error"' in reply
 
 
+@pytest.mark.parametrize("more", (b"\r\n", HEAD, b"x" * 1000))
+def test_a_client_that_hangs_up_after_sending_more(impatient, more):
+    """Its request leaves the only slot, which another one then gets."""
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, **IGNORE_EOS}).encode()
+    before = impatient.metric("requests_total", 'status="499"')
+    with connection(impatient) as client:
+        client.sendall(HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)) + body)
+        impatient.wait_until(lambda: impatient.metric("running") == 1, "it has no slot")
+        client.sendall(more)
+    impatient.wait_until(lambda: impatient.metric("requests_total", 'status="499"') > before, "it goes on")
+
+
 def test_a_request_in_pieces(impatient):
     """Several on one connection, each in two parts: none is late."""
     with connection(impatient) as client:
