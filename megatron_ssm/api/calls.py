@@ -3,9 +3,11 @@
 import json
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.inference.grammar import Grammar
+from megatron_ssm.inference.text import most_characters
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
@@ -14,6 +16,9 @@ from .sequences import Arguments, Sequence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class Served:
     max_length: int
     template: ChatTemplate
     shares_prefixes: bool = False
+
+    @cached_property
+    def most_characters(self) -> int | None:
+        """How many characters a prompt may have without having too many tokens; None: that is not known before."""
+        return most_characters(self.tokenizer, self.max_length)
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def _prompts(prompt: Any, served: Served) -> list[tuple[str, list[int]]]:
     prompts = []
     for each in [prompt] if is_one else prompt:
         if isinstance(each, str):
-            prompts.append((each, served.tokenizer.encode(each).ids))
+            prompts.append((each, _ids(each, served, "prompt")))
         else:
             wrong = next((token for token in each if token >= served.vocab_size), None)
             if wrong is not None:
@@ -127,10 +137,20 @@ def _prompts(prompt: Any, served: Served) -> list[tuple[str, list[int]]]:
 def _chat_prompt(values: dict[str, Any], served: Served) -> list[tuple[str, list[int]]]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
     text = served.template.render([_plain(message) for message in values["messages"]])
-    ids = served.tokenizer.encode(text, add_special_tokens=False).ids
+    ids = _ids(text, served, "messages", add_special_tokens=False)
     if not ids:
         raise bad_request("the chat template makes an empty prompt of the messages", "messages")
     return [(text, ids)]
+
+
+def _ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text, which is not read if it is so long that they are certainly too many: that would take long."""
+    most = served.most_characters
+    if most is not None and len(text) > most:
+        message = f"the prompt has {len(text)} characters, which are too many: {_rule(served.max_length)}"
+        raise bad_request(message, param, TOO_LONG)
+    # `encode` would hold the interpreter's lock, and so stop the engine: for seconds with a megabyte of text.
+    return served.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -148,13 +168,17 @@ def _new_tokens(endpoint: str, values: dict[str, Any], prompt: int, longest: int
         wanted, name = values["max_completion_tokens"], "max_completion_tokens"
     if wanted == 0 and not values["echo"]:
         raise bad_request("max_tokens=0 is for echo only", "max_tokens")
-    rule, code = f"a request may have {longest}, prompt and new ones together", "context_length_exceeded"
+    rule, code = _rule(longest), TOO_LONG
     if prompt + (wanted != 0) > longest:
         name = REQUIRED[endpoint]
         raise bad_request(f"the prompt has {prompt} tokens, which are too many: {rule}", name, code)
     if wanted is not None and prompt + wanted > longest:
         raise bad_request(f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {rule}", name, code)
     return longest - prompt if wanted is None else max(1, wanted)
+
+
+def _rule(longest: int) -> str:
+    return f"a request may have {longest} tokens, prompt and new ones together"
 
 
 def _logprobs(endpoint: str, values: dict[str, Any], vocab_size: int) -> int | None:

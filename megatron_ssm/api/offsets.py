@@ -1,6 +1,6 @@
 """Where the tokens of a reply begin in its text: the `text_offset` of OpenAI's completions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ssm.inference.text import TextStream, token_bytes
@@ -27,12 +27,15 @@ def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Iterable[int]) -> lis
 class TextOffsets:
     """Where tokens begin in the text that `TextStream` makes of them, in characters.
 
-    A token that is a part of a character begins where the character does. place: where the next token begins.
+    A token that is a part of a character begins where the character does. place: where the next token begins. prompt: the
+    ids before it.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", special_ids: Iterable[int] = (), place: int = 0):
+    def __init__(
+        self, tokenizer: "Tokenizer", special_ids: Iterable[int] = (), place: int = 0, prompt: Sequence[int] = ()
+    ):
         self.place = place
-        self._stream, self._bytes_of = TextStream(tokenizer, (), special_ids), token_bytes(tokenizer)
+        self._stream, self._bytes_of = TextStream(tokenizer, (), special_ids, prompt), token_bytes(tokenizer)
 
     def push(self, token: int) -> int:
         """Where this token begins, which follows those pushed before."""

@@ -23,7 +23,7 @@ ERROR = {
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
     "401": "There is no valid API key.",
-    "403": "The header Host names a host that is not allowed.",
+    "403": "The header Host or Origin names a host that is not allowed.",
     "404": "There is no such model.",
     "408": "The body has not arrived in time.",
     "413": "The body is too large.",

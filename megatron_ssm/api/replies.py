@@ -46,15 +46,17 @@ class Reply:
     def __init__(self, call: Call, served: Served, index: int):
         self.index, self._call = index, call
         hidden = call.sequences[index].arguments.stop_tokens  # as in the engine, which finds the stop strings
-        self._text = TextStream(served.tokenizer, call.stop_strings, hidden)
-        self._echo = call.prompts[index // call.values["n"]] if call.values.get("echo") else None
+        text, ids = call.prompts[index // call.values["n"]]
+        self._text = TextStream(served.tokenizer, call.stop_strings, hidden, ids)
+        self._echo = (text, ids) if call.values.get("echo") else None
         self._tokenizer, self._is_first = served.tokenizer, True
-        self._offsets = TextOffsets(served.tokenizer, hidden, len(self._echo[0]) if self._echo else 0)
+        self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def take(self, update: Update) -> Piece:
         """The next part: what an update adds."""
         tokens = [] if self._call.drops_tokens else update.tokens
-        piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], update.finished, is_first=self._is_first)
+        finished = "length" if update.finished and self._call.drops_tokens else update.finished
+        piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], finished, is_first=self._is_first)
         has_offsets = self._call.logprobs is not None and not self._call.is_chat
         if self._is_first and self._echo is not None:
             piece.text, piece.prompt = self._echo
@@ -69,7 +71,10 @@ class Reply:
 
 
 class Replies:
-    """The replies to one call. usage: the tokens so far, as OpenAI reports them."""
+    """The replies to one call. usage: the tokens so far, as OpenAI reports them.
+
+    Tokens of a prompt count as cached if none of the replies to it needed to read them.
+    """
 
     def __init__(self, call: Call, served: Served):
         self._call, self._model = call, served.name
@@ -84,7 +89,8 @@ class Replies:
     def take(self, update: Update) -> Piece:
         """The part of a reply that an update adds."""
         index = update.sequence.index
-        self._reused[index // self._call.values["n"]] = update.reused
+        prompt = index // self._call.values["n"]
+        self._reused[prompt] = min(update.reused, self._reused.get(prompt, update.reused))
         piece = self._replies[index].take(update)
         self._new += len(piece.tokens)
         return piece

@@ -122,7 +122,7 @@ class _Progress:
 
 def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, is_printing: bool) -> None:
     """Generate, and print the text as it becomes certain, or one JSON object at the end."""
-    text = TextStream(inputs.tokenizer, arguments.stop, inputs.stop_tokens)
+    text = TextStream(inputs.tokenizer, arguments.stop, inputs.stop_tokens, inputs.prompt)
     out = Printer(is_printing and not arguments.json)
     progress = _Progress()
     start = time.perf_counter()

@@ -72,7 +72,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
     serve.add_argument("--max-connections", type=int, default=512, metavar="N", help="then 503 (default: 512)")
     serve.add_argument("--arrival-timeout", type=float, default=60, metavar="S",
-                       help="for the headers of a request to arrive, and again for its body (default: 60)")  # fmt: skip
+                       help="for a request's headers, for its body, for replies to be read (default: 60)")  # fmt: skip
     serve.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
                        help="a host that requests may name besides localhost; repeatable")  # fmt: skip
     serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",

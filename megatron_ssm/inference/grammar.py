@@ -5,6 +5,7 @@ deterministic: its limits count work, not time. So all ranks that see the same t
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 _END = "<|end of the text of a grammar|>"
 REMEMBERED = 64  # parsers: a grammar that is used again is compiled once
 KINDS = ("json_object", "json_schema", "regex", "lark")
+# llguidance follows rules and references by recursion, so that a long chain of them overflows the stack of its thread, which
+# ends the process. These limits are far below the lengths at which that happens.
+MOST_REFERENCES = 500  # "$ref" in a schema
+MOST_RULES = 500  # in a grammar
+MOST_NESTED = 100  # brackets inside each other
+MOST_LEVELS = 1500  # the brackets around each reference in sum, or rules times the brackets that are inside each other
+# Strings (with the colon after a name in JSON), comments and expressions, which hide what is in them; colons and brackets.
+_LEXEME = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])'
+)
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 @dataclass(frozen=True)
@@ -44,9 +56,30 @@ class Grammar:
             raise ValueError(f"grammar kind {self.kind!r} is none of {', '.join(KINDS)}")
         if not isinstance(self.text, str):
             raise ValueError(f"the text of a grammar must be a string, not {type(self.text).__name__}")
+        if self.kind in ("json_schema", "lark"):
+            self._check_size()
         is_wrong, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(self.compiled())
         if is_wrong:
             raise ValueError(f"{self.kind}: {' '.join(messages[0].split())}")
+
+    def _check_size(self) -> None:
+        """ValueError if a schema or a grammar may be too large for llguidance's recursion. A grammar may contain schemas."""
+        references = rules = depth = deepest = levels = 0
+        for lexeme in _LEXEME.finditer(self.text):
+            rules += lexeme.lastgroup == "colon"
+            depth += (lexeme.lastgroup == "open") - (lexeme.lastgroup == "close")
+            deepest = max(deepest, depth)
+            if _ESCAPE.sub(lambda match: chr(int(match[1], 16)), lexeme[0]).startswith('"$ref"'):
+                references, levels = references + 1, levels + depth
+        for count, most, what in (
+            (references, MOST_REFERENCES, "references ($ref)"),
+            (rules, MOST_RULES, "rules"),
+            (deepest, MOST_NESTED, "brackets inside each other"),
+            (levels, MOST_LEVELS, "brackets around references, in sum,"),
+            (rules * deepest, MOST_LEVELS, "rules, times the brackets inside each other,"),
+        ):
+            if count > most:
+                raise ValueError(f"{self.kind}: {count} {what} are more than the {most} that there may be")
 
     def compiled(self) -> str:
         """llguidance's own notation of it. ValueError for a schema that is not JSON."""

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint, as the requests of an engine need it: for stop strings and grammars."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,14 @@ class RequestTokenizer:
         self._tokenizer: Tokenizer | None = None
         self._grammar_tokens: GrammarTokens | None = None
 
-    def text_stream(self, stop_strings: tuple[str, ...], stop_tokens: Iterable[int] = ()) -> TextStream:
-        """What finds stop strings in a text without its stop tokens. ValueError if one is empty or without a tokenizer."""
-        return TextStream(self._load("stop_strings"), stop_strings, stop_tokens)
+    def text_stream(
+        self, stop_strings: tuple[str, ...], stop_tokens: Iterable[int] = (), prompt: Sequence[int] = ()
+    ) -> TextStream:
+        """What finds stop strings in a text without its stop tokens, which follows a prompt.
+
+        ValueError if a stop string is empty, or without a tokenizer.
+        """
+        return TextStream(self._load("stop_strings"), stop_strings, stop_tokens, prompt)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """What follows the tokens of a request through its grammar.

@@ -47,7 +47,7 @@ class Slot:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
-            slot.text = tokenizer.text_stream(request.stop_strings, request.stop_tokens)
+            slot.text = tokenizer.text_stream(request.stop_strings, request.stop_tokens, request.prompt)
         if request.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
             local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}

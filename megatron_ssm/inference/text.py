@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT_ID = 256
 REPLACEMENT = "\ufffd"
+MOST_COMPOSED = 4  # characters that NFC may compose to one
 
 
 # Tokenizer files
@@ -60,6 +62,23 @@ def stop_tokens(directory: str | Path, config: Config) -> tuple[int, ...]:
         return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
+
+
+def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:
+    """A length in characters beyond which a text certainly has more than so many tokens, or None if there is none.
+
+    There is one for tokenizers of bytes that do not change the text, or only compose its characters (NFC).
+    """
+    normalizer = None if tokenizer.normalizer is None else json.loads(tokenizer.normalizer.__getstate__())["type"]
+    if _byte_reader(tokenizer) is not _byte_level_bytes or normalizer not in (None, "NFC"):
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # which swallow any number of spaces
+        return None
+    vocabulary = tokenizer.get_vocab()
+    if not _BYTE_OF_CHARACTER.keys() <= vocabulary.keys():  # the others are left out
+        return None
+    return tokens * max(map(len, vocabulary)) * (1 if normalizer is None else MOST_COMPOSED)
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:
@@ -141,8 +160,16 @@ class TextStream:
     Metaspace, the ## of WordPiece), it depends on this one.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stop_strings: str | Iterable[str] = (), special_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        stop_strings: str | Iterable[str] = (),
+        special_ids: Iterable[int] = (),
+        prompt: Sequence[int] = (),
+    ):
         """special_ids: ids that are not printed, in addition to the tokenizer's special tokens (they may exceed its size).
+
+        prompt: the ids that the text follows. They are not printed, but the text of the first id may depend on the last.
 
         ValueError if a stop string is empty.
         """
@@ -155,7 +182,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._previous: list[int] = []  # the last id that the tokenizer knows
+        shown = (i for i in reversed(prompt) if i not in self._special_ids and tokenizer.id_to_token(i) is not None)
+        self._previous = list(islice(shown, 1))  # the last id that the tokenizer knows
         self._held = ""
 
     def push(self, token_id: int) -> str:

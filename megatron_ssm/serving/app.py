@@ -73,14 +73,15 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
 
 
 class _Guarded:
-    """Refuses requests that name a host that is not allowed, whatever their path is."""
+    """Refuses requests that name a host that is not allowed, or come from a page there, whatever their path is."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts):
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._hosts.check(Headers(scope=scope).get("host"))
+            headers = Headers(scope=scope)
+            self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
             return await _json(error.body, error.status)(scope, receive, send)
         await self._app(scope, receive, send)
@@ -127,7 +128,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """For a path or a method that there is not."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:100]}: {error.detail}"  # request.url may not be a valid one
     return _json(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from megatron_ssm.api.sequences import Arguments
 from megatron_ssm.parallel.ranks import Ranks
 
+LENGTH_BYTES = 8  # of the length of a message
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -49,18 +51,20 @@ class Channel:
 
     A message is sent as its length and, unless that is 0, its bytes. While the engines are busy, the length goes through
     the ranks' shared memory, if they have any, in microseconds. Otherwise it is broadcast by gloo, in which a rank waits
-    without using its processor.
+    without using its processor. sent: how many bytes rank 0 has sent, to all the others together.
     """
 
     def __init__(self, ranks: Ranks):
-        self._rank, self._memory, self._group = ranks.rank, ranks.memory, ranks.group
+        self.sent = 0
+        self._rank, self._memory, self._group, self._others = ranks.rank, ranks.memory, ranks.group, ranks.size - 1
         if self._group is not None and dist.get_backend(self._group) != "gloo":
             self._group = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
 
     def send(self, message: bytes, is_busy: bool) -> None:
         """Rank 0 sends a message. is_busy: whether the engine is, which is the same on all ranks."""
         if self._group is not None:
-            self._length(len(message), is_busy)
+            length = self._length(len(message), is_busy)
+            self.sent += self._others * (LENGTH_BYTES + length)
             if message:
                 dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), group=self._group, group_src=0)
 
@@ -73,7 +77,7 @@ class Channel:
 
     def _length(self, length: int, is_busy: bool) -> int:
         """Rank 0's `length`, on every rank."""
-        tensor = torch.tensor([length])
+        tensor = torch.tensor([length])  # of LENGTH_BYTES
         if is_busy and self._memory is not None:
             return int(self._memory.all_gather(tensor)[0])
         dist.broadcast(tensor, group=self._group, group_src=0)

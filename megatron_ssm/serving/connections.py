@@ -3,8 +3,10 @@
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+MOST_AHEAD = 2**16  # bytes of further requests that are read while one is replied to
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -12,13 +14,16 @@ class Connections:
     """Counts the connections, of which there are at most `most` at a time; others get the status 503 and are closed.
 
     A connection on which no request arrives within `seconds` is closed: from its beginning, or the end of the last reply, to
-    the end of a request's headers. The endpoints give the body as long (`read_json`). open: how many there are. refused,
-    late: how many were closed because there were too many, and because no request has arrived.
+    the end of a request's headers. The endpoints give the body as long (`read_json`). A connection is also closed if its
+    client takes longer than `seconds` to read what was sent, once so much waits that no more is sent, or after the reply.
+
+    open: how many there are. refused, late, unread: how many were closed because there were too many, because no request has
+    arrived, and because the client has not read.
     """
 
     def __init__(self, most: int, seconds: float):
         self.most, self.seconds = most, seconds
-        self.open = self.refused = self.late = 0
+        self.open = self.refused = self.late = self.unread = 0
 
     def protocol(self, **options: Any) -> asyncio.Protocol:
         """uvicorn's protocol of one connection."""
@@ -26,12 +31,13 @@ class Connections:
 
 
 class _Connection(H11Protocol):
-    """A connection of uvicorn that also measures how long a request takes to arrive."""
+    """A connection of uvicorn that also measures how long a request takes to arrive, and what was sent to be read."""
 
     def __init__(self, all: Connections, **options: Any):
         super().__init__(**options)
         self._all = all
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,20 +53,36 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
         self._all.open -= 1
         self._stop()
+        self._stop_unread()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        # uvicorn reads no further if bytes follow a request, and then does not notice that the client hangs up.
+        is_complete = self.conn.their_state is h11.DONE
+        if is_complete and self.flow.read_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self._all.seconds, self._abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
     def _watch(self) -> None:
-        """Stop the time while there is a request to reply to; else start it, unless it runs."""
+        """Stop the time while there is a request to reply to; else start it, unless it runs.
+
+        It also runs while the transport is closing, which waits until the client has read everything.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
-        elif self._timer is None and not self.transport.is_closing():
+        elif self._timer is None:
             self._timer = self.loop.call_later(self._all.seconds, self._close)
 
     def _stop(self) -> None:
@@ -68,10 +90,20 @@ class _Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
+    def _stop_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
     def _close(self) -> None:
         """Close the connection; what the client has not read of the last reply by now is lost."""
-        self._all.late += 1
         if self.transport.get_write_buffer_size():
-            self.transport.abort()
+            self._abort()
         else:
+            self._all.late += 1
             self.transport.close()
+
+    def _abort(self) -> None:
+        """Close the connection although the client has not read everything."""
+        self._all.unread += 1
+        self.transport.abort()

@@ -217,7 +217,7 @@ class Driver(threading.Thread):
             new_tokens=load.new_tokens + sum(len(u.tokens) for u in updates),
             proposed_tokens=proposed,
             accepted_tokens=accepted,
-            bytes_sent=self._engine.bytes_sent,
+            bytes_sent=self._engine.bytes_sent + self._channel.sent,
         )
         if updates:
             self._deliver(updates)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -46,15 +47,18 @@ class Endpoint:
         self._service.check_room()  # before work that would be in vain
         try:
             limits = self._service.limits
-            body = await read_json(receive, headers, limits.body, limits.arrival)
-            call = await asyncio.to_thread(read_call, self.name, body, owner, self._served)
-            with self._service.added(call.sequences, call.count_parameter) as updates:
-                replies = Replies(call, self._served)
-                pieces = self._pieces(call, replies, updates, arrival)
-                answer = (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)
-                await while_connected(receive, answer, limits.seconds + GRACE_S)
+            body = await read_json(receive, headers, limits.body, min(limits.arrival, limits.seconds))
+            await while_connected(receive, self._answer(body, owner, arrival, send), limits.seconds + GRACE_S)
         except HungUp:
             return
+
+    async def _answer(self, body: Any, owner: str, arrival: float, send: Send) -> None:
+        """Send the reply to a request with this JSON. arrival: when the request began to arrive."""
+        call = await self._service.prepare(partial(read_call, self.name, body, owner, self._served), arrival)
+        with self._service.added(call.sequences, arrival, call.count_parameter) as updates:
+            replies = Replies(call, self._served)
+            pieces = self._pieces(call, replies, updates, arrival)
+            await (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)
 
     async def _pieces(
         self, call: Call, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
@@ -67,11 +71,13 @@ class Endpoint:
             if update.error is not None:
                 raise update.error
             index, now = update.sequence.index, time.monotonic()
-            firsts.setdefault(index, now)
+            if update.tokens and index not in firsts:
+                firsts[index] = now
+                self._metrics.observe_first_token(now - arrival)
             tokens[index] += len(update.tokens)
             if update.finished is not None:
                 left -= 1
-                self._metrics.observe_reply(arrival, firsts[index], now, tokens[index])
+                self._metrics.observe_reply(now - firsts.get(index, now), tokens[index])
             yield replies.take(update)
 
 

@@ -1,7 +1,8 @@
 """Which hosts a request may name, so that no web page can reach the server by a name that its owner points here.
 
 A browser lets a page read what the page's own host sends. Whoever owns a name can point it to 127.0.0.1 after the browser
-has loaded the page (DNS rebinding). Such requests name the page's host in the header Host.
+has loaded the page (DNS rebinding). Such requests name the page's host in the header Host. A page may also send requests to
+another host, and not see the replies. They name the page's host in the header Origin.
 """
 
 import ipaddress
@@ -24,16 +25,25 @@ class Hosts:
         self._others = {_checked(host) for host in others}
         self._are_any_allowed = not self._others and not is_loopback(bound)
 
-    def check(self, header: str | None) -> None:
-        """ApiError 403 if the header Host names another host. A request without one is not from a browser."""
-        if self._are_any_allowed or header is None:
+    def check(self, host: str | None, origin: str | None = None) -> None:
+        """ApiError 403 if the header Host, or the header Origin, names another host.
+
+        A request without Host is not from a browser, and one without Origin is not from the script of another page. The
+        origin "null" is that of a page without a host, such as a file or a frame in a sandbox.
+        """
+        if self._are_any_allowed:
             return
-        found = HOST.fullmatch(header)
-        host = _plain(found[1]) if found else ""
-        if not (is_loopback(host) or host in self._others):
-            raise ApiError(
-                403, f"the header Host names {header[:100]!r}, which is neither localhost nor an --allowed-host"
-            )
+        rule = "which is neither localhost nor an --allowed-host"
+        if host is not None and not self._allows(host):
+            raise ApiError(403, f"the header Host names {host[:100]!r}, {rule}")
+        if origin is not None and not self._allows(origin.partition("://")[2]):
+            raise ApiError(403, f"the header Origin names {origin[:100]!r}, {rule}")
+
+    def _allows(self, host: str) -> bool:
+        """Whether a host with any port may be named."""
+        found = HOST.fullmatch(host)
+        plain = _plain(found[1]) if found else ""
+        return is_loopback(plain) or plain in self._others
 
 
 def is_loopback(host: str) -> bool:

@@ -120,6 +120,7 @@ def run_server(
         finally:
             watch.on_loss = lambda: None  # the loop is about to end
             driver.stop()
+            service.stop()
             await asyncio.to_thread(driver.join, ERRORS_S if server.is_interrupted else LAST_STEP_S)
         return driver, server
 

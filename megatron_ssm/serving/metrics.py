@@ -74,11 +74,14 @@ class Metrics:
         """Count an HTTP request that has ended."""
         self._requests.labels(path, str(status)).inc()
 
-    def observe_reply(self, arrival: float, first: float, last: float, tokens: int) -> None:
-        """Record the times, in seconds of the same clock, of a reply that is complete and has at least one token."""
-        self._first_token.observe(first - arrival)
+    def observe_first_token(self, seconds: float) -> None:
+        """Record the time from the arrival of a request to the first token of a reply."""
+        self._first_token.observe(seconds)
+
+    def observe_reply(self, seconds: float, tokens: int) -> None:
+        """Record the time from the first to the last token of a reply that is complete, which has so many tokens."""
         if tokens > 1:
-            self._next_token.observe((last - first) / (tokens - 1))
+            self._next_token.observe(seconds / (tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         """The numbers of the load and the connections, for the registry."""
@@ -89,10 +92,13 @@ class Metrics:
             yield CounterMetricFamily(PREFIX + name, text, getattr(load, name))
         connections = self._connections
         yield GaugeMetricFamily(f"{PREFIX}connections", "Connections of clients.", connections.open)
-        text = "Connections closed because there were too many, or because no request had arrived in time."
+        text = (
+            "Connections closed: there were too many, no request had arrived in time, or replies were not read in time."
+        )
         closed = CounterMetricFamily(f"{PREFIX}connections_closed", text, labels=["reason"])
         closed.add_metric(["limit"], connections.refused)
         closed.add_metric(["late"], connections.late)
+        closed.add_metric(["unread"], connections.unread)
         yield closed
 
     def text(self) -> bytes:

@@ -28,7 +28,7 @@ def read_page() -> tuple[str, dict[str, str]]:
     headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
+        "Referrer-Policy": "same-origin",  # no-referrer would make the origin of some requests null
         "Cache-Control": "no-cache",
     }
     return html, headers

@@ -1,11 +1,13 @@
-"""The sequences that are waiting or running, as asyncio's thread sees them, and the limits on them."""
+"""The sequences that are prepared, waiting or running, as asyncio's thread sees them, and the limits on them."""
 
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from megatron_ssm.api.errors import ApiError, bad_request
 from megatron_ssm.api.sequences import Sequence, Update
@@ -13,11 +15,15 @@ from megatron_ssm.api.sequences import Sequence, Update
 from .driver import Driver
 
 LONGEST_RETRY_S = 60
+PREPARING_THREADS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
     """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
+
+    A request that is prepared waits as one sequence.
 
     body: bytes of a request. seconds: from a request to the end of its reply. connections: how many there may be. arrival:
     seconds for the headers of a request to arrive, and again for its body.
@@ -46,6 +52,8 @@ class Service:
         self.limits = limits
         self._driver: Driver | None = None
         self._open: dict[Sequence, _Open] = {}
+        self._pool = ThreadPoolExecutor(PREPARING_THREADS, "requests")
+        self._prepared: set[Future[Any]] = set()  # the work of requests that are prepared, and some that is done
         self._closed = "the server is starting"  # why no requests are taken, or ""
         self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
 
@@ -62,18 +70,38 @@ class Service:
         """Refuse requests from now on, with the status 503; those that are open go on."""
         self._closed = "the server is shutting down"
 
+    def stop(self) -> None:
+        """Prepare no further requests."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def close(self, reason: str) -> None:
         """Refuse requests from now on, and end those that are open; both with the status 503."""
         self._closed = reason
         self._end(list(self._open), 503, reason, "unavailable")
 
+    async def prepare(self, work: Callable[[], T], since: float) -> T:
+        """The result of `work` for a request that has arrived at the time `since`, in a thread.
+
+        The request has a place in the queue until the work is done, even if its client has hung up before, because a thread
+        cannot be stopped; work that has not begun is then left out. ApiError as from `added`.
+        """
+        self.check_room()
+        future = self._pool.submit(work)
+        self._prepared.add(future)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._left(since))
+        except asyncio.TimeoutError:
+            raise ApiError(504, self._late, code="timeout") from None
+
     @contextmanager
-    def added(self, sequences: list[Sequence], param: str | None = None) -> "Iterator[asyncio.Queue[Update]]":
+    def added(
+        self, sequences: list[Sequence], since: float, param: str | None = None
+    ) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        param: the parameter that says how many there are. ApiError 400 if there is never room for so many, 503 if no
-        requests are taken, 429 if too many are waiting. A sequence's last update says that it has finished, or has an
-        error; one of 504 comes if the time is over.
+        since: when the request arrived. param: the parameter that says how many there are. ApiError 400 if there is never
+        room for so many, 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it
+        has finished, or has an error; one of 504 comes if the time is over.
         """
         self.check_room(len(sequences), param)
         assert self._driver is not None, "the service has been started"
@@ -81,9 +109,9 @@ class Service:
         for sequence in sequences:
             self._open[sequence] = _Open(updates, time.monotonic())
             self._driver.add(sequence)
-        seconds = self.limits.seconds
-        late = f"the request has taken more than {seconds:g} s"
-        timer = asyncio.get_running_loop().call_later(seconds, self._end, sequences, 504, late, "timeout")
+        timer = asyncio.get_running_loop().call_later(
+            self._left(since), self._end, sequences, 504, self._late, "timeout"
+        )
         try:
             yield updates
         finally:
@@ -109,6 +137,14 @@ class Service:
                 self._driver.cancel(sequence)
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
+    @property
+    def _late(self) -> str:
+        return f"the request has taken more than {self.limits.seconds:g} s"
+
+    def _left(self, since: float) -> float:
+        """The seconds that are left for the reply to a request that arrived at the time `since`."""
+        return max(0.0, since + self.limits.seconds - time.monotonic())
+
     def check_room(self, count: int = 1, param: str | None = None) -> None:
         """ApiError if `count` further sequences cannot be taken. param: the parameter that asks for so many."""
         if self._closed:
@@ -116,7 +152,8 @@ class Service:
         room = self.limits.slots + self.limits.waiting
         if count > room:
             raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}", param)
-        if len(self._open) + count > room:
+        self._prepared = {future for future in self._prepared if not future.done()}
+        if len(self._open) + len(self._prepared) + count > room:
             seconds = min(LONGEST_RETRY_S, math.ceil(self._mean_s))
             raise ApiError(
                 429, f"{self.limits.waiting} requests are waiting; try again later", code="queue_full",

@@ -21,6 +21,21 @@ CASES = [
     (CHAT, "a" * 20, {**CHATTING, "max_tokens": 11}, "max_tokens", "20 tokens, and 11 new ones do not fit"),
     (CHAT, "a" * 20, {**CHATTING, "max_completion_tokens": 11}, "max_completion_tokens", "11 new ones do not fit"),
     (COMPLETIONS, "", {"prompt": "a" * 20}, "max_tokens", "20 tokens, and 16 new ones do not fit"),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a" * 391},
+        "prompt",
+        "the prompt has 391 characters, which are too many: a request may",
+    ),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a" * 390},
+        "prompt",
+        "the prompt has 390 tokens",
+    ),  # a token has at most 13 characters
+    (CHAT, "a" * 391, CHATTING, "messages", "the prompt has 391 characters, which are too many"),
 ]
 
 
@@ -36,6 +51,7 @@ def test_errors_name_the_parameter(tmp_path, endpoint, template, body, param, me
     with pytest.raises(ApiError, match=message) as refused:
         read_call(endpoint, body, "", served(tmp_path, template))
     assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.code == ("context_length_exceeded" if "request may have" in str(refused.value) else None)
 
 
 def test_how_many_tokens_there_may_be(tmp_path):

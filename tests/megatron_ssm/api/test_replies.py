@@ -72,3 +72,29 @@ def test_the_engine_finds_stop_strings_in_the_text_of_the_reply(tmp_path, ignore
     engine = RequestTokenizer(tmp_path, 257).text_stream(arguments.stop_strings, arguments.stop_tokens)
     text = "".join(map(engine.push, tokens)) + engine.finish()
     assert completion(model, body, tokens)["text"] == text == ("w0 " if ignore_eos else "w0 w1 w2 w3 ")
+
+
+@pytest.mark.parametrize("stop, text", [("Par", " "), (" Paris", ""), ([], " Paris is")])
+def test_the_first_word_keeps_its_space(tmp_path, stop, text):
+    """With SentencePiece's tokens, whose decoder strips the space of a text's first word."""
+    vocabulary = {"▁It": 0, "▁is": 1, "▁Paris": 2, "<unk>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    body = {"prompt": "It is", "stop": stop, "echo": True, "logprobs": 0, "max_tokens": 9}
+    model = served(tmp_path, tokenizer)
+    choice = completion(model, body, [2], [1])
+    assert choice["text"] == "It is" + text and choice["logprobs"]["text_offset"] == [0, 2, 5, 11]
+    assert completion(model, {**body, "echo": False}, [2, 1])["text"] == text
+    engine = RequestTokenizer(tmp_path, 257).text_stream((stop,) if stop else (), (), [0, 1])
+    assert engine.push(2) + engine.push(1) + engine.finish() == text and engine.stopped == bool(stop)
+
+
+@pytest.mark.parametrize("order", ([0, 1, 2, 3], [3, 2, 1, 0]))
+def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
+    """Two replies to each of two prompts; each counts once."""
+    model = served(tmp_path)
+    call = read_call(COMPLETIONS, {"prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 9}, "", model)
+    replies, reused = Replies(call, model), [5, 2, 4, 6]
+    for index in order:
+        replies.take(Update(call.sequences[index], [65], None, reused=reused[index]))
+    assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}

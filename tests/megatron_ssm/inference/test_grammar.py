@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,6 +94,59 @@ def test_wrong_grammars(make, argument, message):
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         make(argument)
     assert "\n" not in str(caught.value)
+
+
+# Sizes that llguidance's recursion survives, in a thread
+
+
+def chain(length, levels=0):
+    """A schema in which each of `length` references leads to the next one, through as many levels of arrays."""
+
+    def link(number):
+        inner = {"$ref": f"#/$defs/a{number}"} if number < length else {"type": "null"}
+        for _ in range(levels):
+            inner = {"type": "array", "items": inner}
+        return inner
+
+    return {**link(0), "$defs": {f"a{number}": link(number + 1) for number in range(length)}}
+
+
+def rules(count, opening="", closing=""):
+    """A grammar of so many rules, each of which names the next one."""
+    lines = [f"a{number}: {opening} a{number + 1} {closing}" for number in range(count - 2)]
+    return "\n".join(["start: a0", *lines, f'a{count - 2}: "x"'])
+
+
+@pytest.mark.parametrize(
+    "kind, text, what",
+    [
+        ("json_schema", json.dumps(chain(501)), "501 references"),
+        ("json_schema", json.dumps(chain(501)).replace("$", "\\u0024"), "501 references"),
+        ("json_schema", json.dumps(chain(200, 5)), "brackets around references"),
+        ("lark", rules(501), "501 rules"),
+        ("lark", rules(501).replace(":", '[stop="#"] :'), "501 rules"),
+        ("lark", rules(100, "(" * 16, ")" * 16), "times the brackets"),
+        ("lark", f'start: {"(" * 101}"x"{")" * 101}', "101 brackets inside each other"),
+        ("lark", f'start: {"( /[)]/ " * 101}"x"{")" * 101}', "101 brackets inside each other"),
+        ("lark", f"start: %json {json.dumps(chain(501))}", "501 references"),
+    ],
+)
+def test_grammars_that_are_too_large(kind, text, what):
+    with pytest.raises(ValueError, match=f"^{kind}: .*{re.escape(what)}"):
+        grammar.Grammar(kind, text)
+
+
+def test_the_largest_grammars():
+    """They are compiled in a thread, as in a server; a stack overflow would end the process."""
+    largest = [
+        ("json_schema", json.dumps(chain(500))), ("json_schema", json.dumps(chain(100, 12))), ("lark", rules(500)),
+        ("lark", rules(60, "(" * 25, ")" * 25)), ("lark", "\n".join(['start: "x"', *['  | ":([{" /[:(]/ // :('] * 600])),
+    ]  # fmt: skip
+    engine = Engine(load(checkpoint("mamba2")))
+    with ThreadPoolExecutor(1) as pool:
+        for kind, text in largest:
+            made = pool.submit(grammar.Grammar, kind, text).result()
+            assert pool.submit(engine.tokenizer.matcher, made).result().allowed.any()
 
 
 def test_an_unknown_kind():

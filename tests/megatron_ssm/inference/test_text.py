@@ -9,10 +9,16 @@ from os.path import commonprefix
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from megatron_ssm.inference.text import TextStream, find_stop, load_tokenizer, write_byte_tokenizer
+from megatron_ssm.inference.text import (
+    TextStream,
+    find_stop,
+    load_tokenizer,
+    most_characters,
+    write_byte_tokenizer,
+)
 
 settings.register_profile("patient", deadline=None)  # a loaded machine is no error
 settings.load_profile("patient")
@@ -149,6 +155,24 @@ def test_texts_are_neither_truncated_nor_padded(tmp_path, byte_directory):
     assert load_tokenizer(tmp_path).encode(text).ids == list(text.encode())
 
 
+@given(text=UNICODE | st.text("a\u0323\u0302\u1ea5=<end>", max_size=60))
+@pytest.mark.parametrize("normalizer", (None, normalizers.NFC()))
+def test_the_most_characters_of_so_many_tokens(byte_level_bpe, normalizer, text):
+    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    assert len(text) <= most_characters(tokenizer, len(tokenizer.encode(text).ids))
+
+
+def test_tokens_that_may_stand_for_any_number_of_characters(byte_level_bpe, metaspace, byte_fallback, word_piece):
+    greedy, changed, poor = (Tokenizer.from_str(byte_level_bpe.to_str()) for _ in range(3))
+    greedy.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    changed.normalizer = normalizers.Strip()
+    poor.model = models.BPE({"a": 0}, [])
+    for tokenizer in (greedy, changed, poor, metaspace, byte_fallback, word_piece):
+        assert most_characters(tokenizer, 5) is None
+
+
 def test_missing_tokenizer_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         load_tokenizer(tmp_path)
@@ -211,6 +235,26 @@ def test_decoders_that_look_at_the_neighbour(request, name, data):
 def test_byte_fallback_equals_one_shot_decode(byte_fallback, texts):
     ids = [token_id for text in texts for token_id in byte_fallback.encode(text).ids]
     assert streamed(byte_fallback, ids) == byte_fallback.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["metaspace", "word_piece", "byte_level_bpe"])
+@given(data=st.data())
+def test_the_text_after_a_prompt(request, name, data):
+    """What the prompt and the new tokens decode to, without what the prompt alone does: as in transformers' pipelines."""
+    tokenizer = request.getfixturevalue(name)
+    known = st.integers(0, tokenizer.get_vocab_size() - 1).filter(lambda i: "\ufffd" not in tokenizer.decode([i]))
+    prompt, new = data.draw(st.lists(known, max_size=9)), data.draw(st.lists(known, max_size=9))
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    assert streamed(tokenizer, new, prompt=prompt) == tokenizer.decode(prompt + new)[len(before) :]
+
+
+@given(st.lists(st.sampled_from(LINES), min_size=2, max_size=2), st.data())
+def test_the_text_after_a_prompt_with_byte_fallback(byte_fallback, texts, data):
+    ids = [token_id for text in texts for token_id in byte_fallback.encode(text).ids]
+    splits = [n for n in range(len(ids) + 1) if "\ufffd" not in byte_fallback.decode(ids[:n])]
+    split = data.draw(st.sampled_from(splits))
+    before, whole = byte_fallback.decode(ids[:split]), byte_fallback.decode(ids)
+    assert streamed(byte_fallback, ids[split:], prompt=ids[:split]) == whole[len(before) :]
 
 
 def test_byte_fallback_between_text(byte_fallback):

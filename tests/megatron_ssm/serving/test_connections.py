@@ -1,12 +1,16 @@
 """Clients that send their requests slowly, or open many connections. Oracle: the documentation of the limits."""
 
+import asyncio
 import json
 import socket
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
+import uvicorn
 
+from megatron_ssm.serving.connections import Connections
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, **IGNORE_EOS}).encode()
@@ -69,6 +73,83 @@ def test_a_body_that_does_not_arrive_after_the_reply(impatient):
         client.sendall(GET + b"Content-Length: 9\r\n\r\n1234")
         assert rest(client).startswith(b"HTTP/1.1 200 ")
     impatient.wait_until(lambda: late(impatient) > before, "the connection is not counted")
+
+
+def unread(running):
+    """How many connections were closed because their clients did not read."""
+    return running.metric("connections_closed_total", 'reason="unread"')
+
+
+def small_socket():
+    """One whose buffers hold few bytes; a listener hands them on to its connections."""
+    small = socket.socket()
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        small.setsockopt(socket.SOL_SOCKET, option, 4096)
+    small.settimeout(LIMIT_S)
+    return small
+
+
+def test_many_requests_whose_replies_are_not_read(impatient):
+    """More replies than any buffer holds: the server waits with the next one."""
+    before, size = unread(impatient), len(httpx.get(impatient.url + "/openapi.json").content)
+    with small_socket() as client:
+        client.connect(("127.0.0.1", urlsplit(impatient.url).port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * (2**24 // size))
+        impatient.wait_until(lambda: unread(impatient) > before, "the connection is held")
+    assert impatient.post("/v1/completions", json.loads(BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("head", (b"", b"Connection: close\r\n"))
+@pytest.mark.parametrize("size", (40_000, 4_000_000))
+def test_a_reply_that_is_not_read(size, head):
+    """The small one is in the server's buffer as a whole, so that the server only waits with the end."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": b"x" * (size // 10), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def visit():
+        connections, loop = Connections(9, 0.3), asyncio.get_running_loop()
+        config = uvicorn.Config(app, http=connections.protocol, ws="none", lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        with small_socket() as listener, small_socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            serving = asyncio.create_task(server.serve([listener]))
+            while not server.started:
+                await asyncio.sleep(0)
+            client.setblocking(False)
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, GET + head + b"\r\n")
+            while not connections.unread or connections.open:
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            await serving
+        return connections.late
+
+    assert asyncio.run(asyncio.wait_for(visit(), LIMIT_S)) == 0
+
+
+@pytest.mark.parametrize("target, host", ((b"[x", b"localhost"), (b"/x", b"["), (b"[x", b"[")))
+def test_a_target_and_a_host_that_make_no_url(impatient, target, host):
+    """The host is checked first."""
+    with connection(impatient) as client:
+        client.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (target, host))
+        reply = rest(client)
+    assert reply.startswith(b"HTTP/1.1 403 " if host == b"[" else b"HTTP/1.1 404 ") and b'"error"' in reply
+
+
+@pytest.mark.parametrize("more", (b"\r\n", HEAD, b"x" * 1000))
+def test_a_client_that_hangs_up_after_sending_more(impatient, more):
+    """Its request leaves the only slot, which another one then gets."""
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, **IGNORE_EOS}).encode()
+    before = impatient.metric("requests_total", 'status="499"')
+    with connection(impatient) as client:
+        client.sendall(HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)) + body)
+        impatient.wait_until(lambda: impatient.metric("running") == 1, "it has no slot")
+        client.sendall(more)
+    impatient.wait_until(lambda: impatient.metric("requests_total", 'status="499"') > before, "it goes on")
 
 
 def test_a_request_in_pieces(impatient):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_ssm import Engine, load
 from megatron_ssm.api.sequences import Arguments, Sequence
 from megatron_ssm.inference import grammar as grammars
+from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.serving.channel import Channel, Orders
 from megatron_ssm.serving.driver import Driver, follow
 from servers import expected
@@ -65,6 +66,24 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
 
     results = ranks(run, world)
     assert set(results) == {results[0]} and results[0][1] is False
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_a_channel_counts_what_it_sends(ranks, world):
+    """To each of the other ranks a length of 8 bytes, and the message."""
+    messages = [(b"", False), (b"order", False), (b"order", True), (b"", True)]
+
+    def run(rank):
+        channel = Channel(Ranks.of(dist.group.WORLD if world > 1 else None))
+        if rank:
+            return [channel.receive(is_busy) for _, is_busy in messages]
+        for message, is_busy in messages:
+            channel.send(message, is_busy)
+        return channel.sent
+
+    sent, *received = ranks(run, world)
+    assert sent == (world - 1) * (4 * 8 + 2 * 5)
+    assert all(each == [message for message, _ in messages] for each in received)
 
 
 GRAMMAR, WRONG = ("regex", "[a-c]{3}(-[0-9]+)*"), ("lark", 'start: "a')

@@ -76,6 +76,24 @@ def test_a_server_that_other_machines_can_reach_answers_to_any_host(bound):
     assert all(is_allowed(Hosts(bound), host) for host in (*OWN, *OTHERS, None))
 
 
+def is_allowed_from(hosts, origin):
+    try:
+        return hosts.check("localhost", origin) is None
+    except ApiError as error:
+        assert error.status == 403 and f"Origin names {origin!r}" in str(error)
+        return False
+
+
+def test_pages_from_elsewhere():
+    """A browser names the page's scheme, host and port, or null."""
+    foreign = ("null", "", "http://", "file://", *OWN, *(f"https://{host}" for host in OTHERS))
+    for hosts, others in ((Hosts("127.0.0.1"), []), (Hosts("0.0.0.0", ["model.example"]), ["https://model.example"])):
+        allowed = (None, *(f"http://{host}" for host in OWN), *others)
+        assert [origin for origin in allowed if not is_allowed_from(hosts, origin)] == []
+        assert [origin for origin in foreign if is_allowed_from(hosts, origin)] == []
+    assert all(is_allowed_from(Hosts("0.0.0.0"), origin) for origin in foreign)
+
+
 @pytest.mark.parametrize("host", ("model.example:80", "http://model.example", "", "a b", "::1", "*"))
 def test_hosts_that_cannot_be_allowed(host):
     with pytest.raises(ValueError, match="--allowed-host .* must be a host name or an address, without a port"):
@@ -91,6 +109,9 @@ def test_requests(tmp_path):
                 assert reply.status_code == 403 and "names 'evil.example:8000'" in reply.json()["error"]["message"]
             refused = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": "evil.example"})
             assert refused.status_code == 403
+            for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
+                reply = client.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin})
+                assert reply.status_code == status
             assert client.get("/", headers={"Host": "model.example"}).status_code == 200
             assert client.get("/").status_code == 200
-        assert running.metric("requests_total", 'status="403"') == 6
+        assert running.metric("requests_total", 'status="403"') == 8

@@ -4,12 +4,17 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.sequences import Arguments, Sequence
+from megatron_ssm.serving.service import PREPARING_THREADS, Limits, Service
 from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
 NEW, PROMPTS = 24, 20
@@ -49,6 +54,71 @@ async def sustained(running, count, clients):
         start = time.monotonic()
         await asyncio.gather(*(visit() for _ in range(clients)))
         return count / (time.monotonic() - start)
+
+
+def service(slots, waiting, seconds=LIMIT_S):
+    """A service that takes requests, without an engine."""
+    made = Service(Limits(slots, waiting, 2**20, seconds, 9, LIMIT_S))
+    made.start(SimpleNamespace(add=lambda sequence: None, cancel=lambda sequence: None))
+    return made
+
+
+def refusal(error):
+    return error.status, error.code
+
+
+def test_requests_that_are_prepared_have_places_in_the_queue():
+    """One that its client has left keeps its place while a thread works on it, and then makes room."""
+    may_end, done = threading.Event(), []
+
+    async def prepared(service, number):
+        work = lambda: (may_end.wait(LIMIT_S), done.append(number))  # noqa: E731
+        return await service.prepare(work, time.monotonic())
+
+    async def entered(service):
+        with service.added([Sequence(Arguments([1], 1, seed=0))], time.monotonic()):
+            pass
+
+    async def visit():
+        room = PREPARING_THREADS + 2
+        limited = service(room - 1, 1)
+        tasks = [asyncio.create_task(prepared(limited, number)) for number in range(room)]
+        await asyncio.sleep(0)
+        for full in (lambda: prepared(limited, room), lambda: entered(limited)):
+            with pytest.raises(ApiError) as refused:
+                await full()
+            assert refusal(refused.value) == (429, "queue_full")
+        tasks[0].cancel()  # a thread works on it
+        await asyncio.wait(tasks[:1])
+        with pytest.raises(ApiError):
+            await prepared(limited, room)
+        tasks[-1].cancel()  # it has not begun
+        await asyncio.wait(tasks[-1:])
+        tasks.append(asyncio.create_task(prepared(limited, room)))
+        may_end.set()
+        await asyncio.wait(tasks)
+        await asyncio.to_thread(limited._pool.shutdown)
+        limited.check_room(room)
+        assert sorted(done) == [*range(room - 1), room]
+
+    asyncio.run(visit())
+
+
+def test_the_time_of_a_request_includes_its_preparation():
+    may_end = threading.Event()
+
+    async def visit():
+        limited, now = service(1, 1, seconds=0.2), time.monotonic()
+        with pytest.raises(ApiError, match="the request has taken more than 0.2 s") as refused:
+            await limited.prepare(lambda: may_end.wait(LIMIT_S), now)
+        assert refusal(refused.value) == (504, "timeout")
+        may_end.set()
+        sequence = Sequence(Arguments([1], 1, seed=0))
+        with limited.added([sequence], now - LIMIT_S) as updates:
+            assert refusal((await asyncio.wait_for(updates.get(), LIMIT_S)).error) == (504, "timeout")
+        limited.stop()
+
+    asyncio.run(visit())
 
 
 @pytest.mark.full

@@ -60,3 +60,14 @@ def test_requests_are_counted_by_path_and_status(tmp_path):
         }  # fmt: skip
         for (path, status), count in counts.items():
             assert running.metric("requests_total", f'path="{path}",status="{status}"') == count
+
+
+def test_a_first_token_is_counted_when_it_comes(tmp_path):
+    """Not when its reply is complete, which this one never is."""
+    body = {"prompt": "a", "max_tokens": 10**6, "stream": True, **IGNORE_EOS}
+    with server(with_template("mamba2"), tmp_path / "log", "--max-length", 10**6 + 100) as running:
+        with running.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()  # the connection is closed with it
+            assert next(lines).startswith("data: {")
+            counts = [running.metric(f"time_{name}_seconds_count") for name in ("to_first_token", "per_output_token")]
+            assert counts == [1, 0] and running.metric("running") == 1

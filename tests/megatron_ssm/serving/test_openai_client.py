@@ -22,6 +22,12 @@ from servers import (
 
 KEY, OTHER_KEY = "sk-of-the-tests-0123456789", "sk-another"
 PROMPT = "The import statement"
+# A chain of references, and of rules: llguidance would overflow its stack.
+CHAIN = {
+    "$ref": "#/$defs/a0",
+    "$defs": {**{f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(9999)}, "a9999": {"type": "null"}},
+}
+RULES = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(5998)), 'a5998: "x"'])
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +218,8 @@ def test_echo(client):
     assert reply.choices[0].text == PROMPT + alone.choices[0].text
     nothing = complete(client, max_tokens=0, echo=True)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+    ended = complete(client, max_tokens=0, echo=True, logit_bias={"256": 100}, extra_body={})
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == (PROMPT, "length")
     longest = "y" * 4096
     assert complete(client, prompt=longest, max_tokens=0, echo=True).choices[0].text == longest
 
@@ -253,12 +261,21 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
             "response_format and guided_regex exclude each other",
         ),
         (dict(stream_options={}), openai.BadRequestError, "stream_options", "for streams only"),
+        (
+            dict(extra_body={"response_format": {"type": "json_schema", "json_schema": {"schema": CHAIN}}}),
+            openai.BadRequestError,
+            "response_format",
+            "10000 references .* more than the 500",
+        ),
+        (dict(extra_body={"guided_grammar": RULES}), openai.BadRequestError, "guided_grammar", "6000 rules are more"),
     ],
 )
-def test_errors_name_what_is_wrong(client, arguments, kind, param, message):
+def test_errors_name_what_is_wrong(client, running, arguments, kind, param, message):
     with pytest.raises(kind, match=message) as refused:
         complete(client, **arguments)
     assert refused.value.body["param"] == param and refused.value.type == "invalid_request_error"
+    with running.client() as plain:
+        assert plain.get("/health").status_code == 200
 
 
 def test_a_key_is_required(running):
