@@ -53,9 +53,8 @@ class CostModel:
         self._axes = {operand.name: operand.axes for operand in program.operands}
         self._outputs = frozenset(each.name for each in program.outputs)
         self._points, self._ranks = program.points, mesh.ranks
-        self._link = lru_cache(maxsize=None)(
-            partial(link_seconds, mesh)
-        )  # the time of a measured link takes long to find
+        # Remembered, because the time of a message on a measured link takes long to find.
+        self._link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
