@@ -146,16 +146,16 @@ int byte_tiles(const void *values, const float *scales, const void *bias, const 
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
   ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
   Block *tiles = allocate((batch + ROWS - 1) / ROWS * blocks * sizeof(Block));
-  int failed = !tiles;
+  int failed = 0;
   for (ptrdiff_t first = 0; tiles && first < batch; first += ROWS)
     for (ptrdiff_t k = 0; k < blocks; k++)
       fill_block(x, x_scales, tiles + first / ROWS * blocks + k, first, k, batch, blocks, weight_type);
   Product a = {values, scales, bias, tiles, y, batch, out, blocks, type, weight_type};
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
   for (ptrdiff_t start = 0; start < out; start += share) {
-    uint8_t *buffer = failed ? NULL : allocate(blocks * SIDE * BLOCK);
+    uint8_t *buffer = tiles ? allocate(blocks * SIDE * BLOCK) : NULL;
     if (buffer) multiply_panels(&a, start, start + share < out ? start + share : out, buffer);
-    else failed = 1;
+    failed |= !buffer;
     free(buffer);
   }
   free(tiles);

@@ -1,7 +1,7 @@
 /* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in ops/scan.py.
 
-   A task is a block of channels of one sequence. It goes from token to token, and its states (N, WIDTH) stay in the
-   first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB and dC. */
+   A task is a block of channels of one sequence, or of all. It goes from token to token, and a sequence's states (N, WIDTH)
+   stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB and dC. */
 #include "kernels.h"
 
 enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
@@ -61,9 +61,11 @@ INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t wi
       h[n][c] = a->state ? a->state[b * a->strides[STATE] + n * a->channels + first + c] : 0;
 }
 
-INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
-  float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
-  load_A(a, first, width, A);
+/* One sequence of a block, whose A is given. */
+INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
+                          const float A[STATES][WIDTH], int type) {
+  float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
+  float least = unknown(-126.0f), most = unknown(127.0f);
   load_state(a, b, first, width, h);
   ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0;
   ptrdiff_t of_head = a->heads > 1 ? head * a->strides[HEAD] : 0; /* where the head's B and C begin */
@@ -85,7 +87,7 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
       float Bn = get(Bt, n, type), Cn = get(Ct, n, type), *state = h[n];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float new = exp2_(dt_log2e[c] * A[n][c]) * state[c] + dt_x[c] * Bn;
+        float new = exp2_between(dt_log2e[c] * A[n][c], least, most) * state[c] + dt_x[c] * Bn;
         state[c] = new, y[c] += Cn * new;
       }
     }
@@ -106,28 +108,39 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
     memcpy(a->next + b * a->strides[NEXT] + n * a->channels + first, h[n], width * sizeof(float));
 }
 
-INLINE void forward_task(const Scan *a, ptrdiff_t task, int type) {
-  ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, per_sequence = a->heads * blocks;
-  ptrdiff_t b = task / per_sequence, head = task % per_sequence / blocks, start = task % blocks * WIDTH;
-  ptrdiff_t first = head * size + start;
-  /* A width that is a compile-time constant is faster. */
-  if (size - start >= WIDTH) forward_block(a, b, head, first, WIDTH, type);
-  else forward_block(a, b, head, first, size - start, type);
+/* The sequences `start` to `stop` of a block, whose width is a compile-time constant if it is WIDTH: that is faster. */
+INLINE void forward_sequences(const Scan *a, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t block, int type) {
+  ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, head = block / blocks;
+  ptrdiff_t first = block % blocks * WIDTH, width = size - first < WIDTH ? size - first : WIDTH;
+  float A[STATES][WIDTH];
+  first += head * size;
+  load_A(a, first, width, A);
+  for (ptrdiff_t b = start; b < stop; b++)
+    if (width == WIDTH) forward_block(a, b, head, first, WIDTH, A, type);
+    else forward_block(a, b, head, first, width, A, type);
 }
 
-CLONES static void forward_float32(const Scan *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
-CLONES static void forward_bfloat16(const Scan *a, ptrdiff_t task) { forward_task(a, task, BFLOAT16); }
+CLONES static void forward_float32(const Scan *a, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t block) {
+  forward_sequences(a, start, stop, block, FLOAT32);
+}
+CLONES static void forward_bfloat16(const Scan *a, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t block) {
+  forward_sequences(a, start, stop, block, BFLOAT16);
+}
 
 int selective_scan(const void *x, const void *dt, const float *A_log, const void *B, const void *C, const float *D,
                    const void *z, const float *dt_bias, const float *state, void *y, float *next, float *saved,
                    const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t heads,
                    ptrdiff_t N, ptrdiff_t chunk, int type, int threads) {
   Scan a = {x, dt, B, C, z, A_log, D, dt_bias, state, y, next, saved, strides, batch, seq, channels, heads, N, chunk};
-  ptrdiff_t tasks = batch * heads * ((channels / heads + WIDTH - 1) / WIDTH);
+  ptrdiff_t blocks = heads * ((channels / heads + WIDTH - 1) / WIDTH);
+  /* Whether a task has all sequences of a block, which then need its A once. */
+  int together = threads == 1 || blocks >= 4 * threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t task = 0; task < tasks; task++)
-    if (type == FLOAT32) forward_float32(&a, task);
-    else forward_bfloat16(&a, task);
+  for (ptrdiff_t task = 0; task < (together ? blocks : blocks * batch); task++) {
+    ptrdiff_t start = together ? 0 : task / blocks, stop = together ? batch : start + 1;
+    if (type == FLOAT32) forward_float32(&a, start, stop, task % blocks);
+    else forward_bfloat16(&a, start, stop, task % blocks);
+  }
   return 0;
 }
 
@@ -136,6 +149,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
    the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
 INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {
   float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], in[WIDTH], sum[WIDTH] = {0};
+  float least = unknown(-126.0f), most = unknown(127.0f);
   load_A(a, first, width, A);
   memset(h, 0, a->N * sizeof h[0]);
   for (ptrdiff_t step = 0; step < a->seq; step++) {
@@ -154,7 +168,7 @@ INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t w
       float Bn = Bt[n], *state = h[n];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float decay = exp2_(dt_log2e[c] * A[n][c]);
+        float decay = exp2_between(dt_log2e[c] * A[n][c], least, most);
         state[c] = reverse ? decay * (state[c] + in[c] * Bn) : decay * state[c] + in[c] * Bn;
       }
     }
@@ -201,6 +215,7 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
   float A[STATES][WIDTH], dA[STATES][WIDTH], adjoint[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0};
   float dt_x[WIDTH], dt_log2e[WIDTH], dy[WIDTH]; /* dy: before the gate */
   float d_dt_x[WIDTH], d_dt[WIDTH];              /* the gradients of dt x and of dt */
+  float least = unknown(-126.0f), most = unknown(127.0f);
   load_A(a, first, width, A);
   memset(dA, 0, N * sizeof dA[0]);
   for (ptrdiff_t n = 0; n < N; n++)
@@ -221,7 +236,7 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
         float *after = h[i * N + n], *decay = decays[i * N + n];
 #pragma omp simd
         for (ptrdiff_t c = 0; c < width; c++) {
-          decay[c] = exp2_(dt_log2e[c] * A[n][c]);
+          decay[c] = exp2_between(dt_log2e[c] * A[n][c], least, most);
           after[c] = decay[c] * before[c] + dt_x[c] * Bt[n], y[c] += Ct[n] * after[c];
         }
       }

@@ -9,7 +9,7 @@
 enum {
   WIDTH = 64,           /* channels at a time in the forward pass */
   TOKENS = 4,           /* tokens at a time in the forward pass */
-  LANES = 16,           /* channels whose sums for TOKENS tokens stay in registers */
+  LANES = 16,           /* channels whose sums for TOKENS tokens stay in registers; half of them without AVX-512 */
   PART = 16, FOUR = 4,  /* channels at a time in the backward pass (PART in kernels.py), and side by side in a loop */
   STATES = 256,         /* the largest N */
   CHUNK = 16            /* tokens between two saved states (CHUNK in kernels.py) */
@@ -38,7 +38,9 @@ typedef struct {
   float dt_x[TOKENS][WIDTH], y[TOKENS][WIDTH], B[TOKENS][STATES], C[TOKENS][STATES], decays[TOKENS];
 } Tokens;
 
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+#define VECTOR_OF(LANES) __attribute__((vector_size((LANES) * sizeof(float)), aligned(sizeof(float)), may_alias))
+typedef float Lanes VECTOR_OF(LANES);
+typedef float HalfLanes VECTOR_OF(LANES / 2);
 
 /* The products of C of token t with B of token s <= t, times the decay between them. */
 INLINE void multiply_tokens(const Tokens *a, float products[TOKENS][TOKENS], ptrdiff_t N) {
@@ -51,24 +53,27 @@ INLINE void multiply_tokens(const Tokens *a, float products[TOKENS][TOKENS], ptr
     }
 }
 
-/* TOKENS tokens of LANES channels from c on, with the state h before them: y_t += decays[t] C_t^T h + the sum over s <= t of
-   products[t][s] dt_x_s. Then h = decays[last] h + the sum over s of later[s] B_s dt_x_s^T. */
-INLINE void forward_tokens(Tokens *a, float *h, ptrdiff_t stride, const float products[TOKENS][TOKENS], const float *later,
-                           ptrdiff_t N, ptrdiff_t c) {
-  Lanes sums[TOKENS] = {0}, inputs[TOKENS];
-  for (int t = 0; t < TOKENS; t++) inputs[t] = later[t] * *(const Lanes *)(a->dt_x[t] + c);
-  for (ptrdiff_t n = 0; n < N; n++) {
-    Lanes *row = (Lanes *)(h + n * stride + c), old = *row, new = a->decays[TOKENS - 1] * old;
-#pragma GCC unroll 4
-    for (int t = 0; t < TOKENS; t++) sums[t] += a->C[t][n] * old, new += a->B[t][n] * inputs[t];
-    *row = new;
+/* TOKENS tokens of as many channels from c on as TYPE has elements, with the state h before them: y_t += decays[t] C_t^T h +
+   the sum over s <= t of products[t][s] dt_x_s. Then h = decays[last] h + the sum over s of later[s] B_s dt_x_s^T. */
+#define FORWARD_TOKENS(NAME, TYPE)                                                                                         \
+  INLINE void NAME(Tokens *a, float *h, ptrdiff_t stride, const float products[TOKENS][TOKENS], const float *later,       \
+                   ptrdiff_t N, ptrdiff_t c) {                                                                            \
+    TYPE sums[TOKENS] = {0}, inputs[TOKENS];                                                                              \
+    for (int t = 0; t < TOKENS; t++) inputs[t] = later[t] * *(const TYPE *)(a->dt_x[t] + c);                              \
+    for (ptrdiff_t n = 0; n < N; n++) {                                                                                   \
+      TYPE *row = (TYPE *)(h + n * stride + c), old = *row, new = a->decays[TOKENS - 1] * old;                            \
+      _Pragma("GCC unroll 4")                                                                                             \
+      for (int t = 0; t < TOKENS; t++) sums[t] += a->C[t][n] * old, new += a->B[t][n] * inputs[t];                        \
+      *row = new;                                                                                                         \
+    }                                                                                                                     \
+    for (int t = 0; t < TOKENS; t++) {                                                                                    \
+      TYPE *y = (TYPE *)(a->y[t] + c), sum = *y + a->decays[t] * sums[t];                                                 \
+      for (int s = 0; s <= t; s++) sum += products[t][s] * *(const TYPE *)(a->dt_x[s] + c);                               \
+      *y = sum;                                                                                                           \
+    }                                                                                                                     \
   }
-  for (int t = 0; t < TOKENS; t++) {
-    Lanes *y = (Lanes *)(a->y[t] + c), sum = *y + a->decays[t] * sums[t];
-    for (int s = 0; s <= t; s++) sum += products[t][s] * *(const Lanes *)(a->dt_x[s] + c);
-    *y = sum;
-  }
-}
+FORWARD_TOKENS(forward_lanes, Lanes)
+FORWARD_TOKENS(forward_half_lanes, HalfLanes)
 
 /* As TOKENS calls of forward_token, up to rounding. width: a multiple of LANES. steps[t]: the decay of token t alone. */
 INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *steps, ptrdiff_t N, ptrdiff_t width) {
@@ -79,7 +84,10 @@ INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *st
     for (int t = s + 1; t < TOKENS; t++) decay *= steps[t], products[t][s] *= decay;
     later[s] = decay;
   }
-  for (ptrdiff_t c = 0; c < width; c += LANES) forward_tokens(a, h, stride, products, later, N, c);
+  if (level() == AVX512)
+    for (ptrdiff_t c = 0; c < width; c += LANES) forward_lanes(a, h, stride, products, later, N, c);
+  else
+    for (ptrdiff_t c = 0; c < width; c += LANES / 2) forward_half_lanes(a, h, stride, products, later, N, c);
 }
 
 INLINE void forward_block(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, int type) {
