@@ -1,5 +1,7 @@
 """Attention by plans, with gradients. Oracle: autograd through float64 attention; attention2d's formula for the bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,6 +138,26 @@ def test_other_plans_do_not_run_on_attention2d():
     assert grid_of(ring.lower()) == (2, 1, 1, True)
     assert grid_of(mixed) is grid_of(rows_first) is grid_of(double_ring) is None
     assert grid_of(in_chunks(ring, "heads", 2).lower()) is None
+
+
+def with_other_homes(world):
+    """Attention whose out is whole on every rank, and attention whose keys and values are kept along heads."""
+    program = programs.attention(1, 4, 4, 16 * world, 8, dtype="float64")
+    (q, k, v), (out, lse) = program.inputs, program.outputs
+    by_heads = (q, replace(k, home="heads"), replace(v, home="heads"))
+    return [replace(program, outputs=(replace(out, home=None), lse)), replace(program, inputs=by_heads)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_with_other_homes_does_not_run_on_attention2d(ranks, world, number):
+    """attention2d keeps every operand along the sequence. The backward program does too."""
+    plan = place(Schedule(with_other_homes(world)[number], Mesh(g=world)), g="q").lower()
+    inputs = random_inputs(plan.program)
+    parts = ranks(lambda rank: execute(plan, plan.shard(inputs, rank), dist.group.WORLD), world)
+    assert_close(plan.unshard(parts), interpret(plan, inputs))
+    with pytest.raises(ValueError, match="only `programs.attention` has, .* with its operands at its homes"):
+        backward_plan(plan)
 
 
 def test_decoding_does_not_run_on_attention2d():
