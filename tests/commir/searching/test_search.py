@@ -71,6 +71,24 @@ def test_the_best_plan_is_the_best_of_all(mesh, overlap):
         verify(plan)
 
 
+def with_a_jump(ranks, size):
+    """A fabric on which all messages of more than `size` bytes take about the same time, much longer than shorter ones."""
+    points = [(size * factor, 1e-5 * (1 + factor)) for factor in (0.125, 0.25, 0.5, 0.99)]
+    points += [(size * factor, 1e-2 * (1 + factor / 1e6)) for factor in (1.01, 2, 4, 8, 16, 1024)]
+    return Fabric((Curve.fit("p2p", ranks, points),))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(g=4), Mesh(g=6)], ids=str)
+def test_the_bound_of_time_on_a_fabric_with_a_jump(mesh):
+    """k and v travel together, in messages that take hardly longer than those of one of them."""
+    program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
+    mesh = mesh.with_speeds({"g": with_a_jump(mesh.ranks, program.nbytes(program.operand("k")) / mesh.ranks / 2)})
+    model, plans = CostModel(program, mesh), all_plans(program, mesh)
+    for candidate, plan in zip(candidates(program, mesh), plans, strict=True):
+        assert model.cost(candidate).seconds <= plan.seconds * (1 + 1e-9), str(candidate)
+    assert search(program, mesh, top=1)[0].seconds == pytest.approx(min(plan.seconds for plan in plans))
+
+
 @pytest.mark.parametrize(
     "heads, kv_heads, gpus, name, chunks",
     [
