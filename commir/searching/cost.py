@@ -71,12 +71,14 @@ class CostModel:
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
-        if self.program.scan is not None:
+        tiles = _turns(candidate)
+        if self.program.scan is not None and any(part.placement.axis == self.program.scan.axis for part in parts):
             self._add_scan(tally, self.program.scan)
+            tiles += 1  # summaries take the recurrence of a tile
         for result in self.program.results:
             for name in result.outputs:
                 self._add_output(tally, self.program.operand(name), ", ".join(result.outputs))
-        return tally.total(_turns(candidate) * self.tile_seconds(candidate))
+        return tally.total(tiles * self.tile_seconds(candidate))
 
     def memory(self, cost: Cost) -> int:
         """The least that a candidate of this cost holds: inputs at home, and what its tiles need."""
@@ -147,9 +149,7 @@ class CostModel:
 
     def _add_scan(self, tally: "_Tally", scan: Scan) -> None:
         """Summaries of blocks, and the states that enter them, by the rules of `lowering.scans`."""
-        shared = [part for part in tally.parts if part.placement.axis == scan.axis and part.size > 1]
-        if not shared:
-            return
+        shared = [part for part in tally.parts if part.placement.axis == scan.axis]
         placed = [part for part in tally.parts if part.placement.axis not in (scan.axis, "heads")]
         others = math.prod(part.size for part in tally.parts) // math.prod(part.size for part in shared)
         outer = tally.parts[: tally.parts.index(shared[-1])]
