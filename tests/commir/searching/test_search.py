@@ -7,11 +7,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from chosen import by_default
 
-from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
+from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
 from commir.scheduling.known_schedules import known, known_as, known_schedules
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, in_chunks, place, placements_of
@@ -243,6 +244,18 @@ def test_as_many_parts_as_loops():
     program = programs.attention(2, 2, 2, 64, 8)
     placed = [{part.placement.axis for part in each.parts} for each in candidates(program, Mesh(gpu=16))]
     assert {"batch", "heads", "q", "kv"} in placed
+
+
+def test_the_candidates_of_many_loops():
+    """Every one of six loops can be placed, and the mesh has four parts at most."""
+    sizes = dict.fromkeys("abcdef", 64)
+    x, y = Operand("x", tuple(sizes), "a"), Operand("y", ("a", "b", "c"), "a")
+    axes = tuple(Axis(name, size, "s" if name in y.axes else "r") for name, size in sizes.items())
+    program = Program("sums", axes, (x,), (y,), (Result("sum", ("y",)),), "x[a, b, c, d, e, f]")
+    found = [each.parts for each in candidates(program, Mesh(gpu=16))]
+    assert {len(parts) for parts in found} == {1, 2, 3, 4}
+    assert {part.placement.axis for parts in found for part in parts} == set(sizes)
+    assert len(list(islice(candidates(program, Mesh(gpu=64)), 100_001))) <= 100_000
 
 
 def test_a_fabric_gives_the_speed_of_all_levels():
