@@ -204,6 +204,17 @@ def test_gradients_in_bf16(ranks, world, placement):
         assert (x.double() - expected).norm() <= 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("placement", ["q", "heads"])
+def test_the_output_is_kept_once(placement, dtype):
+    """Also where it is rounded."""
+    plan = plan_of(dict(x=1), dict(x=placement), 8, str(dtype).removeprefix("torch."))
+    leaves = [x.to(dtype).requires_grad_() for x in random_inputs(plan.program).values()]
+    out = differentiable(plan)(*leaves)
+    assert out.data_ptr() in [x.data_ptr() for x in out.grad_fn.saved_tensors]
+    assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), leaves))
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_plan_without_a_backward_on_one_rank_is_an_error_on_all(ranks, world):
     good = search(programs.attention(1, 4, 4, 8 * world, 8), Mesh(gpu=world))[0]
