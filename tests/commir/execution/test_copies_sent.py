@@ -1,14 +1,16 @@
 """The copies that are sent are counted. Oracle: the storages of a rank's registers and of its messages under way."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from commir import Mesh, Schedule, programs
+from commir import Mesh, Schedule, interpret, programs
 from commir.execution.rank_steps import take_steps
 from commir.execution.state import Messages, RankState
 from commir.scheduling.placements import Placement, place
-from loop_programs import random_inputs
+from loop_programs import cases, mesh_of, plans, random_inputs
 from sparsefusion.collectives.counted import exchange
 
 CASES = [
@@ -51,7 +53,7 @@ def most_uncounted(plan, inputs, group):
 @pytest.mark.parametrize("world", [2, 4])
 def test_whatever_is_held_is_counted(ranks, world, make, sizes, placements):
     """Inputs that are not contiguous are copied once, and not once for each rank that they are sent to."""
-    plans = [
+    chosen = [
         place(Schedule(make(*sizes, dtype=dtype), Mesh(g=world)), g=each).lower()
         for dtype in ("float32", "bfloat16")
         for each in placements
@@ -59,7 +61,7 @@ def test_whatever_is_held_is_counted(ranks, world, make, sizes, placements):
 
     def run(rank, is_view):
         found = []
-        for plan in plans:
+        for plan in chosen:
             local = {name: x.clone() for name, x in plan.shard(inputs_of(plan.program), rank).items()}
             if is_view:
                 local = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in local.items()}
@@ -71,3 +73,14 @@ def test_whatever_is_held_is_counted(ranks, world, make, sizes, placements):
     for is_view in (False, True):
         for found in ranks(run, world, is_view):
             assert all(is_counted and is_predicted for is_counted, is_predicted, _ in found), found
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
+def test_rounded_copies_are_predicted(sizes, number):
+    """Of partial results, which are accumulated in fp32 and sent in bf16."""
+    program = replace(cases(mesh_of(*sizes).ranks)[number].program, dtype="bfloat16")
+    for plan in plans(program, mesh_of(*sizes))[::3]:
+        counts = []
+        interpret(plan, inputs_of(program), counts)
+        assert {(count.sent, count.peak) for count in counts} == {(plan.bytes_per_rank, plan.memory)}, plan.schedule
