@@ -98,13 +98,29 @@ def test_what_changes_nothing_is_accepted(tmp_path):
 
 
 def test_values_that_deepspeed_reads(tmp_path):
-    """A size may be a float, as JSON reads 5e8; null is the default."""
-    given = (
-        '{"steps_per_print": null, "communication_data_type": "FP32", "zero_optimization": {"reduce_bucket_size": 5e8}}'
-    )
-    found = settings(tmp_path, given)
+    """A size may be a float, as JSON reads 5e8."""
+    found = settings(tmp_path, '{"communication_data_type": "FP32", "zero_optimization": {"reduce_bucket_size": 5e8}}')
     config = pytest.importorskip("deepspeed").DeepSpeedConfig(found)
-    assert "steps_per_print" not in found and config.zero_config.reduce_bucket_size == 5 * 10**8
+    assert config.zero_config.reduce_bucket_size == 5 * 10**8
+
+
+NO_VALUE = {"enabled": None}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict.fromkeys(("train_batch_size", "gradient_clipping", "optimizer", "scheduler", "bf16", "steps_per_print")),
+        {"optimizer": {"type": None, "params": {"lr": None, "betas": None, "adam_w_mode": None, "momentum": None}}},
+        {"scheduler": {"type": None, "params": {"warmup_num_steps": None}}, "zero_optimization": None},
+        {"optimizer": {"params": None}, "bf16": NO_VALUE, "fp16": NO_VALUE, "torch_autocast": NO_VALUE},
+        {"zero_optimization": {"stage": None, "overlap_comm": None, "offload_param": None,
+                               "offload_optimizer": {"device": None}}},
+    ],
+)  # fmt: skip
+def test_null_is_as_if_absent(tmp_path, given):
+    """In every section, and for every kind of key."""
+    assert settings(tmp_path, given) == settings(tmp_path, {})
 
 
 def params(**changed):
@@ -167,6 +183,8 @@ def params(**changed):
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "big"}}, {},
          'zero_optimization.allgather_bucket_size "big" is not a whole number from 1 on'),
         ({"zero_optimization": {"overlap_comm": "yes"}}, {}, 'zero_optimization.overlap_comm "yes" is not true or false'),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, {},
+         "zero_optimization.round_robin_gradients true is not false, the only value that is supported"),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
     ],
 )  # fmt: skip
