@@ -140,13 +140,28 @@ def _shared_values(given: dict[str, Any], options: Options, data_ranks: int) -> 
     why = f"--adam-beta1 {betas[0]} --adam-beta2 {betas[1]}"
     yield "optimizer.params.betas", params.get("betas", AUTO), betas, why
     yield "optimizer.params.adam_w_mode", params.get("adam_w_mode", True), True, "the optimizer of this script, AdamW"
-    scheduler = _section(given, "scheduler")
-    _refuse_unknown(scheduler, {"type", "params"}, "scheduler.")
-    style = options.lr_decay_style
-    yield "scheduler.type", scheduler.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
-    values = _section(scheduler, "params", "scheduler.")
-    _refuse_unknown({key: value for key, value in values.items() if value != AUTO}, set(), "scheduler.params.")
+    yield from _schedule(_section(given, "scheduler"), options)
     yield from _precisions(given, options)
+
+
+def _schedule(given: dict[str, Any], options: Options) -> Iterator[tuple[str, Any, Any, str]]:
+    """As `_shared_values`, of the section scheduler."""
+    _refuse_unknown(given, {"type", "params"}, "scheduler.")
+    style = options.lr_decay_style
+    yield "scheduler.type", given.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
+    name = "lr_decay_iters" if options.lr_decay_iters else "train_iters"
+    steps = getattr(options, name)
+    known = {
+        "warmup_min_lr": (0, "the warm-up, which is from 0"),
+        "warmup_max_lr": (options.lr, f"--lr {options.lr}"),
+        "warmup_num_steps": (options.lr_warmup_iters, f"--lr-warmup-iters {options.lr_warmup_iters}"),
+        "warmup_type": ("linear", "the warm-up, which is linear"),
+        "total_num_steps": (steps, f"{flag(name)} {steps}"),
+    }
+    params = _section(given, "params", "scheduler.")
+    _refuse_unknown({key: value for key, value in params.items() if value != AUTO}, known, "scheduler.params.")
+    for key, (expected, why) in known.items():
+        yield f"scheduler.params.{key}", params.get(key, AUTO), expected, why
 
 
 def _precisions(given: dict[str, Any], options: Options) -> Iterator[tuple[str, Any, Any, str]]:

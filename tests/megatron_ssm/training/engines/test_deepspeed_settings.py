@@ -39,6 +39,11 @@ AUTO = {
     },
     "steps_per_print": 100,
 }  # fmt: skip
+SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear",
+               "total_num_steps": 20},
+}  # fmt: skip
 SAME = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 2,
@@ -51,8 +56,9 @@ SAME = {
 
 
 @pytest.mark.parametrize("given", [{}, AUTO, SAME])
-def test_values_come_from_the_options_or_agree_with_them(tmp_path, given):
-    found = settings(tmp_path, given)
+@pytest.mark.parametrize("scheduler", [{}, {"scheduler": SCHEDULE}])
+def test_values_come_from_the_options_or_agree_with_them(tmp_path, given, scheduler):
+    found = settings(tmp_path, given | scheduler, lr_decay_style="linear")
     expected = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
     assert expected.items() <= found.items() and found["bf16"] == {"enabled": False}
     assert "optimizer" not in found and "fp16" not in found and "train_batch_size" not in found
@@ -127,6 +133,10 @@ def params(**changed):
     return {"optimizer": {"type": "AdamW", "params": changed}}
 
 
+def schedule(**changed):
+    return {"scheduler": {"params": changed}}
+
+
 @pytest.mark.parametrize(
     "given, changes, line",
     [
@@ -163,8 +173,14 @@ def params(**changed):
          "zero_optimization.offload_optimizer is not supported by examples/pretrain.py"),
         ({"zero_optimization": True}, {}, "zero_optimization true is not an object"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, 'scheduler.type "WarmupLR" contradicts --lr-decay-style cosine'),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, dict(lr_decay_style="constant"),
-         "scheduler.params.warmup_num_steps is not supported by examples/pretrain.py"),
+        (schedule(warmup_num_steps=5), {}, "scheduler.params.warmup_num_steps 5 contradicts --lr-warmup-iters 3"),
+        (schedule(warmup_max_lr=0.1), {}, "scheduler.params.warmup_max_lr 0.1 contradicts --lr 0.01"),
+        (schedule(warmup_min_lr=0.001), {}, "scheduler.params.warmup_min_lr 0.001 contradicts the warm-up, which is from 0"),
+        (schedule(warmup_type="log"), {}, 'scheduler.params.warmup_type "log" contradicts the warm-up, which is linear'),
+        (schedule(total_num_steps=30), {}, "scheduler.params.total_num_steps 30 contradicts --train-iters 20"),
+        (schedule(total_num_steps=20), dict(lr_decay_iters=15),
+         "scheduler.params.total_num_steps 20 contradicts --lr-decay-iters 15"),
+        (schedule(cos_min_ratio=0.1), {}, "scheduler.params.cos_min_ratio is not supported by examples/pretrain.py"),
         ({"activation_checkpointing": {"partition_activations": True}}, {},
          "activation_checkpointing is not supported by examples/pretrain.py"),
         ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, {},
