@@ -1,8 +1,8 @@
 """Divisions of models over two ranks: predicted by `advise`, and measured (about 40 min; needs root).
 
-The claims: the division that `advise` names takes at most 1.10 times as long as the fastest measured one in at least 90 % of
-the rows, and its predicted time is within 25 % of the measured one. A row is a model, a link and a job: a training step, or
-a reply. Beside `advise`, a rule chooses that looks at the batch only.
+The claims, each in at least 90 % of the rows: the division that `advise` names takes at most 1.10 times as long as the
+fastest measured one, and its predicted time is within 25 % of the measured one. A row is a model, a link and a job: a
+training step, or a reply. Beside `advise`, a rule chooses that looks at the batch only.
 
 Each rank has one thread; both measure the parts of the models together. There are two ranks because the benchmark is for two
 cores: of more ranks, each would wait for a core after every message, and not for the link. A host's speed can double within

@@ -4,6 +4,7 @@ Activations have Megatron's order, (seq, batch, hidden); with context parallelis
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,7 +213,8 @@ class Stack(MambaStack):
     """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
 
     family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need
-    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 is, too.
+    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 is, too. source: the configuration and
+    the Hugging Face directory that the weights were loaded from, if they were.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class Stack(MambaStack):
             _check_residual_stream(options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
         self.family, self.given = family, given
+        self.source: tuple[Config, Path] | None = None
         self.post_layer_norm, self.shared = post_layer_norm, Blocks()
         self.register_load_state_dict_pre_hook(_rename_fused_norms)
         if self.post_process and post_layer_norm:

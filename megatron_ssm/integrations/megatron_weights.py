@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.configs.config import Config
 
@@ -73,35 +74,57 @@ def our_config(model: Any) -> Config:
 def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
     """Fill a MambaModel that `specs.stack_spec` built from a Hugging Face directory; all its ranks call it together.
 
-    Each rank reads its own slices. ValueError on every rank, with the model unchanged, if the directory holds another model.
+    Each rank reads its own slices. The model remembers what `save_hugging_face` takes from the directory. ValueError on
+    every rank, with the model unchanged, if the directory holds another model.
     """
     config, stack = our_config(model), _stack(model)
     dtype = stack.config.params_dtype
     with load(directory, stack.tp_group, dtype=dtype, shared_memory=False) as ours:
-        if differing := [name for name in _COMPARED if getattr(config, name) != getattr(ours.config, name)]:
-            name = differing[0]
-            values = getattr(ours.config, name), getattr(config, name)
-            raise ValueError(f"{directory} has {name}={values[0]!r}, and Megatron's model {values[1]!r}")
+        _check_same(config, ours.config, directory)
         _copy(ours, model, into_megatron=True)
+        stack.source = ours.config, Path(directory)
 
 
 _NOT_COMPARED = {"raw", "unknown", "residual_in_fp32", "dt_init", "eos_token_ids"}  # they do not change the weights
 _COMPARED = [name for name in Config.__dataclass_fields__ if name not in _NOT_COMPARED]
 
 
-def save_hugging_face(model: nn.Module, directory: str | Path) -> None:
+def _check_same(config: Config, given: Config, directory: str | Path) -> None:
+    """ValueError if `config`, of Megatron's model, has other weights than `given`, that of the directory."""
+    if differing := [name for name in _COMPARED if getattr(config, name) != getattr(given, name)]:
+        name = differing[0]
+        values = getattr(given, name), getattr(config, name)
+        raise ValueError(f"{directory} has {name}={values[0]!r}, and Megatron's model {values[1]!r}")
+
+
+def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Path | None = None) -> None:
     """Write a MambaModel that `specs.stack_spec` built as a Hugging Face directory; all ranks of the world call it.
 
+    source: a Hugging Face directory of the same architecture (None: that of `load_hugging_face`, if it was called). From it
+    come the tokenizer and the fields of config.json that do not change the weights, such as token ids and residual_in_fp32.
+    Without one, config.json has the fields that Megatron has and those given to `stack_spec`.
+
     The first replica's tensor-parallel ranks send their parts to the first of them, which writes them; see
-    `checkpoints.hf.save`.
+    `checkpoints.hf.save`, also for its errors. On every rank, ValueError if `source` holds another model, and
+    FileNotFoundError if it has no config.json, which every rank reads.
     """
     from megatron.core import parallel_state
 
-    config, stack = our_config(model), _stack(model)
+    own, stack = our_config(model), _stack(model)
     copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
     device, dtype = next(model.parameters()).device, stack.config.params_dtype
+
+    def read() -> tuple[Config, Path | None]:
+        if source is None:
+            return stack.source or (own, None)
+        given = Config.read(source)
+        _check_same(own, given, source)
+        return given, Path(source)
+
+    config, files = run_and_compare(read, lambda found: found[0], (stack.tp_group, copies), device)
     with build(config, stack.tp_group, copies, dtype, device, shared_memory=False) as ours:
         _copy(ours, model, into_megatron=False)
+        ours.directory = files
         save(ours, directory)
 
 

@@ -5,6 +5,7 @@ backbone.layers.0.mixer.in_proj. In a hybrid model, each layer that uses a share
 PEFT. See `layers.low_rank` for how they are split.
 """
 
+import logging
 import math
 import zlib
 from collections.abc import Iterable
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 # transformers multiplies by the weight of this layer itself, so that it ignores an adapter until it is merged.
 NOT_TRAINED = "dt_proj"
+# In these families, PEFT raises an error for adapters of out_proj, because fused kernels of transformers ignore them.
+_FUSED_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba")
+
+log = logging.getLogger("megatron_ssm")
 
 
 @dataclass(frozen=True)
@@ -137,15 +142,27 @@ def add_lora(model: "Model", rank: int, alpha: float, targets: Iterable[str], se
 
     rank, alpha: see `Lora`. targets: see `find_modules`. A is drawn from `seed`, as in PEFT uniformly in +-1/sqrt(inputs),
     with the same values on any number of ranks, and B is zero, so that the model computes what it computed before. All ranks
-    use the same arguments; sends nothing.
+    use the same arguments; sends nothing. The first rank logs a line if PEFT will not load such adapters.
 
     ValueError for a target that the model does not have, for a model that has adapters, and for a quantized model.
     """
-    attach_lora(model, Lora(rank, alpha, find_modules(model.config, targets)))
+    lora = Lora(rank, alpha, find_modules(model.config, targets))
+    attach_lora(model, lora)
     for field, parameter in adapter_parameters(model):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))
         with torch.no_grad():
             parameter.copy_(draw(model.config, field, generator)[field.piece(model.ranks.rank, model.ranks.size)])
+    groups = (model.ranks.group, model.data_group, None if model.context_ranks is None else model.context_ranks.group)
+    if all(group is None or group.rank() == 0 for group in groups):
+        _tell_what_peft_refuses(model.config.family, lora.modules)
+
+
+def _tell_what_peft_refuses(family: str, modules: Iterable[str]) -> None:
+    if family in _FUSED_OUT_PROJ and any(module.endswith(".out_proj") for module in modules):
+        log.warning(
+            f"PEFT does not load adapters of out_proj into {family} models: leave this target out, or merge the adapters "
+            "(merge_lora) and save the model"
+        )
 
 
 def attach_lora(model: "Model", lora: Lora) -> None:

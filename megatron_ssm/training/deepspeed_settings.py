@@ -1,7 +1,7 @@
 """The configuration of a DeepSpeed engine: --deepspeed-config, compared with the options and completed from them.
 
 A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have no
-effect, or another one than in `examples/pretrain.py`, are refused by name. Loads no torch.
+effect, or another one than in `examples/pretrain.py`, are refused by name. null is as if absent. Loads no torch.
 """
 
 import importlib.util
@@ -45,7 +45,9 @@ COMPARED = {
 ZERO_PASSED = {
     "stage": ("0, 1, 2 or 3", lambda value: _is_number(value) and value in range(4)),
     **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "allgather_partitions", "overlap_comm",
-                     "round_robin_gradients", "ignore_unused_parameters", "log_trace_cache_warnings"), SWITCH),
+                     "ignore_unused_parameters", "log_trace_cache_warnings"), SWITCH),
+    # With it, `_hp_mapping` of a parameter is not where its optimizer state is (DeepSpeed 0.19.8, ZeRO 1 and 2).
+    "round_robin_gradients": ("false, the only value that is supported", lambda value: value is False),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _count(1)),
     **dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
                      "stage3_max_reuse_distance"), _count(0)),
@@ -76,7 +78,7 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        given = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_hook=_without_nulls)
     except OSError as error:
         raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -84,6 +86,10 @@ def _read_json(path: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"--deepspeed-config {path} is not a JSON object")
     return given
+
+
+def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
@@ -134,13 +140,28 @@ def _shared_values(given: dict[str, Any], options: Options, data_ranks: int) -> 
     why = f"--adam-beta1 {betas[0]} --adam-beta2 {betas[1]}"
     yield "optimizer.params.betas", params.get("betas", AUTO), betas, why
     yield "optimizer.params.adam_w_mode", params.get("adam_w_mode", True), True, "the optimizer of this script, AdamW"
-    scheduler = _section(given, "scheduler")
-    _refuse_unknown(scheduler, {"type", "params"}, "scheduler.")
-    style = options.lr_decay_style
-    yield "scheduler.type", scheduler.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
-    values = _section(scheduler, "params", "scheduler.")
-    _refuse_unknown({key: value for key, value in values.items() if value != AUTO}, set(), "scheduler.params.")
+    yield from _schedule(_section(given, "scheduler"), options)
     yield from _precisions(given, options)
+
+
+def _schedule(given: dict[str, Any], options: Options) -> Iterator[tuple[str, Any, Any, str]]:
+    """As `_shared_values`, of the section scheduler."""
+    _refuse_unknown(given, {"type", "params"}, "scheduler.")
+    style = options.lr_decay_style
+    yield "scheduler.type", given.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
+    name = "lr_decay_iters" if options.lr_decay_iters else "train_iters"
+    steps = getattr(options, name)
+    known = {
+        "warmup_min_lr": (0, "the warm-up, which is from 0"),
+        "warmup_max_lr": (options.lr, f"--lr {options.lr}"),
+        "warmup_num_steps": (options.lr_warmup_iters, f"--lr-warmup-iters {options.lr_warmup_iters}"),
+        "warmup_type": ("linear", "the warm-up, which is linear"),
+        "total_num_steps": (steps, f"{flag(name)} {steps}"),
+    }
+    params = _section(given, "params", "scheduler.")
+    _refuse_unknown({key: value for key, value in params.items() if value != AUTO}, known, "scheduler.params.")
+    for key, (expected, why) in known.items():
+        yield f"scheduler.params.{key}", params.get(key, AUTO), expected, why
 
 
 def _precisions(given: dict[str, Any], options: Options) -> Iterator[tuple[str, Any, Any, str]]:
@@ -186,8 +207,7 @@ def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def _passed(given: dict[str, Any], rules: dict[str, Rule], where: str) -> dict[str, Any]:
-    """The values of a section that DeepSpeed reads as they are; ValueError for one that breaks its rule. null: not given."""
-    given = {key: value for key, value in given.items() if value is not None}
+    """The values of a section that DeepSpeed reads as they are; ValueError for one that breaks its rule."""
     for key, value in given.items():
         what, is_valid = rules[key]
         if value == AUTO:
@@ -205,7 +225,7 @@ def _changes_nothing(key: str, value: Any) -> bool:
 def _is_no_offload(key: str, value: Any) -> bool:
     """Whether this is an entry of zero_optimization that says that nothing is offloaded."""
     device = value.get("device", "none") if isinstance(value, dict) else value
-    return key in ("offload_optimizer", "offload_param") and device in ("none", None)
+    return key in ("offload_optimizer", "offload_param") and device == "none"
 
 
 def _check_stage(stage: int, is_bf16: bool, options: Options) -> None:

@@ -96,9 +96,8 @@ class DeepSpeedTrainer(Trainer):
 
     def _partitions(self) -> list[torch.Tensor]:
         """The flat fp32 tensors that the optimizer updates in place of the parameters; none with ZeRO 0."""
-        names = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups",
-                 3: "fp32_partitioned_groups_flat"}  # fmt: skip
-        return getattr(self._engine.optimizer, names[self._stage]) if self._stage else []
+        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+        return getattr(self._engine.optimizer, name) if self._stage else []
 
     # A step
 
@@ -160,11 +159,16 @@ class DeepSpeedTrainer(Trainer):
             self._engine.zero_grad()
             self._engine.micro_steps += 1
             return
-        for parameter, gradient in list(self._gradients()):
-            gradient.fill_(math.nan)
-            if self._stage == 3:
-                self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
+        self._fill_gradients(math.nan)
         self._engine.step()
+        if self._stage == 3:  # the next backward pass does not overwrite the padding at the end of a partition
+            self._fill_gradients(0.0)
+
+    def _fill_gradients(self, value: float) -> None:
+        for parameter, gradient in list(self._gradients()):
+            gradient.fill_(value)
+            if self._stage == 3:  # a copy, if it is in bf16
+                self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
 
     def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `trainer.evaluate`. The engine computes the loss, because ZeRO 3 gathers parameters in its forward pass."""

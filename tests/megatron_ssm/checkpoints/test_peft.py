@@ -218,6 +218,30 @@ def test_new_adapters(ranks, tp, case):
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("dp", (1, 2))
+@pytest.mark.parametrize("family", sorted({family for family, *_ in CASES.values()}))
+@pytest.mark.parametrize("target", ("in_proj", "out_proj"))
+def test_a_line_names_what_peft_refuses(ranks, family, target, dp, caplog):
+    """Once, on the first rank, exactly where PEFT does not take this target of this family."""
+    theirs, config = hf_model(family), peft.LoraConfig(target_modules=[target])
+    try:
+        peft.get_peft_model(theirs, config)
+        expected = []
+    except ValueError:
+        expected = [
+            f"PEFT does not load adapters of out_proj into {family} models: leave this target out, or merge the adapters "
+            "(merge_lora) and save the model"
+        ]
+
+    def add(rank):
+        model = megatron_ssm.build(megatron_ssm.Config.from_dict(theirs.config.to_dict()), data_group=dist.group.WORLD)
+        megatron_ssm.add_lora(model, RANK, ALPHA, ["in_proj", target])
+        return [record.message for record in caplog.records]
+
+    assert ranks(add, dp) == [expected] + [[]] * (dp - 1)
+    assert bool(expected) == (target == "out_proj" and not family.startswith("zamba"))
+
+
 @pytest.mark.parametrize("tp", (2, 4))
 @pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "zamba"))
 def test_no_activations_are_sent_for_adapters(ranks, name, tp, case):

@@ -1,5 +1,6 @@
 """Weights of Megatron's models. Oracles: the bytes of Hugging Face directories, and the state dicts of Megatron's mixer."""
 
+import json
 import math
 import sys
 from types import ModuleType
@@ -18,7 +19,7 @@ from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatr
 
 CASES = {
     "mamba": ("mamba", dict(use_bias=True)),
-    "mamba2": ("mamba2", dict(n_groups=2)),
+    "mamba2": ("mamba2", dict(n_groups=2, bos_token_id=3, eos_token_id=[0, 4], pad_token_id=5)),
     "zamba": ("zamba", {}),
     "zamba2": ("zamba2", dict(mamba_ngroups=2, use_shared_attention_adapter=True)),
 }
@@ -26,7 +27,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """directory(name): the Hugging Face directory of a case."""
+    """directory(name): the Hugging Face directory of a case, with a file of a tokenizer."""
     made = {}
 
     def get(name):
@@ -34,6 +35,7 @@ def directory(tmp_path_factory):
             family, changes = CASES[name]
             made[name] = tmp_path_factory.mktemp(name)
             save_hf(made[name], family, vocab_size=64, **changes)
+            (made[name] / "tokenizer.json").write_text("{}")
         return made[name]
 
     return get
@@ -56,9 +58,35 @@ def test_from_hugging_face_and_back(ranks, name, tp, dp, directory, tmp_path):
     directory(name)
     ranks(run, tp * dp)
     assert_same_bytes(tensors_in(tmp_path / "again"), tensors_in(directory(name)))
-    ours, theirs = (vars(megatron_ssm.Config.read(path)) for path in (tmp_path / "again", directory(name)))
-    differing = {name for name in ours if ours[name] != theirs[name]}
-    assert differing <= {"raw", "unknown", "residual_in_fp32", "eos_token_ids"}
+    assert other_files(tmp_path / "again") == other_files(directory(name))
+
+
+def other_files(directory):
+    """(config.json, tokenizer.json) of a directory; None for one that is missing."""
+    paths = (directory / "config.json", directory / "tokenizer.json")
+    return tuple(json.loads(path.read_text()) if path.exists() else None for path in paths)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_fields_of_another_directory(ranks, tp, directory, tmp_path):
+    """`source` has what Megatron's model lacks, as after `dist_checkpointing.load`; without it, that is missing."""
+
+    def run(rank):
+        join(tp)
+        model = new_model(source, tp)
+        save_hugging_face(model, tmp_path / "with", source)
+        save_hugging_face(model, tmp_path / "without")
+        with pytest.raises(ValueError, match="has family='mamba', and Megatron's model 'mamba2'"):
+            save_hugging_face(model, tmp_path / "refused", other)
+        with pytest.raises(FileNotFoundError, match="config.json does not exist"):
+            save_hugging_face(model, tmp_path / "refused", tmp_path)
+
+    source, other = directory("mamba2"), directory("mamba")
+    ranks(run, tp)
+    assert other_files(tmp_path / "with") == other_files(source)
+    config, tokenizer = other_files(tmp_path / "without")
+    assert "eos_token_id" not in config and not config["residual_in_fp32"] and tokenizer is None
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("name", CASES)

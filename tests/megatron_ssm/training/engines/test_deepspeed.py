@@ -21,6 +21,7 @@ from sparsefusion.foundation.command_line import Failure
 
 SPARSE = dict(gradient_mode="layerwise", gradient_density=0.1)
 BF16 = dict(bf16=True, config={"bf16": {"enabled": True}})
+SKIPPING = dict(lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1)
 
 
 @pytest.fixture(autouse=True)
@@ -258,26 +259,34 @@ def test_bf16(ranks, tmp_path, tp, dp, stage, section, kept):
 )  # fmt: skip
 def test_a_skipped_step_changes_nothing(ranks, tmp_path, tp, dp, stage, changes):
     """The run is the one whose batches lack that step. One more step that is not finite stops every rank."""
-    run = run_of(stage, folder=tmp_path, lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1, **changes)
+    run = run_of(stage, folder=tmp_path, **SKIPPING, **changes)
+    ranks(lambda rank: skip_a_step(rank, tp, run, 6 if changes is SPARSE else 2), tp * dp)
 
-    def train(rank):
-        trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
-        data = tiny.batches(run)
-        for step in range(6 if changes is SPARSE else 2):
-            trainer.step(data, step), other.step(data, step)
-        spoiled = [rank == 0]
-        trainer.model.layers[0].mixer.D.register_hook(lambda grad: grad * (math.inf if spoiled[0] else 1.0))
-        assert trainer.step(data, 6).is_skipped
-        spoiled[0] = False
-        for step in (7, 8):
-            assert trainer.step(data, step) == other.step(data, step)
-        ours, others = trainer.checkpoint_state(), other.checkpoint_state()
-        pairs = [(ours.state[p], others.state[q]) for p, q in zip(ours.state, others.state, strict=True)]
-        assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in b)
-        assert stage == 0 or ours.steps == others.steps == (8 if changes is SPARSE else 4)
-        spoiled[0] = rank == 0
-        assert trainer.step(data, 9).is_skipped
-        with pytest.raises(Failure, match="step 11: loss .*: not finite after 1 skipped steps, so training stops"):
-            trainer.step(data, 10)
 
-    ranks(train, tp * dp)
+@pytest.mark.parametrize("dp, changes", [(2, dict(hidden_size=18)), (3, dict(mamba_head_dim=8, global_batch_size=6))])
+def test_a_skipped_step_with_padded_partitions(ranks, tmp_path, dp, changes):
+    """ZeRO 3 divides the 9 elements of D into 5 + 4, and the 4 of the other model into 2 + 2 + 0; padding stays zero."""
+    run = run_of(3, folder=tmp_path, **SKIPPING, **changes)
+    ranks(lambda rank: skip_a_step(rank, 1, run, 2), dp)
+
+
+def skip_a_step(rank, tp, run, before):
+    """Skip a step after `before` others, compare those that follow with another run's, and skip one more than allowed."""
+    trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
+    data = tiny.batches(run)
+    for step in range(before):
+        trainer.step(data, step), other.step(data, step)
+    spoiled = [rank == 0]
+    trainer.model.layers[0].mixer.D.register_hook(lambda grad: grad * (math.inf if spoiled[0] else 1.0))
+    assert trainer.step(data, 6).is_skipped
+    spoiled[0] = False
+    for step in (7, 8):
+        assert trainer.step(data, step) == other.step(data, step)
+    ours, others = trainer.checkpoint_state(), other.checkpoint_state()
+    pairs = [(ours.state[p], others.state[q]) for p, q in zip(ours.state, others.state, strict=True)]
+    assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in b)
+    assert trainer._stage == 0 or ours.steps == others.steps == before + 2
+    spoiled[0] = rank == 0
+    assert trainer.step(data, 9).is_skipped
+    with pytest.raises(Failure, match="step 11: loss .*: not finite after 1 skipped steps, so training stops"):
+        trainer.step(data, 10)

@@ -39,6 +39,11 @@ AUTO = {
     },
     "steps_per_print": 100,
 }  # fmt: skip
+SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear",
+               "total_num_steps": 20},
+}  # fmt: skip
 SAME = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 2,
@@ -51,8 +56,9 @@ SAME = {
 
 
 @pytest.mark.parametrize("given", [{}, AUTO, SAME])
-def test_values_come_from_the_options_or_agree_with_them(tmp_path, given):
-    found = settings(tmp_path, given)
+@pytest.mark.parametrize("scheduler", [{}, {"scheduler": SCHEDULE}])
+def test_values_come_from_the_options_or_agree_with_them(tmp_path, given, scheduler):
+    found = settings(tmp_path, given | scheduler, lr_decay_style="linear")
     expected = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
     assert expected.items() <= found.items() and found["bf16"] == {"enabled": False}
     assert "optimizer" not in found and "fp16" not in found and "train_batch_size" not in found
@@ -98,17 +104,37 @@ def test_what_changes_nothing_is_accepted(tmp_path):
 
 
 def test_values_that_deepspeed_reads(tmp_path):
-    """A size may be a float, as JSON reads 5e8; null is the default."""
-    given = (
-        '{"steps_per_print": null, "communication_data_type": "FP32", "zero_optimization": {"reduce_bucket_size": 5e8}}'
-    )
-    found = settings(tmp_path, given)
+    """A size may be a float, as JSON reads 5e8."""
+    found = settings(tmp_path, '{"communication_data_type": "FP32", "zero_optimization": {"reduce_bucket_size": 5e8}}')
     config = pytest.importorskip("deepspeed").DeepSpeedConfig(found)
-    assert "steps_per_print" not in found and config.zero_config.reduce_bucket_size == 5 * 10**8
+    assert config.zero_config.reduce_bucket_size == 5 * 10**8
+
+
+NO_VALUE = {"enabled": None}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict.fromkeys(("train_batch_size", "gradient_clipping", "optimizer", "scheduler", "bf16", "steps_per_print")),
+        {"optimizer": {"type": None, "params": {"lr": None, "betas": None, "adam_w_mode": None, "momentum": None}}},
+        {"scheduler": {"type": None, "params": {"warmup_num_steps": None}}, "zero_optimization": None},
+        {"optimizer": {"params": None}, "bf16": NO_VALUE, "fp16": NO_VALUE, "torch_autocast": NO_VALUE},
+        {"zero_optimization": {"stage": None, "overlap_comm": None, "offload_param": None,
+                               "offload_optimizer": {"device": None}}},
+    ],
+)  # fmt: skip
+def test_null_is_as_if_absent(tmp_path, given):
+    """In every section, and for every kind of key."""
+    assert settings(tmp_path, given) == settings(tmp_path, {})
 
 
 def params(**changed):
     return {"optimizer": {"type": "AdamW", "params": changed}}
+
+
+def schedule(**changed):
+    return {"scheduler": {"params": changed}}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +173,14 @@ def params(**changed):
          "zero_optimization.offload_optimizer is not supported by examples/pretrain.py"),
         ({"zero_optimization": True}, {}, "zero_optimization true is not an object"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, 'scheduler.type "WarmupLR" contradicts --lr-decay-style cosine'),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, dict(lr_decay_style="constant"),
-         "scheduler.params.warmup_num_steps is not supported by examples/pretrain.py"),
+        (schedule(warmup_num_steps=5), {}, "scheduler.params.warmup_num_steps 5 contradicts --lr-warmup-iters 3"),
+        (schedule(warmup_max_lr=0.1), {}, "scheduler.params.warmup_max_lr 0.1 contradicts --lr 0.01"),
+        (schedule(warmup_min_lr=0.001), {}, "scheduler.params.warmup_min_lr 0.001 contradicts the warm-up, which is from 0"),
+        (schedule(warmup_type="log"), {}, 'scheduler.params.warmup_type "log" contradicts the warm-up, which is linear'),
+        (schedule(total_num_steps=30), {}, "scheduler.params.total_num_steps 30 contradicts --train-iters 20"),
+        (schedule(total_num_steps=20), dict(lr_decay_iters=15),
+         "scheduler.params.total_num_steps 20 contradicts --lr-decay-iters 15"),
+        (schedule(cos_min_ratio=0.1), {}, "scheduler.params.cos_min_ratio is not supported by examples/pretrain.py"),
         ({"activation_checkpointing": {"partition_activations": True}}, {},
          "activation_checkpointing is not supported by examples/pretrain.py"),
         ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, {},
@@ -167,6 +199,8 @@ def params(**changed):
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "big"}}, {},
          'zero_optimization.allgather_bucket_size "big" is not a whole number from 1 on'),
         ({"zero_optimization": {"overlap_comm": "yes"}}, {}, 'zero_optimization.overlap_comm "yes" is not true or false'),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, {},
+         "zero_optimization.round_robin_gradients true is not false, the only value that is supported"),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
     ],
 )  # fmt: skip
