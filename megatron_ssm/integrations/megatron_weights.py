@@ -1,4 +1,4 @@
-"""Weights between Megatron's MambaModel and Hugging Face directories.
+"""Weights between Megatron's MambaModel, called HybridModel from Megatron-Core 0.18 on, and Hugging Face directories.
 
 A model that `specs.stack_spec` built has our layers, so its parameters are those of our `Model` under other names, with the
 same parts on the same tensor-parallel ranks: nothing has to be computed, and only saving sends anything.
@@ -31,14 +31,24 @@ def our_name(name: str) -> str:
     return _NAMES.get(name, name.removeprefix("decoder."))
 
 
+def model_class() -> tuple[type, str]:
+    """Megatron's class of models that have a stack of layers by a pattern, and the name of its argument for the pattern."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ModuleNotFoundError:  # before Megatron-Core 0.18
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel, "hybrid_override_pattern"
+    return HybridModel, "hybrid_layer_pattern"
+
+
 def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
-    """Megatron's MambaModel of this configuration, built from `specs.stack_spec`.
+    """Megatron's MambaModel or HybridModel of this configuration, built from `specs.stack_spec`.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
     TransformerConfig, such as use_cpu_initialization or params_dtype. ValueError for a model that Megatron cannot split:
     its vocabulary must divide over the ranks.
     """
-    from megatron.core.models.mamba import MambaModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if config.vocab_size % tensor_ranks:
@@ -50,7 +60,8 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
     spec = stack_spec(config.family, **spec_options(config))
     sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)
     sizes["share_embeddings_and_output_weights"] = config.tie_embeddings
-    return MambaModel(megatron_config, spec, **sizes, hybrid_override_pattern=layer_pattern(config))
+    model, pattern = model_class()
+    return model(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
 
 
 def our_config(model: Any) -> Config:

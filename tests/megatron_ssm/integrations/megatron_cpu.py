@@ -1,5 +1,6 @@
 """Megatron's models without CUDA: process groups, this rank's tokens, the loss; and what its checkpoints need of CUDA."""
 
+import inspect
 import queue
 import warnings
 
@@ -16,7 +17,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_ssm.integrations import megatron_weights  # noqa: F401
+    from megatron_ssm.integrations import megatron_weights
 
 CPU = dict(use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False)
 
@@ -27,13 +28,25 @@ def join(tp=1, cp=1):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
 
 
+def hybrid_model(config, spec, vocab_size, length, pattern):
+    """Megatron's MambaModel or HybridModel."""
+    model, argument = megatron_weights.model_class()
+    return model(config, spec, vocab_size, length, **{argument: pattern})
+
+
+def this_ranks_tokens(batch, group):
+    """By Megatron's own function, which has another required argument from version 0.18 on."""
+    is_newer = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+    return get_batch_on_this_cp_rank(batch, cp_group=group, **{"is_hybrid_cp": False} if is_newer else {})
+
+
 def gradients_of(model, inputs, labels):
     """(loss, {name: gradient}) of the mean cross-entropy over the whole sequences; this rank computes its tokens.
 
     Megatron's own loss computes in fp32 whatever the dtype, so this one is torch's. Gradients are summed over context ranks.
     """
     context = parallel_state.get_context_parallel_group()
-    batch = get_batch_on_this_cp_rank(dict(inputs=inputs, labels=labels)) if context.size() > 1 else None
+    batch = this_ranks_tokens(dict(inputs=inputs, labels=labels), context) if context.size() > 1 else None
     inputs, targets = (inputs, labels) if batch is None else (batch["inputs"], batch["labels"])
     logits = gather_last(
         model(inputs, None, None), Ranks.of(parallel_state.get_tensor_model_parallel_group(), share=None)

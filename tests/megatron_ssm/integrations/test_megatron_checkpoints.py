@@ -12,7 +12,7 @@ from torch import nn
 import megatron_ssm
 from directories import assert_same_bytes, tensors_in
 from hf import save_hf
-from megatron_cpu import CPU, join, save_without_cuda
+from megatron_cpu import CPU, hybrid_model, join, save_without_cuda
 from megatron_ssm.integrations import specs
 from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Stack
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model, save_hugging_face
@@ -299,9 +299,7 @@ def transformer_config(**changes):
 
 
 def mamba_model(spec=specs.mamba_stack_spec, pattern="MM", **changes):
-    from megatron.core.models.mamba import MambaModel
-
-    return MambaModel(transformer_config(**changes), spec, 64, 64, hybrid_override_pattern=pattern)
+    return hybrid_model(transformer_config(**changes), spec, 64, 64, pattern)
 
 
 def zamba2_with_other_heads():

@@ -13,7 +13,7 @@ from gradients import assert_near, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import CoreAttention
 from cases import Oracle
-from megatron_cpu import CPU, gradients_of, join
+from megatron_cpu import CPU, gradients_of, hybrid_model, join
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model
 from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec, with_core_attention
@@ -114,11 +114,9 @@ def hybrid(tp=1, cp=1, **grid):
 
     grid: of its attention.
     """
-    from megatron.core.models.mamba import MambaModel
-
     spec = copy.deepcopy(mamba_stack_spec)
     spec.submodules.attention_layer = with_core_attention(spec.submodules.attention_layer, **grid)
-    return MambaModel(config_of(4, tp, cp), spec, VOCAB, SEQ, hybrid_override_pattern=PATTERN)
+    return hybrid_model(config_of(4, tp, cp), spec, VOCAB, SEQ, PATTERN)
 
 
 def tokens():
