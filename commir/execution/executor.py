@@ -101,4 +101,6 @@ def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = 
         if isinstance(request, Messages):
             answer = exchange(request.sends, request.receives, group, counter)
         else:
-            answer = request.wait()
+            answer = None
+            request.wait()
+        del request  # with the tensors of its messages, which the rank may not need any more
