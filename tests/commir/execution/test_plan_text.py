@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.support.plans import changes_outputs
+from benchmarks.support.plans import effect
 from commir import Mesh, Plan, Schedule, programs, verify
 from commir.execution.verifier import Refuted
 from commir.ir.mesh import MeshAxis
@@ -264,7 +264,7 @@ def test_a_text_with_the_hash_of_its_changes_is_refused_or_refuted(plan, step):
             except ValueError as error:
                 assert len(str(error).splitlines()) == 1
             else:
-                assert not changes_outputs(accepted), path
+                assert not effect(accepted), path
 
 
 def test_a_scan_with_another_number_of_blocks_is_refuted():
