@@ -11,6 +11,7 @@ from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 
 from .attention_grids import attend, grid_of
+from .devices import check_devices, comparison_device
 from .rank_steps import take_steps
 from .state import Count, Messages, RankState, without_autocast
 
@@ -24,17 +25,17 @@ def execute(
     """The outputs of a plan on the ranks of `group`: {output: this rank's block at home}. Every rank calls it.
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
-    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, dtypes, and which
-    inputs need gradients.
+    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, devices, dtypes, and
+    which inputs need gradients.
     A plan of attention2d's family is computed by attention2d, and differentiable. Other plans have no gradient, and are
     refused if gradients are enabled and an input requires one (`differentiable` gives attention one). count: counts what
     this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for; all ranks have a
     count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
-    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, the ranks' plans or the inputs
-    that need gradients differ, some have a count and others none, the group has another number of ranks than the mesh, or a
-    gradient is asked for that there is none of; on a rank that is no member of the group: that it is none. Autocast has no
-    effect. Sends `plan.bytes_per_rank` bytes.
+    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, inputs are on several devices
+    or on one whose tensors the group cannot exchange, the ranks' plans or the inputs that need gradients differ, some have a
+    count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there is none
+    of; on a rank that is no member of the group: that it is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
     """
     grid = grid_of(plan) if count is None and isinstance(plan, Plan) else None
 
@@ -71,28 +72,29 @@ def compare(
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
+        check_devices(local_inputs, group)
         check()
+        devices = (f"inputs on {kind}" for kind in dict.fromkeys(x.device.type for x in local_inputs.values()))
         dtypes = (f"{name} is {x.dtype}" for name, x in sorted(local_inputs.items()))
         is_enabled = torch.is_grad_enabled()  # ranks without a gradient would not take part in the backward pass
         gradients = (
             f"{name} needs {'a' if is_enabled and x.requires_grad else 'no'} gradient"
             for name, x in sorted(local_inputs.items())
         )
-        return "\n".join([*others, *dtypes, *gradients, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
+        return "\n".join([*others, *devices, *dtypes, *gradients, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
 
     check_member(group)
-    given = local_inputs.values() if isinstance(local_inputs, Mapping) else ()
-    device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))
-    agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
+    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
 
 
 def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = None) -> dict[str, Tensor]:
-    """Take all steps of a rank, with messages over `group`."""
+    """Take all steps of a rank, with messages over `group`. Afterwards its count holds what it did before."""
     steps, answer = take_steps(state), None
     while True:
         try:
             request = steps.send(answer)
         except StopIteration as end:
+            state.count.held = state.held_before
             return end.value
         if isinstance(request, Messages):
             answer = exchange(request.sends, request.receives, group, counter)

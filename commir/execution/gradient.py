@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from commir.ir.checks import check_type
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
-from commir.programs.attention_programs import attention, is_self_attention
+from commir.programs.attention_programs import is_self_attention, self_attention_like
 from commir.scheduling.placements import in_chunks, is_placed, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
@@ -33,19 +33,14 @@ def backward_plan(plan: Plan) -> Plan:
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
         raise ValueError(
-            f"{program.name} has no backward program; only `programs.attention` has, with as many queries as keys"
+            f"{program.name} has no backward program; only `programs.attention` has, with as many queries as keys, and "
+            "with its operands at its homes"
         )
     if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
     if not is_placed(replace(plan.schedule, homes=())):
         raise ValueError(f"{plan.schedule}: only schedules that `place` and `in_chunks` make have a backward plan")
-    sizes = {name: program.axis(axis).size for name, axis in dict(batch="batch", heads="heads", seq="q").items()}
-    kv_heads = sizes["heads"] // program.operand("k").divisor("heads")
-    causal, scale = (program.option(name) for name in ("causal", "scale"))
-    backward = attention(
-        **sizes, kv_heads=kv_heads, head_dim=program.axis("dim").size, causal=causal, backward=True, dtype=program.dtype,
-        order=program.axis("q").order, scale=scale,
-    )  # fmt: skip
+    backward = self_attention_like(program, backward=True)
     schedule = place(Schedule(backward, plan.mesh), **{name: chosen.get(name, "q") for name in plan.mesh.names})
     for name, each in chosen.items():
         if each.axis in ("batch", "heads"):

@@ -36,8 +36,10 @@ def take_steps(state: RankState) -> Run:
         return (yield from _take_chunks(state))
     for step in state.plan.steps:
         if state.saved is not None:
-            _save(state, state.saved, step)
+            _save_inputs(state, state.saved, step)
         yield from _TAKE[type(step)](state, step)
+        if state.saved is not None and isinstance(step, kinds.Round):
+            state.saved |= {each.name: state.registers[each.name, ()] for each in state.outputs(step.result)}
     return {output.name: state.stored(output, state.registers[output.name, ()]) for output in state.program.outputs}
 
 
@@ -60,9 +62,7 @@ def _take_chunks(state: RankState) -> Run:
     return outputs
 
 
-def _save(state: RankState, saved: dict[str, Any], step: Step) -> None:
-    """Before the first step that gathers or computes, save the inputs; before outputs are rounded, save them as rounded."""
+def _save_inputs(state: RankState, saved: dict[str, Any], step: Step) -> None:
+    """Save the inputs before the first step that gathers or computes."""
     if not saved and isinstance(step, kinds.Gather | kinds.Derive | kinds.Send | kinds.Compute):
         saved |= {name: x for (name, key), x in state.registers.items() if not key}
-    elif isinstance(step, kinds.Round):
-        saved |= {each.name: state.on_wire(each, state.registers[each.name, ()]) for each in state.outputs(step.result)}

@@ -39,7 +39,7 @@ class Messages:
 
 @dataclass
 class Count:
-    """What a rank has sent and held, in bytes. held: now. peak: the most at a time so far."""
+    """What a rank has sent and held, in bytes. held: now, by a plan that runs. peak: the most at a time, of all runs."""
 
     sent: int = 0
     held: int = 0
@@ -73,8 +73,8 @@ class RankState:
     copied: None, or, for the plan of a chunk, the inputs of which the rank has copies for this chunk, which are counted, and
     dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
     {operand: its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns.
-    in_flight: {message: (handle, tensors that arrive, tensors that leave)}. saved: if it is a dictionary, the blocks of
-    inputs before they are gathered, and those of outputs before they are brought home.
+    in_flight: {message: (handle, tensors that arrive, tensors that leave)}. held_before: what `count` held before. saved: if
+    it is a dictionary, the blocks of inputs before they are gathered, and those of outputs before they are brought home.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class RankState:
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
-        self._dtype = inputs[self.program.inputs[0].name].dtype
+        self._dtype = inputs[_first_narrow(plan).name].dtype
+        self.held_before = self.count.held
         self.count.hold(*(x for name, x in inputs.items() if copied is None or name in copied))
 
     # Registers
@@ -177,3 +178,9 @@ class RankState:
         to, source = self.peer(axis, distance), self.peer(axis, -distance)
         handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
         return handle, arriving
+
+
+def _first_narrow(plan: Plan) -> Operand:
+    """The first input that a caller gives in the dtype of the results, or, if all are kept in at least fp32, the first."""
+    given = plan.inputs()
+    return next((each for each in given if not each.is_wide), given[0])

@@ -229,8 +229,9 @@ class Program:
 
     @property
     def points(self) -> float:
-        """How many points of all axes are computed: half of them under a causal mask."""
-        return math.prod(axis.size for axis in self.axes) * (0.5 if dict(self.options).get("causal") else 1.0)
+        """How many points of all axes are computed: half of them under a causal mask. A scan's blocks are no more points."""
+        sizes = (axis.size for axis in self.axes if self.scan is None or axis.name != self.scan.blocks)
+        return math.prod(sizes) * (0.5 if dict(self.options).get("causal") else 1.0)
 
     def most_blocks(self, name: str) -> int:
         """The most blocks that an axis can be cut into; the number of ranks that share it must divide this.

@@ -14,7 +14,7 @@ from commir.ir.mesh import Mesh
 from sparsefusion.fabric.cost_model import Fabric
 
 from .accounting import Message
-from .steps import Arrive, Combine, Compute, Send, SendPartial, Step
+from .steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize
 
 EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is not known
 
@@ -91,12 +91,12 @@ def seconds(
 ) -> float:
     """The predicted time of a plan.
 
-    sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile, which has the same size in every turn.
-    overlap: see `search`.
+    sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile, which has the same size in every turn,
+    and on every rank. overlap: see `search`.
     """
     clock = _Clock(mesh)
     for step, messages in zip(steps, sent, strict=True):
-        if isinstance(step, Compute):
+        if isinstance(step, Compute | Summarize):  # summaries take the recurrence of a tile
             clock.compute(tile_seconds, overlap)
         elif isinstance(step, Arrive):
             clock.now = max(clock.now, clock.arrivals.pop((step.operands, step.key)))

@@ -49,11 +49,23 @@ ATTENTION_TILES = ("attention", "attention_backward")
 
 
 def is_self_attention(program: Program) -> bool:
-    """Whether a program is one that `attention` makes, forward: queries and keys of one sequence that ranks share."""
-    if program.tile != "attention" or program.operand("q").home != "q":
+    """Whether a program is one that `attention` makes, forward, with all its operands, their homes and groups."""
+    try:
+        return program == self_attention_like(program)
+    except ValueError:  # it lacks an axis or an operand
         return False
-    q, kv = program.axis("q"), program.axis("kv")
-    return (q.size, q.order) == (kv.size, kv.order)
+
+
+def self_attention_like(program: Program, backward: bool = False) -> Program:
+    """What `attention` makes with the sizes, key/value heads, order, options and dtype of a program.
+
+    ValueError: the program has no such axis or operand.
+    """
+    heads, q, options = program.axis("heads").size, program.axis("q"), dict(program.options)
+    return attention(
+        program.axis("batch").size, heads, heads // program.operand("k").divisor("heads"), q.size, program.axis("dim").size,
+        options.get("causal", True), backward, program.dtype, q.order, options.get("scale"),
+    )  # fmt: skip
 
 
 def decode_attention(

@@ -14,7 +14,7 @@ from commir.ir.program import SCANNED, WHOLE, Program
 from commir.lowering.lower import Schedule
 from commir.scheduling.placements import Placement, in_chunks, place, streamed_axis
 
-MOST_PARTS = 3  # of a mesh with one level, for a program with at most three loops
+MOST_PARTS = 3  # of a mesh with one level, for a program with at most three loops; otherwise one more
 MOST_CHUNKS = 64  # more save little memory, and send many small messages
 
 
@@ -76,13 +76,13 @@ class Candidate:
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
     """All candidates whose sizes divide, in a fixed order.
 
-    The mesh has at most as many parts as the program has loops, or MOST_PARTS (one more if it has several levels) if that is
-    more. Axes of one rank do not count, and have only one placement.
+    The mesh has at most MOST_PARTS parts, and one more if it has several levels or the program more loops than that, or as
+    many as it has levels if that is more. Axes of one rank do not count, and have only one placement.
     """
     options = _options(program, mesh)
     levels = sum(axis.size > 1 for axis in mesh.axes)
     loops = len({placement.axis for placement, _ in options})
-    most = max(MOST_PARTS + (levels > 1), loops, levels) + len(mesh.axes) - levels
+    most = max(MOST_PARTS + (levels > 1 or loops > MOST_PARTS), levels) + len(mesh.axes) - levels
     for split in product(*(_factorizations(axis.size) for axis in mesh.axes)):
         if sum(map(len, split)) <= most:
             yield from _placed(program, mesh, split, options)

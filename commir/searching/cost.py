@@ -51,7 +51,6 @@ class CostModel:
         }
         self._nbytes = {each.name: self._elements[each.name] * program.itemsize(each) for each in program.inputs}
         self._axes = {operand.name: operand.axes for operand in program.operands}
-        self._outputs = frozenset(each.name for each in program.outputs)
         self._points, self._ranks = program.points, mesh.ranks
         # Remembered, because the time of a message on a measured link takes long to find.
         self._link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
@@ -68,16 +67,18 @@ class CostModel:
         """The cost of a candidate."""
         parts = tuple(part for part in candidate.parts if part.size > 1)
         streamed = tuple(part for part in parts if part.shifted)
-        tally = _Tally(parts, self._link, outputs=self._outputs, streamed=streamed)
+        tally = _Tally(parts, self._link, streamed=streamed)
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
-        if self.program.scan is not None:
+        tiles = _turns(candidate)
+        if self.program.scan is not None and any(part.placement.axis == self.program.scan.axis for part in parts):
             self._add_scan(tally, self.program.scan)
+            tiles += 1  # summaries take the recurrence of a tile
         for result in self.program.results:
-            for number, name in enumerate(result.outputs):
-                self._add_output(tally, self.program.operand(name), is_first=not number)
-        return tally.total(_turns(candidate) * self.tile_seconds(candidate))
+            for name in result.outputs:
+                self._add_output(tally, self.program.operand(name), ", ".join(result.outputs))
+        return tally.total(tiles * self.tile_seconds(candidate))
 
     def memory(self, cost: Cost) -> int:
         """The least that a candidate of this cost holds: inputs at home, and what its tiles need."""
@@ -117,11 +118,11 @@ class CostModel:
                 tally.collective(part, "gather", gathered, part.size - 1)
                 gathered *= part.size
         is_at_home = not operand.source and all(need == home or not home and not need for need in needs)
-        turns = self._travel(tally, operand, gathered)
+        turns = self._travel(tally, operand, gathered, "inputs")
         tally.cost.held[operand.name] = gathered * (min(2, turns - 1) if is_at_home else min(2, turns))
 
-    def _add_output(self, tally: "_Tally", operand: Operand, is_first: bool) -> None:
-        """is_first: of its result, whose outputs travel in the same messages."""
+    def _add_output(self, tally: "_Tally", operand: Operand, result: str) -> None:
+        """result: the outputs of its result, which travel in the same messages."""
         itemsize = self.program.itemsize(operand, is_partial=True)
         parts, home = tally.parts, operand.home
         have = [_needed(part, operand) for part in parts]
@@ -129,7 +130,7 @@ class CostModel:
             part.size for part, digit in zip(parts, have, strict=True) if digit
         )
         tally.cost.held[operand.name] = elements * max(4, itemsize)
-        self._travel(tally, operand, elements * itemsize, is_first)
+        self._travel(tally, operand, elements * itemsize, result)
         for index in reversed(range(len(parts))):
             part = parts[index]
             if have[index] is None:
@@ -148,9 +149,7 @@ class CostModel:
 
     def _add_scan(self, tally: "_Tally", scan: Scan) -> None:
         """Summaries of blocks, and the states that enter them, by the rules of `lowering.scans`."""
-        shared = [part for part in tally.parts if part.placement.axis == scan.axis and part.size > 1]
-        if not shared:
-            return
+        shared = [part for part in tally.parts if part.placement.axis == scan.axis]
         placed = [part for part in tally.parts if part.placement.axis not in (scan.axis, "heads")]
         others = math.prod(part.size for part in tally.parts) // math.prod(part.size for part in shared)
         outer = tally.parts[: tally.parts.index(shared[-1])]
@@ -177,16 +176,19 @@ class CostModel:
         row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
         tally.collective(part, "reduce", -(-elements // row // part.size) * row * itemsize, 2 * (part.size - 1))
 
-    def _travel(self, tally: "_Tally", operand: Operand, block: int, is_message: bool = True) -> int:
-        """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees."""
+    def _travel(self, tally: "_Tally", operand: Operand, block: int, together: str) -> int:
+        """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees.
+
+        together: what travels in the same messages if it travels around the same rings.
+        """
         if not tally.streamed:
             return 1
         rings = [
             part for part in tally.streamed if part.shifted in operand.axes and part.placement.axis not in operand.axes
         ]
-        before = 1
+        before, names = 1, ", ".join(part.name for part in rings)
         for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
-            tally.ring(part, block, (part.size - 1) * before, is_message and tally.is_first_on(rings, operand))
+            tally.ring(part, f"{together} around {names}", block, (part.size - 1) * before)
             before *= part.size
         return before
 
@@ -195,37 +197,26 @@ class CostModel:
 class _Tally:
     """Messages of a candidate, summed as its plan sends them: those of one kind along one axis are sent together.
 
-    link: `link_seconds` of the mesh. streamed: the parts around whose rings blocks travel.
+    link: `link_seconds` of the mesh. streamed: the parts around whose rings blocks travel. collectives, rings: {(part, what
+    is sent together): [bytes of a message, messages]}, of messages while nothing else happens, and while tiles are computed.
     """
 
     parts: tuple[Part, ...]
     link: Callable[[str, int, int], tuple[float, float]]
     cost: Cost = field(default_factory=Cost)
-    collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # [bytes of a message, messages]
-    rings: dict[str, float] = field(default_factory=dict)  # by level: seconds that its link is busy
-    latency: float = 0.0  # of the messages that travel around rings
-    outputs: frozenset[str] = frozenset()
-    travelling: dict[object, str] = field(default_factory=dict)
+    collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    rings: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     streamed: tuple[Part, ...] = ()
 
     def collective(self, part: Part, kind: str, nbytes: int, count: int) -> None:
-        """Add `count` messages, one after the other."""
+        """Add `count` messages, one after the other, which those of the same kind are parts of."""
         self.cost.sent += nbytes * count
-        known = self.collectives.setdefault((part.name, kind), [0, count])
-        known[0] += nbytes
+        self.collectives.setdefault((part.name, kind), [0, count])[0] += nbytes
 
-    def is_first_on(self, rings: list[Part], operand: Operand) -> bool:
-        """Whether an operand is the first that was asked for these rings; other inputs travel in its messages."""
-        first = self.travelling.setdefault(tuple(part.name for part in rings), operand.name)
-        return first == operand.name or operand.name in self.outputs
-
-    def ring(self, part: Part, nbytes: int, count: int, is_message: bool) -> None:
-        """Add messages that travel while tiles are computed. is_message: otherwise they are part of another operand's."""
+    def ring(self, part: Part, kind: str, nbytes: int, count: int) -> None:
+        """Add `count` messages that travel while tiles are computed, which those of the same kind are parts of."""
         self.cost.sent += nbytes * count
-        self.cost.messages += count * is_message
-        latency, busy = self._busy(part, nbytes)
-        self.rings[part.level] = self.rings.get(part.level, 0.0) + count * busy
-        self.latency += count * latency * is_message
+        self.rings.setdefault((part.name, kind), [0, count])[0] += nbytes
 
     def total(self, computing: float) -> Cost:
         """The cost, with the time of all messages and of computing."""
@@ -234,7 +225,13 @@ class _Tally:
             at_once = AHEAD if kind == "reduce" else count  # of others, fewer where they are copied
             self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count, at_once)
             self.cost.messages += count
-        self.cost.seconds += max(computing + self.latency, *self.rings.values(), 0.0)
+        links: dict[str, float] = {}  # by level: seconds that its link is busy
+        for (name, _), (nbytes, count) in self.rings.items():
+            latency, busy = self._busy(by_name[name], nbytes)
+            links[by_name[name].level] = links.get(by_name[name].level, 0.0) + count * busy
+            computing += count * latency
+            self.cost.messages += count
+        self.cost.seconds += max(computing, *links.values(), 0.0)
         return self.cost
 
     def _busy(self, part: Part, nbytes: int) -> tuple[float, float]:

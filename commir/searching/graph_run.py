@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
+from commir.execution.devices import check_devices, comparison_device
 from commir.execution.executor import run
 from commir.execution.state import Count, RankState, without_autocast
 from commir.lowering.plan import Plan
@@ -33,14 +34,12 @@ class GraphRunner:
 
         given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
         counter: as in `execute`; what `count` holds is that of the operator at work. Plans are not verified here, have no
-        gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape or requires a
-        gradient while gradients are enabled, the ranks' plans or blocks differ, or the group has another number of ranks
-        than the mesh; on a rank that is no member of the group: that it is none. Gathers 16 bytes of each rank, and sends
-        what the plans do.
+        gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape, is on another
+        device than the first or requires a gradient while gradients are enabled, the ranks' plans or blocks differ, or the
+        group has another number of ranks than the mesh; on a rank that is no member of the group: that it is none. Gathers
+        16 bytes of each rank, and sends what the plans do.
         """
-        blocks = given.values() if isinstance(given, Mapping) else ()
-        tensors = (x for each in blocks if isinstance(each, Mapping) for x in each.values() if isinstance(x, Tensor))
-        device = next((x.device for x in tensors), torch.device("cpu"))
+        device = comparison_device(self.group)
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
         outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
@@ -52,15 +51,13 @@ class GraphRunner:
                 plan.check(inputs, is_local=True)
             except ValueError as error:
                 raise ValueError(f"{operator.name}: {error}") from None
-            kept = count.held
             with torch.no_grad(), without_autocast(inputs):
                 found = run(RankState(plan, self._rank, inputs, count), self.group, counter)
-            count.held = kept
             outputs[operator.name] = found[plan.program.outputs[0].name]
         return outputs
 
     def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> object:
-        """What is compared between ranks: their plans, and the shapes and dtypes of their blocks."""
+        """What is compared between ranks: their plans, and the shapes, dtypes and devices of their blocks."""
         for name, plan in self.plans.items():
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
@@ -72,7 +69,8 @@ class GraphRunner:
                 raise ValueError(f"{name}: {key} is {x!r:.60}, and no tensor")
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
-        blocks = [(name, key, x.shape, x.dtype) for name, key, x in found]
+        check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
+        blocks = [(name, key, x.shape, x.dtype, x.device.type) for name, key, x in found]
         return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
 
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:

@@ -62,6 +62,27 @@ def test_attention_that_a_search_finds(world, dtype, limit):
             assert (whole - expected).norm() <= limit * expected.norm(), (index, plan.schedule)
 
 
+def wrong_inputs(rank, plan):
+    """The errors on this rank of calls in which the second rank's inputs are missing, or on the CPU."""
+    world, errors = dist.group.WORLD, []
+    for wrong in (lambda local: None, lambda local: {}, lambda local: {name: x.cpu() for name, x in local.items()}):
+        local = {each.name: torch.ones(plan.digits.local_shape(each, plan.digits.home(each)), device="cuda")
+                 for each in plan.inputs()}  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            execute(plan, wrong(local) if rank == 1 else local, world)
+        errors.append(str(error.value))
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_wrong_inputs_on_one_rank_are_an_error_on_all(world):
+    """No rank waits for another that compares on the CPU."""
+    plan = search(programs.attention(1, 4, 4, 8 * world, 8), mesh_of(world))[0]
+    for missing, empty, on_cpu in run_cuda_ranks(wrong_inputs, world, plan):
+        assert "inputs are {name: tensor}, not None" in missing and "attention takes q, k, v, not nothing" in empty
+        assert "q is on cpu, and ranks cannot exchange its tensors by nccl" in on_cpu
+
+
 def timed(rank, program):
     """The plan that this rank finds to be the fastest, by its hash."""
     return fastest(search(program, Mesh(x=dist.get_world_size()), top=3), dist.group.WORLD, device="cuda")[0].hash

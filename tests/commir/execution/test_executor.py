@@ -1,5 +1,7 @@
 """Plans on real ranks. Oracle: the interpreter; attention2d, whose results and closed-form bytes are the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,15 @@ import torch.distributed as dist
 import attention2d
 from commir import Mesh, Schedule, differentiable, execute, interpret, programs
 from commir.execution.attention_grids import grid_of
+from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
 from sparsefusion.collectives.counted import Counter
+
+
+def float_inputs(program):
+    return {name: x.float() for name, x in random_inputs(program).items()}
 
 
 def run_plans(rank, chosen, inputs):
@@ -36,6 +43,26 @@ def test_ranks_compute_what_the_interpreter_does(ranks, world, number):
         assert_close(whole, case.expected)
         for _, sent, on_wire, peak in (result[index] for result in results):
             assert (sent, on_wire, peak) == (plan.bytes_per_rank, plan.bytes_per_rank, plan.memory), plan.schedule
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_count_of_several_runs(ranks, world):
+    """Bytes that are sent add up; of what is held, the most in any run counts, also in a backward pass."""
+    plan = place(Schedule(programs.attention(1, 4, 4, 8 * world, 8), Mesh(x=world)), x=Placement("q", True)).lower()
+    inputs = float_inputs(plan.program)
+
+    def run(rank):
+        local, count = plan.shard(inputs, rank), Count()
+        for _ in range(3):
+            execute(plan, local, dist.group.WORLD, count)
+        several = count.sent, count.held, count.peak
+        leaves = [local[name].requires_grad_() for name in "qkv"]
+        differentiable(plan, dist.group.WORLD, count := Count())(*leaves).sum().backward()
+        return several, (count.held, count.peak)
+
+    for several, both_ways in ranks(run, world):
+        assert several == (3 * plan.bytes_per_rank, 0, plan.memory)
+        assert both_ways == (0, max(plan.memory, backward_plan(plan).memory))
 
 
 GRIDS = [  # world, rows, cols, ulysses, overlap
@@ -130,6 +157,17 @@ def a_gradient_of_another_input(rank, chosen, inputs):
     execute(plan, {name: x.requires_grad_(rank == 1) for name, x in local.items()}, dist.group.WORLD)
 
 
+def another_device(rank, chosen, inputs):
+    """Meta tensors, which no backend sends."""
+    local = chosen[0].shard(inputs, rank)
+    execute(chosen[0], {name: x.to("meta") if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
+
+
+def two_devices(rank, chosen, inputs):
+    local = chosen[0].shard(inputs, rank)
+    execute(chosen[0], {**local, "v": local["v"].to("meta" if rank == 1 else "cpu")}, dist.group.WORLD)
+
+
 def another_dtype(rank, chosen, inputs):
     local = chosen[0].shard(inputs, rank)
     execute(chosen[0], {name: x.float() if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
@@ -144,6 +182,8 @@ def another_dtype(rank, chosen, inputs):
         (a_gradient_of_another_input, "rank 1: k needs a gradient; on rank 0: k needs no gradient"),
         (another_plan, "; on rank 0: the plan is "),
         (another_dtype, "rank 1: k is torch.float32; on rank 0: k is torch.float64"),
+        (another_device, "q is on meta, and ranks cannot exchange its tensors by gloo (rank 1)"),
+        (two_devices, "v is on meta, and q on cpu; all inputs must be on one device (rank 1)"),
         (a_wrong_shape, "this rank's block of q has shape"),
         (no_tensor, "q is None, and no tensor"),
         (no_inputs, "inputs are {name: tensor}, not None"),
@@ -164,7 +204,7 @@ def test_autocast_changes_nothing(ranks, world):
         place(Schedule(product, Mesh(x=world)), x="cols").lower(),
         place(Schedule(attention, Mesh(x=world)), x="q").lower(),
     ]
-    inputs = [{name: x.float() for name, x in random_inputs(plan.program).items()} for plan in chosen]
+    inputs = [float_inputs(plan.program) for plan in chosen]
 
     def run(rank):
         results = []
@@ -189,7 +229,7 @@ def test_autocast_changes_nothing(ranks, world):
 def test_some_ranks_of_several(ranks, world):
     """Members of a smaller group compute, and the others are told that they are no members."""
     plan = place(Schedule(programs.weighted_sum(6, 8), Mesh(x=2)), x="cols").lower()
-    inputs = {name: x.float() for name, x in random_inputs(plan.program).items()}
+    inputs = float_inputs(plan.program)
 
     def run(rank):
         group = dist.new_group([0, 1])
@@ -215,6 +255,18 @@ def test_other_lengths_of_queries_and_keys(ranks, world, placement):
     assert_close(whole, interpret(plan, inputs))
     with pytest.raises(ValueError, match="has no backward program"):
         differentiable(plan)
+
+
+@pytest.mark.parametrize("first", ["x", "dt", "A"])
+def test_outputs_have_the_dtype_of_the_narrow_inputs(first):
+    """Whichever input is the first; dt and A are kept in at least fp32. Every rank holds and sends what is predicted."""
+    program = programs.selective_scan(2, 8, 4, dtype="bfloat16")
+    program = replace(program, inputs=tuple(sorted(program.inputs, key=lambda each: each.name != first)))
+    inputs = {name: x if name in ("dt", "A") else x.bfloat16() for name, x in float_inputs(program).items()}
+    for placement in ("heads", "seq"):
+        plan, counts = place(Schedule(program, Mesh(x=2)), x=placement).lower(), []
+        assert interpret(plan, inputs, counts)["y"].dtype == torch.bfloat16
+        assert {(count.sent, count.peak) for count in counts} == {(plan.bytes_per_rank, plan.memory)}
 
 
 def test_statistics_are_wide():

@@ -1,5 +1,7 @@
 """Attention by plans, with gradients. Oracle: autograd through float64 attention; attention2d's formula for the bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +140,26 @@ def test_other_plans_do_not_run_on_attention2d():
     assert grid_of(in_chunks(ring, "heads", 2).lower()) is None
 
 
+def with_other_homes(world):
+    """Attention whose out is whole on every rank, and attention whose keys and values are kept along heads."""
+    program = programs.attention(1, 4, 4, 16 * world, 8, dtype="float64")
+    (q, k, v), (out, lse) = program.inputs, program.outputs
+    by_heads = (q, replace(k, home="heads"), replace(v, home="heads"))
+    return [replace(program, outputs=(replace(out, home=None), lse)), replace(program, inputs=by_heads)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_with_other_homes_does_not_run_on_attention2d(ranks, world, number):
+    """attention2d keeps every operand along the sequence. The backward program does too."""
+    plan = place(Schedule(with_other_homes(world)[number], Mesh(g=world)), g="q").lower()
+    inputs = random_inputs(plan.program)
+    parts = ranks(lambda rank: execute(plan, plan.shard(inputs, rank), dist.group.WORLD), world)
+    assert_close(plan.unshard(parts), interpret(plan, inputs))
+    with pytest.raises(ValueError, match="only `programs.attention` has, .* with its operands at its homes"):
+        backward_plan(plan)
+
+
 def test_decoding_does_not_run_on_attention2d():
     """Its queries are whole on every rank."""
     program = programs.decode_attention(1, 4, 2, 16, 8)
@@ -180,6 +202,17 @@ def test_gradients_in_bf16(ranks, world, placement):
     for x, expected in zip(found, (problem.answers[0], *problem.answers[2:]), strict=True):
         assert x.dtype == torch.bfloat16
         assert (x.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("placement", ["q", "heads"])
+def test_the_output_is_kept_once(placement, dtype):
+    """Also where it is rounded."""
+    plan = plan_of(dict(x=1), dict(x=placement), 8, str(dtype).removeprefix("torch."))
+    leaves = [x.to(dtype).requires_grad_() for x in random_inputs(plan.program).values()]
+    out = differentiable(plan)(*leaves)
+    assert out.data_ptr() in [x.data_ptr() for x in out.grad_fn.saved_tensors]
+    assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), leaves))
 
 
 @pytest.mark.parametrize("world", [2, 4])

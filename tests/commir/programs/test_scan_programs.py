@@ -9,6 +9,7 @@ from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
+from commir.searching.search import all_plans
 from loop_programs import assert_close, mesh_of, one_rank_scan, plans, random_inputs
 
 
@@ -77,6 +78,20 @@ def test_closed_forms_are_those_of_the_plans(mesh):
             cost, plan = model.cost(candidate), candidate.schedule(program, mesh).lower()
             assert (cost.sent, cost.messages) == (plan.bytes_per_rank, plan.messages), str(candidate)
             assert model.memory(cost) <= plan.memory and cost.seconds <= plan.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(g=4), Mesh(n=2, g=3)], ids=str)
+def test_the_time_of_tiles(mesh):
+    """Where ranks share the sequence, they compute the recurrence twice: for the summaries, and for the outputs."""
+    program = programs.selective_scan(4, 4 * mesh.ranks, 12, 2, 4)
+    times = dict(point_seconds=1e-7, call_seconds=1e-3)
+    tile = 1e-3 + 1e-7 * 4 * 4 * mesh.ranks * 12 * 2 * 4 / mesh.ranks
+    model, timed = CostModel(program, mesh, **times), all_plans(program, mesh, **times)
+    for candidate, plan, untimed in zip(candidates(program, mesh), timed, all_plans(program, mesh), strict=True):
+        tiles = 1 + any(part.placement.axis == "seq" for part in candidate.parts)
+        assert plan.seconds == pytest.approx(untimed.seconds + tiles * tile), str(candidate)
+        assert untimed.with_tile(**times).seconds == pytest.approx(plan.seconds), str(candidate)
+        assert model.cost(candidate).seconds <= plan.seconds * (1 + 1e-9), str(candidate)
 
 
 def test_long_sequences_pass_states_and_short_ones_exchange_heads():

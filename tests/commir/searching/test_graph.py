@@ -169,16 +169,17 @@ def test_layouts_that_cannot_be_turned_into_one_another():
         _cheapest(operators, MESHES[0], options, edges)
 
 
-def test_a_long_chain():
-    """50 options for each of 30 operators: 50^30 combinations."""
+@pytest.mark.parametrize("length, options", [(30, 50), (10_000, 2)])
+def test_a_long_chain(length, options):
+    """50^30 combinations; and more nodes than a search through all of them for each one could take."""
     generator = np.random.default_rng(0)
-    own = [generator.random(50) for _ in range(30)]
-    pairs = {(i, i + 1): generator.random((50, 50)) for i in range(29)}
+    own = [generator.random(options) for _ in range(length)]
+    pairs = {(i, i + 1): generator.random((options, options)) for i in range(length - 1)}
     picks, least = minimize(own, pairs)
     assert total(own, pairs, picks) == pytest.approx(least)
-    backwards = np.zeros(50)
-    for i in reversed(range(30)):
-        backwards = own[i] + (pairs[i, i + 1] + backwards).min(1) if i < 29 else own[i]
+    backwards = own[-1]
+    for i in reversed(range(length - 1)):
+        backwards = own[i] + (pairs[i, i + 1] + backwards).min(1)
     assert least == pytest.approx(backwards.min())
 
 

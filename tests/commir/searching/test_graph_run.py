@@ -127,6 +127,7 @@ def test_a_wrong_block_on_one_rank(ranks, world):
 @pytest.mark.parametrize("given, message", [
     (None, "blocks are {operator: {input: tensor}}, not None"),
     ({"residual_in": {"x0": None}}, "residual_in: x0 is None, and no tensor"),
+    ({"residual_in": {"x0": torch.zeros(2, device="meta")}}, "residual_in: x0 is on meta, and ranks cannot exchange its"),
     ({"residual_in": {"x0": torch.zeros(2, requires_grad=True)}}, "residual_in: x0 requires a gradient, which no graph's"),
 ])  # fmt: skip
 def test_what_one_rank_is_given_wrong_is_an_error_on_all(ranks, world, given, message):

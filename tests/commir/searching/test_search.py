@@ -7,11 +7,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from chosen import by_default
 
-from commir import Mesh, Operand, Schedule, pareto, programs, search, verify
+from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
 from commir.scheduling.known_schedules import known, known_as, known_schedules
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, in_chunks, place, placements_of
@@ -69,6 +70,24 @@ def test_the_best_plan_is_the_best_of_all(mesh, overlap):
     assert [plan.seconds for plan in best] == pytest.approx(sorted(times)[:3], rel=1e-9)
     for plan in best:
         verify(plan)
+
+
+def with_a_jump(ranks, size):
+    """A fabric on which all messages of more than `size` bytes take about the same time, much longer than shorter ones."""
+    points = [(size * factor, 1e-5 * (1 + factor)) for factor in (0.125, 0.25, 0.5, 0.99)]
+    points += [(size * factor, 1e-2 * (1 + factor / 1e6)) for factor in (1.01, 2, 4, 8, 16, 1024)]
+    return Fabric((Curve.fit("p2p", ranks, points),))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(g=4), Mesh(g=6)], ids=str)
+def test_the_bound_of_time_on_a_fabric_with_a_jump(mesh):
+    """k and v travel together, in messages that take hardly longer than those of one of them."""
+    program = programs.attention(1, mesh.ranks, mesh.ranks, 64 * mesh.ranks, 16)
+    mesh = mesh.with_speeds({"g": with_a_jump(mesh.ranks, program.nbytes(program.operand("k")) / mesh.ranks / 2)})
+    model, plans = CostModel(program, mesh), all_plans(program, mesh)
+    for candidate, plan in zip(candidates(program, mesh), plans, strict=True):
+        assert model.cost(candidate).seconds <= plan.seconds * (1 + 1e-9), str(candidate)
+    assert search(program, mesh, top=1)[0].seconds == pytest.approx(min(plan.seconds for plan in plans))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +244,18 @@ def test_as_many_parts_as_loops():
     program = programs.attention(2, 2, 2, 64, 8)
     placed = [{part.placement.axis for part in each.parts} for each in candidates(program, Mesh(gpu=16))]
     assert {"batch", "heads", "q", "kv"} in placed
+
+
+def test_the_candidates_of_many_loops():
+    """Every one of six loops can be placed, and the mesh has four parts at most."""
+    sizes = dict.fromkeys("abcdef", 64)
+    x, y = Operand("x", tuple(sizes), "a"), Operand("y", ("a", "b", "c"), "a")
+    axes = tuple(Axis(name, size, "s" if name in y.axes else "r") for name, size in sizes.items())
+    program = Program("sums", axes, (x,), (y,), (Result("sum", ("y",)),), "x[a, b, c, d, e, f]")
+    found = [each.parts for each in candidates(program, Mesh(gpu=16))]
+    assert {len(parts) for parts in found} == {1, 2, 3, 4}
+    assert {part.placement.axis for parts in found for part in parts} == set(sizes)
+    assert len(list(islice(candidates(program, Mesh(gpu=64)), 100_001))) <= 100_000
 
 
 def test_a_fabric_gives_the_speed_of_all_levels():

@@ -1,0 +1,33 @@
+"""The devices of a group of ranks: where they compare arguments, and whose tensors they can exchange."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def comparison_device(group: ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group compare arguments: on the CPU if they can exchange its tensors, otherwise on their GPUs.
+
+    It follows from the group alone, because one rank's tensors may be missing or on another device than those of others.
+    """
+    if group is None or "cpu" in _device_types(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:
+    """ValueError: inputs are on different devices, or on one whose tensors the ranks of the group cannot exchange."""
+    for name, x in inputs.items():
+        first, device = next((name, x.device) for name, x in inputs.items())
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, and {first} on {device}; all inputs must be on one device")
+        if group is not None and device.type not in _device_types(group):
+            backend = dist.get_backend(group)
+            raise ValueError(f"{name} is on {device}, and ranks cannot exchange its tensors by {backend}")
+
+
+def _device_types(group: ProcessGroup) -> list[str]:
+    """The types of devices whose tensors the ranks of a group can exchange; torch lists them as "cpu:gloo,cuda:nccl"."""
+    return [each.split(":")[0] for each in dist.get_backend_config(group).split(",")]
