@@ -73,8 +73,8 @@ def test_every_plan_of_few_key_value_heads_passes(sizes, heads, number):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mesh", UP_TO_TWELVE, ids=str)
 def test_every_plan_of_few_key_value_heads_on_up_to_twelve_ranks_passes(mesh, heads, number):
-    """All of them on up to six ranks, one in six on more."""
-    check_all_plans(attention_cases(mesh.ranks, *heads)[number].program, mesh, every=1 if mesh.ranks <= 6 else 6)
+    """All of them on up to six ranks, one in twelve on more."""
+    check_all_plans(attention_cases(mesh.ranks, *heads)[number].program, mesh, every=1 if mesh.ranks <= 6 else 12)
 
 
 def check_corruptions(chosen, count, seed=0):
