@@ -13,7 +13,7 @@ import torch
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand, Result
 from commir.lowering.accounting import AHEAD
-from commir.lowering.blocks import is_received_in_place
+from commir.lowering.blocks import has_contiguous_blocks
 from commir.lowering.steps import AllReduce, AllToAll, Gather, Place, ReduceScatter, Slice, Swap
 
 from .state import RankState, Run
@@ -24,14 +24,16 @@ ROWS = Place(0, 1)
 
 def all_to_all(state: RankState, step: AllToAll) -> Run:
     """Cut each operand into pieces for the ranks along the axis, and join the pieces that they send."""
-    size, own, names = state.size(step.axis), state.coordinates[step.axis], [name for name, _, _ in step.moves]
-    pieces = [_pieces(x, cut, size) for x, (_, cut, _) in zip(state.read(names), step.moves, strict=True)]
-    new = [_joined_buffer(piece[own], size, joined) for piece, (_, _, joined) in zip(pieces, step.moves, strict=True)]
+    size, names = state.size(step.axis), [name for name, _, _ in step.moves]
+    pieces = [
+        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, name, cut))
+        for x, (name, cut, _) in zip(state.read(names), step.moves, strict=True)
+    ]
+    new = [_joined_buffer(each.slots[0], each.shape, size, joined)
+           for each, (_, _, joined) in zip(pieces, step.moves, strict=True)]  # fmt: skip
     state.count.hold(*new)
     moves = [(name, joined) for name, _, joined in step.moves]
-    yield from _collect(
-        state, step.axis, lambda to: [piece[to] for piece in pieces], _destinations(state, moves, new, size)
-    )
+    yield from _collect(state, step.axis, pieces, _destinations(state, moves, new, size))
     state.replace(names, new)
 
 
@@ -39,16 +41,16 @@ def gather(state: RankState, step: Gather) -> Run:
     """Join the blocks of all ranks along the axis."""
     size, names = state.size(step.axis), [name for name, _ in step.moves]
     blocks = state.read(names)
-    new = [_joined_buffer(x, size, joined) for x, (_, joined) in zip(blocks, step.moves, strict=True)]
+    new = [_joined_buffer(x, x.shape, size, joined) for x, (_, joined) in zip(blocks, step.moves, strict=True)]
     state.count.hold(*new)
-    yield from _collect(state, step.axis, lambda to: blocks, _destinations(state, step.moves, new, size))
+    yield from _collect(state, step.axis, [_Whole(x) for x in blocks], _destinations(state, step.moves, new, size))
     state.replace(names, new)
 
 
 def slice_own(state: RankState, step: Slice) -> Run:
     """Keep this rank's piece of each operand."""
     size, own, names = state.size(step.axis), state.coordinates[step.axis], [name for name, _ in step.moves]
-    new = [_copy(_pieces(x, cut, size)[own]) for x, (_, cut) in zip(state.read(names), step.moves, strict=True)]
+    new = [_Pieces(x, cut, size).copy(own) for x, (_, cut) in zip(state.read(names), step.moves, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
     yield from ()
@@ -75,8 +77,11 @@ def reduce_scatter(state: RankState, step: ReduceScatter) -> Run:
     """Combine all ranks' partial results, of which each rank keeps one piece."""
     size, own, outputs = state.size(step.axis), state.coordinates[step.axis], state.outputs(step.result)
     names = [output.name for output in outputs]
-    pieces = [_pieces(x, cut, size) for x, (_, cut) in zip(state.read(names), step.moves, strict=True)]
-    total = [_copy(piece[own]) for piece in pieces]
+    pieces = [
+        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, output.name, cut), state.dtype_on_wire(output))
+        for x, output, (_, cut) in zip(state.read(names), outputs, step.moves, strict=True)
+    ]
+    total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
     state.replace(names, total)
@@ -89,27 +94,31 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     partial = state.read(names)
     rows = _rows(state, result, partial, size)
     state.count.hold(*rows)
-    pieces = [_pieces(x, ROWS, size) for x in rows]
-    total = [_copy(piece[own]) for piece in pieces]
+    pieces = [
+        _Pieces(x, ROWS, size, True, state.dtype_on_wire(output)) for x, output in zip(rows, outputs, strict=True)
+    ]
+    total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
     state.count.drop(*rows)
     whole = [torch.empty_like(x) for x in rows]
     state.count.hold(*whole)
     rounded = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
+    state.count_instead(total, rounded)
     yield from _collect(
-        state, step.axis, lambda to: rounded, [_Destination(x, ROWS, size, is_in_place=False) for x in whole]
-    )
-    state.count.drop(*total, *whole)
+        state, step.axis, [_Whole(x) for x in rounded],
+        [_Destination(x, ROWS, size, is_in_place=False) for x in whole],
+    )  # fmt: skip
+    state.count.drop(*rounded, *whole)
     new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
 
 
 def _collect(
-    state: RankState, axis: str, blocks_for: Callable[[int], list[Tensor]], destinations: "list[_Destination]"
+    state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", destinations: "list[_Destination]"
 ) -> Run:
-    """Write what all ranks along an axis send to this one into `destinations`. blocks_for: what a rank is sent."""
+    """Write what all ranks along an axis send to this one into `destinations`. sources: what is sent to them."""
     size, own = state.size(axis), state.coordinates[axis]
     is_in_place = all(each.is_in_place for each in destinations)
 
@@ -121,30 +130,74 @@ def _collect(
         write(source, blocks)
         state.count.drop(*(x for each, x in zip(destinations, blocks, strict=True) if not each.is_in_place))
 
-    write(own, blocks_for(own))
+    write(own, [each.block(own) for each in sources])
     buffers = {source: [each.buffer(source) for each in destinations] for source in range(size) if source != own}
-    yield from _exchange_with_all(state, axis, blocks_for, buffers, write_and_drop, size if is_in_place else AHEAD)
+    yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, size if is_in_place else AHEAD)
 
 
 def _exchange_with_all(
-    state: RankState, axis: str, blocks_for: Callable[[int], list[Tensor]],
-    buffers: Mapping[int, Sequence[Tensor | None]], on_arrival: Callable[[int, list[Tensor]], None], most_under_way: int,
+    state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", buffers: Mapping[int, Sequence[Tensor | None]],
+    on_arrival: Callable[[int, list[Tensor]], None], most_under_way: int,
 ) -> Run:  # fmt: skip
     """Exchange tensors with all other ranks along an axis, with at most `most_under_way` of them at a time.
 
-    blocks_for: what a rank is sent. buffers: {rank: the tensors to receive what it sends} as in `begin_exchange`; new ones
+    sources: what is sent to them. buffers: {rank: the tensors to receive what it sends} as in `begin_exchange`; new ones
     for a rank that is missing. on_arrival: is called for each rank in turn with what it has sent.
     """
-    size, own, under_way = state.size(axis), state.coordinates[axis], deque[tuple[int, Any, list[Tensor]]]()
+    size, own = state.size(axis), state.coordinates[axis]
+    under_way = deque[tuple[int, Any, list[Tensor], list[Tensor]]]()
     for distance in range(1, size + most_under_way):
         if distance < size:
             to, source = (own + distance) % size, (own - distance) % size
-            handle, blocks = yield from state.begin_exchange(axis, blocks_for(to), distance, buffers.get(source))
-            under_way.append((source, handle, blocks))
+            leaving = [each.block(to) for each in sources]
+            copies = [x for x, each in zip(leaving, sources, strict=True) if each.is_copied]
+            state.count.hold(*copies)
+            handle, blocks = yield from state.begin_exchange(axis, leaving, distance, buffers.get(source))
+            under_way.append((source, handle, blocks, copies))
         if under_way and distance >= most_under_way:
-            source, handle, blocks = under_way.popleft()
+            source, handle, blocks, copies = under_way.popleft()
             yield handle
+            state.count.drop(*copies)
             on_arrival(source, blocks)
+
+
+class _Whole:
+    """A tensor that is sent as it is to every rank."""
+
+    is_copied = False
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def block(self, to: int) -> Tensor:
+        """What rank `to` is sent."""
+        return self._x
+
+
+class _Pieces:
+    """The `count` blocks of the digit at a place of a contiguous tensor, of which each rank is sent one, in a dtype.
+
+    slots: views of them. is_copied: whether a message is a copy, because blocks are not contiguous or have another dtype.
+    """
+
+    def __init__(
+        self, x: Tensor, place: Place, count: int, is_contiguous: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        self.slots, self.shape = _slots(x, place, count), list(x.shape)
+        self.shape[place.dim] //= count
+        self._dtype = dtype or x.dtype
+        self.is_copied = not is_contiguous or self._dtype != x.dtype
+
+    def block(self, to: int) -> Tensor:
+        """What rank `to` is sent."""
+        slot = self.slots[to]
+        if self.is_copied:
+            slot = slot.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return slot.view(self.shape)
+
+    def copy(self, index: int) -> Tensor:
+        """A copy of block number `index`, in the tensor's own dtype."""
+        return self.slots[index].clone(memory_format=torch.contiguous_format).view(self.shape)
 
 
 class _Destination:
@@ -171,27 +224,23 @@ def _destinations(
 ) -> list[_Destination]:
     """Those of operands of which `count` blocks are joined. moves: (operand, where its blocks are joined)."""
     return [
-        _Destination(x, place, count, is_received_in_place(state.digits, name, place))
+        _Destination(x, place, count, has_contiguous_blocks(state.digits, name, place))
         for x, (name, place) in zip(tensors, moves, strict=True)
     ]
 
 
 def _combine_pieces(
-    state: RankState, axis: str, outputs: list[Operand], pieces: list[list[Tensor]], total: list[Tensor]
+    state: RankState, axis: str, outputs: list[Operand], pieces: "list[_Pieces]", total: list[Tensor]
 ) -> Run:
     """Combine this rank's piece of every other rank's partial result into `total`."""
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
-
-    def pieces_for(to: int) -> list[Tensor]:
-        """The pieces that rank `to` combines, in the dtype in which they travel."""
-        return [state.on_wire(output, piece[to]) for output, piece in zip(outputs, pieces, strict=True)]
 
     def combine(source: int, blocks: list[Tensor]) -> None:
         """Combine the received pieces, and drop them."""
         monoid.combine(total, blocks)
         state.count.drop(*blocks)
 
-    yield from _exchange_with_all(state, axis, pieces_for, {}, combine, AHEAD)
+    yield from _exchange_with_all(state, axis, pieces, {}, combine, AHEAD)
 
 
 def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) -> list[Tensor]:
@@ -207,25 +256,14 @@ def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) ->
     return rows
 
 
-def _pieces(x: Tensor, place: Place, count: int) -> list[Tensor]:
-    """The `count` blocks of the digit at `place`: views if no digit surrounds it, otherwise copies."""
-    if place.outer == 1:
-        return list(x.tensor_split(count, place.dim))
-    return [slot.flatten(place.dim, place.dim + 1) for slot in _slots(x, place, count)]
-
-
 def _slots(x: Tensor, place: Place, count: int) -> list[Tensor]:
-    """Views of the same blocks, to write into, with the digits outside of them in a dimension of their own."""
+    """Views of the `count` blocks of the digit at `place`, with the digits outside of it in a dimension of their own."""
     size = x.shape[place.dim] // (place.outer * count)
     return list(x.unflatten(place.dim, (place.outer, count, size)).unbind(place.dim + 1))
 
 
-def _joined_buffer(block: Tensor, count: int, place: Place) -> Tensor:
-    """An uninitialized tensor for `count` such blocks, joined at `place`."""
-    shape = list(block.shape)
+def _joined_buffer(like: Tensor, shape: Sequence[int], count: int, place: Place) -> Tensor:
+    """An uninitialized tensor for `count` blocks of a shape, joined at `place`, with the dtype and device of `like`."""
+    shape = list(shape)
     shape[place.dim] *= count
-    return block.new_empty(shape)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+    return like.new_empty(shape)

@@ -117,31 +117,29 @@ def send_partial(state: RankState, step: SendPartial) -> Run:
     outputs = state.outputs(step.result)
     partial = [state.registers.pop((output.name, step.source)) for output in outputs]
     leaving = [state.on_wire(output, x) for output, x in zip(outputs, partial, strict=True)]
+    state.count_instead(partial, leaving)
     arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
     state.count.hold(*arriving)
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
     handle = yield state.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
-    state.in_flight[step.result, step.source, step.target] = handle, arriving, partial
+    state.in_flight[step.result, step.source, step.target] = handle, arriving, leaving
 
 
 def combine(state: RankState, step: Combine) -> Run:
     """Wait for another rank's partial result, and combine it into this rank's."""
-    handle, arrived, partial = state.in_flight.pop((step.result, step.source, step.target))
+    handle, arrived, sent = state.in_flight.pop((step.result, step.source, step.target))
     yield handle
     result = state.program.results[step.result]
     MONOIDS[result.monoid].combine(state.read(result.outputs, step.target), arrived)
-    state.count.drop(*arrived, *partial)
+    state.count.drop(*arrived, *sent)
 
 
 def round_outputs(state: RankState, step: Round) -> Run:
     """Convert outputs to the dtype in which they travel."""
     for output in state.outputs(step.result):
         old = state.registers[output.name, ()]
-        new = state.on_wire(output, old)
-        if new is not old:
-            state.count.hold(new)
-            state.count.drop(old)
-            state.registers[output.name, ()] = new
+        state.registers[output.name, ()] = new = state.on_wire(output, old)
+        state.count_instead([old], [new])
     yield from ()
 
 
@@ -181,13 +179,13 @@ def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> lis
 
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
-    """Combine a tile's results into the accumulators, which are created when the first one is computed."""
+    """Combine a tile's results into the accumulators, which are created, contiguous, when the first one is computed."""
     names, monoid = result.outputs, MONOIDS[result.monoid]
     key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
     sizes = [state.sizes[name] for name in names]
     local = _local(fixed, sizes[0])
     if (names[0], key) not in state.registers:
-        new = computed if not local else _neutral(computed, sizes, monoid.values(len(names)))
+        new = [x.contiguous() for x in computed] if not local else _neutral(computed, sizes, monoid.values(len(names)))
         state.count.hold(*new)
         state.registers |= {(name, key): x for name, x in zip(names, new, strict=True)}
         if not local:

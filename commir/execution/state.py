@@ -72,7 +72,8 @@ class RankState:
 
     copied: None, or, for the plan of a chunk, the inputs of which the rank has copies for this chunk, which are counted, and
     dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
-    {operand: its local digits}. registers: {(operand, key): block}, with the key () for the block that the rank owns.
+    {operand: its local digits}. registers: {(operand, key): contiguous block}, with the key () for the block that the rank
+    owns.
     in_flight: {message: (handle, tensors that arrive, tensors that leave)}. held_before: what `count` held before. saved: if
     it is a dictionary, the blocks of inputs before they are gathered, and those of outputs before they are brought home.
     """
@@ -92,13 +93,14 @@ class RankState:
         self.kernels = kernels or Kernels(
             tile_of(self.program, plan.schedule.kernel), tile_into=tile_into(self.program, plan.schedule.kernel)
         )
-        self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x for name, x in inputs.items()}
+        self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x.contiguous() for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
         self._dtype = inputs[_first_narrow(plan).name].dtype
         self.held_before = self.count.held
         self.count.hold(*(x for name, x in inputs.items() if copied is None or name in copied))
+        self.count.hold(*(x for (name, _), x in self.registers.items() if x is not inputs[name]))
 
     # Registers
 
@@ -117,6 +119,12 @@ class RankState:
         if id(x) not in self._home:
             self.count.drop(x)
 
+    def count_instead(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Count tensors that take the place of others, where they are not the same."""
+        changed = [(x, y) for x, y in zip(old, new, strict=True) if x is not y]
+        self.count.hold(*(y for _, y in changed))
+        self.count.drop(*(x for x, _ in changed))
+
     def outputs(self, result: int) -> list[Operand]:
         """The outputs of a result of the program."""
         return [self.program.operand(name) for name in self.program.results[result].outputs]
@@ -125,7 +133,11 @@ class RankState:
 
     def on_wire(self, output: Operand, x: Tensor) -> Tensor:
         """x in the dtype in which partial results of an output travel."""
-        return x.to(self._wide if output.is_wide or output.has_wide_partials else self._dtype)
+        return x.to(self.dtype_on_wire(output))
+
+    def dtype_on_wire(self, output: Operand) -> torch.dtype:
+        """The dtype in which partial results of an output travel."""
+        return self._wide if output.is_wide or output.has_wide_partials else self._dtype
 
     def stored(self, output: Operand, x: Tensor) -> Tensor:
         """x in the dtype in which a caller gets an output."""
@@ -157,9 +169,9 @@ class RankState:
         return self.plan.mesh.rank_at({**self.coordinates, axis: there})
 
     def begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
-        """Messages to begin, counted."""
+        """Messages of contiguous tensors to begin, counted."""
         self.count.sent += sum(x.nbytes for x, _ in sends)
-        return Messages([(x.contiguous(), to) for x, to in sends], receives)
+        return Messages(sends, receives)
 
     def begin_exchange(
         self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None

@@ -1,8 +1,8 @@
 """What the steps of a plan send and hold, counted from layouts and sizes, without running anything.
 
 The rules are those by which a running rank counts its tensors (`execution.state.Count`): inputs at home stay for the whole
-run; every block, accumulator and message counts from its allocation until it is no longer needed. Temporaries of kernels do
-not count.
+run; every block, accumulator and message counts from its allocation until it is no longer needed, and so does the copy that
+is sent of a block that is not contiguous or has another dtype. Temporaries of kernels do not count.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from commir.ir.program import Operand
 
 from . import steps as kinds
-from .blocks import is_received_in_place
+from .blocks import has_contiguous_blocks
 from .layouts import Digits
 from .loops import loops_of, travelling
 from .steps import Key, Step, register_key
@@ -119,14 +119,16 @@ class _Ledger:
         """Count a message."""
         self.messages[-1].append(Message(axis, nbytes))
 
-    def _exchange(self, axis: str, nbytes: int, copied: int) -> int:
-        """Count a message to every other rank along an axis; returns the bytes of arriving tensors that are held meanwhile.
+    def _exchange(self, axis: str, nbytes: int, arriving: int, leaving: int) -> int:
+        """Count a message to every other rank along an axis; returns the bytes of copies that are held meanwhile.
 
-        copied: those bytes of a message that do not arrive in their place. If there are none, all messages begin at once.
+        arriving: those bytes of a message that do not arrive in their place. If there are none, all messages begin at once.
+        leaving: those bytes of a message that are copied to be sent.
         """
         others = self._size(axis) - 1
-        self.messages[-1].append(Message(axis, nbytes, others, AHEAD if copied else others))
-        return min(AHEAD, others) * copied
+        at_once = AHEAD if arriving else others
+        self.messages[-1].append(Message(axis, nbytes, others, at_once))
+        return min(at_once, others) * (arriving + leaving)
 
     def _size(self, axis: str) -> int:
         return self.digits.nest.mesh.size(axis)
@@ -148,21 +150,30 @@ class _Ledger:
     def _wide(self, output: Operand) -> int:
         return max(4, self.program.itemsize(output))
 
+    def _on_wire(self, output: Operand) -> int:
+        return self.program.itemsize(output, is_partial=True)
+
+    def _is_rounded(self, output: Operand) -> bool:
+        return self._on_wire(output) != self._wide(output)
+
+    def _is_copied(self, name: str, place: kinds.Place) -> bool:
+        return not has_contiguous_blocks(self.digits, name, place)
+
     # Steps
 
     def all_to_all(self, step: kinds.AllToAll) -> None:
         """Send a piece of each operand to every other rank along the axis; blocks keep their size."""
-        names, size = [name for name, _, _ in step.moves], self._size(step.axis)
-        piece = sum(self._nbytes(name) // size for name in names)
-        copied = [name for name, _, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = self._exchange(step.axis, piece, sum(self._nbytes(name) // size for name in copied))
-        self._replace(names, lambda count: count, transit)
+        pieces = {name: self._nbytes(name) // self._size(step.axis) for name, _, _ in step.moves}
+        arriving = sum(pieces[name] for name, _, joined in step.moves if self._is_copied(name, joined))
+        leaving = sum(pieces[name] for name, cut, _ in step.moves if self._is_copied(name, cut))
+        transit = self._exchange(step.axis, sum(pieces.values()), arriving, leaving)
+        self._replace(list(pieces), lambda count: count, transit)
 
     def gather(self, step: kinds.Gather) -> None:
         """Send each block to every other rank along the axis, and hold the blocks of all."""
         names, size = [name for name, _ in step.moves], self._size(step.axis)
-        copied = [name for name, joined in step.moves if not is_received_in_place(self.digits, name, joined)]
-        transit = self._exchange(step.axis, sum(map(self._nbytes, names)), sum(map(self._nbytes, copied)))
+        arriving = [name for name, joined in step.moves if self._is_copied(name, joined)]
+        transit = self._exchange(step.axis, sum(map(self._nbytes, names)), sum(map(self._nbytes, arriving)), 0)
         self._replace(names, lambda count: count * size, transit)
 
     def slice(self, step: kinds.Slice) -> None:
@@ -231,29 +242,31 @@ class _Ledger:
 
     def send_partial(self, step: kinds.SendPartial) -> None:
         """Send a partial result in its travelling dtype to one rank, and hold the buffer that receives the other rank's."""
-        outputs = self._outputs(step.result)
-        counts = [self._take(output.name, step.source)[0] for output in outputs]
-        nbytes = sum(
-            n * self.program.itemsize(output, is_partial=True) for n, output in zip(counts, outputs, strict=True)
-        )
-        self._send(step.axis, nbytes)
-        self._hold(nbytes)
+        sent, rounded, dropped = 0, 0, 0
+        for output in self._outputs(step.result):
+            count, nbytes = self._take(output.name, step.source)
+            sent += count * self._on_wire(output)
+            rounded += count * self._on_wire(output) * self._is_rounded(output)
+            dropped += nbytes * self._is_rounded(output)
+        self._send(step.axis, sent)
+        self._hold(rounded)
+        self.held -= dropped
+        self._hold(sent)
 
     def combine(self, step: kinds.Combine) -> None:
         """Release the received partial result, and the one that was sent."""
         for output in self._outputs(step.result):
-            count = self.blocks[output.name, register_key(step.target)][0]
-            self.held -= count * (self.program.itemsize(output, is_partial=True) + self._wide(output))
+            self.held -= 2 * self.blocks[output.name, register_key(step.target)][0] * self._on_wire(output)
 
     def reduce_scatter(self, step: kinds.ReduceScatter) -> None:
         """Send a piece of the partial result to every other rank along the axis, and hold one combined piece."""
-        size, outputs = self._size(step.axis), self._outputs(step.result)
-        pieces = [self.blocks[output.name, ()][0] // size for output in outputs]
-        wire = sum(
-            n * self.program.itemsize(output, is_partial=True) for n, output in zip(pieces, outputs, strict=True)
-        )
-        transit = self._exchange(step.axis, wire, wire)
-        self._replace([output.name for output in outputs], lambda count: count // size, transit)
+        size, wire, leaving = self._size(step.axis), 0, 0
+        for output, (name, cut) in zip(self._outputs(step.result), step.moves, strict=True):
+            piece = self.blocks[name, ()][0] // size * self._on_wire(output)
+            wire += piece
+            leaving += piece * (self._is_rounded(output) or self._is_copied(name, cut))
+        transit = self._exchange(step.axis, wire, wire, leaving)
+        self._replace([name for name, _ in step.moves], lambda count: count // size, transit)
 
     def all_reduce(self, step: kinds.AllReduce) -> None:
         """Send pieces of rows to every other rank along the axis, twice, and hold the result at its size."""
@@ -264,25 +277,27 @@ class _Ledger:
         rows = -(-whole // size)  # of each piece
         lengths = [rows * (count // whole) for count in counts]  # elements of a piece of each output
         wide = sum(n * self._wide(output) for n, output in zip(lengths, outputs, strict=True))
-        wire = sum(
-            n * self.program.itemsize(output, is_partial=True) for n, output in zip(lengths, outputs, strict=True)
-        )
-        transit = self._exchange(step.axis, wire, wire)
-        self._hold(size * wide + wide + transit)  # rows, this rank's piece, and pieces that arrive
+        wire = sum(n * self._on_wire(output) for n, output in zip(lengths, outputs, strict=True))
+        rounded = [(n, output) for n, output in zip(lengths, outputs, strict=True) if self._is_rounded(output)]
+        leaving = sum(n * self._on_wire(output) for n, output in rounded)
+        transit = self._exchange(step.axis, wire, wire, leaving)
+        self._hold(size * wide + wide + transit)  # rows, this rank's piece, and copies of others
         self.held -= size * wide + transit
-        transit = self._exchange(step.axis, wire, wire)
-        self._hold(size * wide + transit)  # the combined rows, and pieces that arrive
-        self.held -= (size + 1) * wide + transit
+        self._hold(size * wide)  # the combined rows
+        self._hold(leaving)  # this rank's piece, rounded
+        self.held -= sum(n * self._wide(output) for n, output in rounded)
+        transit = self._exchange(step.axis, wire, wire, 0)
+        self._hold(transit)
+        self.held -= size * wide + wire + transit
 
     def round(self, step: kinds.Round) -> None:
         """Hold outputs in the dtype in which they travel, instead of the accumulators."""
         for output in self._outputs(step.result):
             count, nbytes = self._take(output.name)
-            itemsize = self.program.itemsize(output, is_partial=True)
-            if itemsize != self._wide(output):
-                self._hold(count * itemsize)
+            if self._is_rounded(output):
+                self._hold(count * self._on_wire(output))
                 self.held -= nbytes
-            self.blocks[output.name, ()] = count, itemsize, False
+            self.blocks[output.name, ()] = count, self._on_wire(output), False
 
 
 _COUNT: dict[type, Callable[[_Ledger, Any], None]] = {

@@ -68,8 +68,11 @@ def expand(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
     return x.reshape([size for dim in sizes for piece, size in dim if piece not in fixed])
 
 
-def is_received_in_place(digits: Digits, name: str, place: Place) -> bool:
-    """Whether the blocks of the digit at `place` are contiguous in a tensor of an operand: nothing of it surrounds them."""
+def has_contiguous_blocks(digits: Digits, name: str, place: Place) -> bool:
+    """Whether the blocks of the digit at `place` are contiguous in a tensor of an operand: nothing of it surrounds them.
+
+    Such blocks are sent from the tensor, and received into it; others are copied.
+    """
     operand = digits.nest.program.operand(name)
     surrounding = digits.nest.program.shape(operand)[: place.dim]
     return place.outer == 1 and math.prod(surrounding) == 1

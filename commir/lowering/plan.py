@@ -95,7 +95,10 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """Bytes that a rank holds at most: its inputs, blocks on their way, and results; not the temporaries of a kernel."""
+        """Bytes that a rank holds at most: its inputs, blocks on their way with the copies that are sent, and results.
+
+        The temporaries of a kernel do not count, nor does the copy of an input that is not contiguous.
+        """
         return self.account.peak
 
     @cached_property
