@@ -18,7 +18,7 @@ from .accounting import Account, account
 from .blocks import block, chosen, positions, put_block, reordered
 from .changes import changed_part, changed_step
 from .explain import lines_of_messages
-from .layouts import Digits, Piece
+from .layouts import Digits, Piece, digits_of, digits_of_chunk
 from .steps import Compute, Step
 from .text import canonical, content, digest, digests_of_parts, parse
 from .timeline import check_tile, seconds
@@ -54,12 +54,12 @@ class Plan:
     @cached_property
     def digits(self) -> Digits:
         """The digits of every loop, between all cuts."""
-        return Digits(self.schedule)
+        return digits_of(self.schedule)
 
     @cached_property
     def of_one_chunk(self) -> "Plan":
         """The plan of a chunk by itself; this plan, if it has no chunks."""
-        return replace(self, schedule=self.schedule.of_one_chunk()) if self.schedule.chunked else self
+        return replace(self, schedule=digits_of_chunk(self.schedule).nest) if self.schedule.chunked else self
 
     def of_chunk(self, number: int) -> "Plan":
         """The plan of one chunk by itself, with the chunk's elements of the whole tensor; remembered."""
