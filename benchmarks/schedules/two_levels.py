@@ -5,8 +5,10 @@ splits follow the nodes or ignore them. Forward passes in bf16, causal. The rank
 nodes. See `benchmarks.support.plans.Comparison`.
 """
 
+from collections.abc import Sequence
+
 from benchmarks.support.cells import cell_arguments
-from benchmarks.support.plans import OTHER_WAY, AttentionCell, Comparison, lowered, placed
+from benchmarks.support.plans import AttentionCell, Comparison, in_all_ways, placed
 from benchmarks.support.tables import print_or_publish
 from commir import Mesh, Plan
 from commir.scheduling.known_schedules import known_as
@@ -27,12 +29,14 @@ BY_NODE = {
 
 def by_hand(cell: AttentionCell) -> dict[str, Plan]:
     """The known schedules that fit; where there are two ways to use the nodes, both."""
-    plans = {name: lowered(cell.program, Mesh(x=cell.ranks), name) for name in FLAT}
-    for shown, name in BY_NODE.items():
-        plans[shown] = lowered(cell.program, cell.mesh, name, "node", "gpu")
-        if name != "double ring":
-            plans[shown + OTHER_WAY] = lowered(cell.program, cell.mesh, name, "gpu", "node")
-    return {name: plan for name, found in plans.items() for plan in found}
+    by_node: dict[str, tuple[Mesh, Sequence[str]]] = {"": (cell.mesh, ("node", "gpu"))}
+    both = by_node | {"the other way": (cell.mesh, ("gpu", "node"))}
+    plans: dict[str, Plan] = {}
+    for name in FLAT:
+        plans |= in_all_ways(cell.program, name, name, {"": (Mesh(x=cell.ranks), ())})
+    for kind, name in BY_NODE.items():
+        plans |= in_all_ways(cell.program, kind, name, by_node if name == "double ring" else both)
+    return plans
 
 
 def chosen(plan: Plan) -> str:

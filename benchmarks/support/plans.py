@@ -3,6 +3,7 @@
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,7 +23,6 @@ from sparsefusion.fabric.measurement import repetitions, timed
 
 SMALL, LARGEST = 2_000, 20_000_000  # bytes of the messages by which links are measured
 BURST = "16kb"
-OTHER_WAY = " (the other way)"  # of two ways to place a schedule, at the end of a plan's name
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Comparison:
     The speeds of the links, the time of a tile and what it hides of messages are measured before, on all ranks at once. The
     plans take turns, `repeated` times, with random inputs in bf16. A chosen plan that equals one by hand is that plan, and
     not timed again. The plan called ring runs twice, and the difference of its two medians is the spread. by_hand: {name:
-    plan} of a cell, with a ring. shown: names of the table's columns; OTHER_WAY counts as the same name. chosen: how the
-    table calls the chosen plan.
+    plan} of a cell, with a ring; see `in_all_ways`. shown: the kinds of the table's columns, of which each has the fastest
+    plan. chosen: how the table calls the chosen plan.
     """
 
     cells: Sequence[AttentionCell]
@@ -129,7 +129,7 @@ class Comparison:
         best = min(names, key=seconds.__getitem__)
         others = []
         for shown in self.shown:
-            ways = [seconds[name] for name in names if name.removesuffix(OTHER_WAY) == shown]
+            ways = [seconds[name] for name in names if name.partition(" (")[0] == shown]
             others.append(f"{seconds['ring'] / min(ways):.2f}x" if ways else "")
         against_best = f"{measured['placement']}: {seconds[chosen] / seconds[best]:.2f} of {best}"
         predictions = f"{measured['predicted'][chosen] / seconds[chosen]:.2f}", f"{correlation(_pairs(measured)):.2f}"
@@ -151,12 +151,18 @@ def placed(plan: Plan) -> str:
     return str(plan.schedule).partition(": ")[2]
 
 
-def lowered(program: Program, mesh: Mesh, name: str, *mesh_axes: str) -> list[Plan]:
-    """The plan of a known schedule, or nothing if it does not divide. Arguments: as for `commir.known`."""
-    try:
-        return [known(Schedule(program, mesh), name, *mesh_axes).lower()]
-    except Illegal:
-        return []
+def in_all_ways(
+    program: Program, kind: str, name: str, ways: Mapping[str, tuple[Mesh, Sequence[str]]]
+) -> dict[str, Plan]:
+    """{`kind`, or "`kind` (way)": plan} of a known schedule, without those that do not divide.
+
+    ways: {how the ranks are divided, or "": (mesh, its axes)}. name, and the axes of the mesh: as for `commir.known`.
+    """
+    plans = {}
+    for way, (mesh, mesh_axes) in ways.items():
+        with suppress(Illegal):
+            plans[kind + f" ({way})" * bool(way)] = known(Schedule(program, mesh), name, *mesh_axes).lower()
+    return plans
 
 
 def link_speeds(mesh: Mesh, group: dist.ProcessGroup, repeated: int) -> dict[str, tuple[float, float]]:
@@ -251,43 +257,55 @@ def random_inputs(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
     return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
 
 
-def _other_value(value: Any, generator: random.Random) -> Any:
-    """A wrong value for a field of a step."""
+def _other_value(value: Any, names: Sequence[str], generator: random.Random) -> Any:
+    """A wrong value for a field of a step. names: that are as valid as those in the value."""
     if isinstance(value, int):
         return value + generator.choice([-1, 1])
     if isinstance(value, str):
-        return generator.choice([name for name in "xyz" if name != value])
+        return generator.choice([name for name in names if name != value] or ["unknown"])
     if isinstance(value, Place):
         return generator.choice([replace(value, dim=value.dim + 1), replace(value, outer=value.outer * 2)])
     if isinstance(value, tuple) and value:
         index = generator.randrange(len(value))
-        return (*value[:index], _other_value(value[index], generator), *value[index + 1 :])
+        return (*value[:index], _other_value(value[index], names, generator), *value[index + 1 :])
     return value
 
 
-def corrupted(steps: Sequence[Step], generator: random.Random) -> list[Step]:
-    """Steps with one dropped, repeated, changed in a field, or exchanged with another."""
-    steps = list(steps)
-    index = generator.randrange(len(steps))
-    kind = generator.choice(["drop", "repeat", "change", "change", "change", "exchange"])
-    if kind == "drop":
+def corrupted(plan: Plan, generator: random.Random) -> Plan:
+    """A plan with one step dropped, repeated, changed in a field, or exchanged with another.
+
+    A field gets the value that another step of its kind has there, or another number, operand, mesh axis or place.
+    """
+    steps = list(plan.steps)
+    index, other = generator.randrange(len(steps)), generator.randrange(len(steps))
+    kind = generator.choice(["drop", "repeat", "exchange", "change", "change", "change"])
+    if kind == "drop" or (kind == "change" and not fields(steps[index])):
         del steps[index]
     elif kind == "repeat":
         steps.insert(index, steps[index])
-    elif kind == "change":
-        if names := [field.name for field in fields(steps[index])]:
-            name = generator.choice(names)
-            steps[index] = replace(steps[index], **{name: _other_value(getattr(steps[index], name), generator)})
-        else:
-            del steps[index]
-    else:
-        other = generator.randrange(len(steps))
+    elif kind == "exchange":
         steps[index], steps[other] = steps[other], steps[index]
-    return steps
+    else:
+        steps[index] = _changed(plan, steps[index], generator)
+    return replace(plan, steps=tuple(steps))
 
 
-def changes_outputs(plan: Plan) -> bool:
-    """Whether the plan fails, or gives other outputs than the unscheduled program, on inputs of twice the size."""
+def _changed(plan: Plan, step: Step, generator: random.Random) -> Step:
+    """A step with another value of one field."""
+    name = generator.choice(fields(step)).name
+    value = getattr(step, name)
+    elsewhere = [
+        getattr(each, name) for each in plan.steps if type(each) is type(step) and getattr(each, name) != value
+    ]
+    if elsewhere and generator.random() < 0.5:
+        return replace(step, **{name: generator.choice(elsewhere)})
+    operands = [each.name for each in (*plan.program.operands, *plan.program.internal)]
+    names = plan.mesh.names if name in ("axis", "axes") else operands
+    return replace(step, **{name: _other_value(value, names, generator)})
+
+
+def effect(plan: Plan) -> str:
+    """What is wrong with a plan on inputs of twice the size: "raises", "differs" from the unscheduled program, or ""."""
     double = smallest(plan, whole=8, inner=4)
     for mask in (True, False):
         masked = double.with_options(causal=mask) if "causal" in dict(plan.program.options) else double
@@ -295,8 +313,8 @@ def changes_outputs(plan: Plan) -> bool:
         try:
             found = interpret(masked, inputs)
         except (RuntimeError, ValueError, KeyError, IndexError):
-            return True
+            return "raises"
         expected = unscheduled(masked.program, inputs)
         if not all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-9) for name in found):
-            return True
-    return False
+            return "differs"
+    return ""

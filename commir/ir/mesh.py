@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -76,7 +77,7 @@ class Mesh:
         """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)

@@ -1,8 +1,9 @@
-"""What was changed in a plan that someone saved: the first step that does not follow from its schedule."""
+"""What was changed in a plan that someone saved: a part of its program, mesh or schedule, or a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import zip_longest
+from typing import Any
 
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import LoopNest
@@ -10,10 +11,19 @@ from commir.scheduling.loop_nest import LoopNest
 from .explain import operands_of
 from .rules import steps_of_schedule
 from .steps import Step
-from .text import one_line
+from .text import canonical, digests_of_parts, one_line, parts
 
 
-def first_change(nest: LoopNest, steps: Sequence[Step]) -> str:
+def changed_part(content: dict[str, Any], saved: Mapping[str, str]) -> str:
+    """The first axis, operand, primitive or other part whose digest differs from the saved one; empty if there is none."""
+    found = digests_of_parts(content)
+    for name, where, value in parts(content):
+        if found[name] != saved.get(name):
+            return f"{name}: {canonical(value):.200} is not what was saved ({where})"
+    return next((f"{name} is missing" for name in saved if name not in found), "")
+
+
+def changed_step(nest: LoopNest, steps: Sequence[Step]) -> str:
     """The first step that lowering the schedule does not give, in one line; empty if there is none."""
     expected = steps_of_schedule(nest)
     try:

@@ -131,6 +131,24 @@ class Digits:
                 )
 
 
+def digits_of(nest: LoopNest) -> Digits:
+    """The digits of a nest. They are found once for each, as nests never change. Illegal: as `Digits`."""
+    known = vars(nest)
+    if "_digits" not in known:
+        known["_digits"] = Digits(nest)
+    found: Digits = known["_digits"]
+    return found
+
+
+def digits_of_chunk(nest: LoopNest) -> Digits:
+    """The digits of a chunk of a nest by itself; those of the nest, if it has no chunks. They are found once, too."""
+    known = vars(nest)
+    if "_digits_of_chunk" not in known:
+        known["_digits_of_chunk"] = digits_of(nest.of_one_chunk())
+    found: Digits = known["_digits_of_chunk"]
+    return found
+
+
 def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Iterator[tuple[Step, Layout]]:
     """The steps that bring an operand from one layout to another, each with the layout after it.
 

@@ -16,11 +16,11 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .accounting import Account, account
 from .blocks import block, chosen, positions, put_block, reordered
-from .changes import first_change
+from .changes import changed_part, changed_step
 from .explain import lines_of_messages
-from .layouts import Digits, Piece
+from .layouts import Digits, Piece, digits_of, digits_of_chunk
 from .steps import Compute, Step
-from .text import canonical, content, digest, parse
+from .text import canonical, content, digest, digests_of_parts, parse
 from .timeline import check_tile, seconds
 
 Tensors = Mapping[str, torch.Tensor]
@@ -54,12 +54,12 @@ class Plan:
     @cached_property
     def digits(self) -> Digits:
         """The digits of every loop, between all cuts."""
-        return Digits(self.schedule)
+        return digits_of(self.schedule)
 
     @cached_property
     def of_one_chunk(self) -> "Plan":
         """The plan of a chunk by itself; this plan, if it has no chunks."""
-        return replace(self, schedule=self.schedule.of_one_chunk()) if self.schedule.chunked else self
+        return replace(self, schedule=digits_of_chunk(self.schedule).nest) if self.schedule.chunked else self
 
     def of_chunk(self, number: int) -> "Plan":
         """The plan of one chunk by itself, with the chunk's elements of the whole tensor; remembered."""
@@ -155,22 +155,29 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
-        return canonical(content(self.schedule, self.steps) | {"hash": self.hash})
+        found = content(self.schedule, self.steps)
+        return canonical(found | {"hash": self.hash, "digests": digests_of_parts(found)})
 
     @staticmethod
     def from_json(text: str) -> "Plan":
         """The plan that `to_json` wrote. ValueError: it is something else, or was changed.
 
-        The error of a change names the first step that does not follow from the schedule, if there is one.
+        The error of a change names the axis, operand, primitive or other part that was changed, by the digests of parts that
+        the text has, or the first step that does not follow from the schedule.
 
         What was measured or predicted is not saved, nor is the reason of the choice: `on_mesh` and `with_tile` give the
         speeds of the mesh and the times of a tile again.
         """
-        schedule, steps, expected = parse(text)
+        schedule, steps, expected, digests = parse(text)
         plan = Plan(schedule, steps, reason="not recorded, as the plan was read from JSON")
+        part = "" if digests is None else changed_part(content(schedule, steps), digests)
         if plan.hash != expected:
-            what = first_change(schedule, steps) or f"its hash is {plan.hash[:12]}, not {expected[:12]}"
+            what = part or changed_step(schedule, steps) or f"its hash is {plan.hash[:12]}, not {expected[:12]}"
             raise ValueError(f"this plan was changed after it was saved: {what}")
+        if part:
+            raise ValueError(
+                f"this plan was changed after it was saved: its digests are not those of its parts: {part}"
+            )
         return plan
 
     def at(self, **sizes: int) -> "Plan":

@@ -18,7 +18,7 @@ from itertools import takewhile
 from commir.ir.program import Result
 from commir.scheduling.loop_nest import Illegal, LoopNest
 
-from .layouts import Digits, Layout, conversions
+from .layouts import Digits, Layout, conversions, digits_of, digits_of_chunk
 from .loops import loops_of, travelling, unrolled
 from .scans import scan_steps
 from .steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
@@ -27,8 +27,8 @@ from .steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Rou
 def steps_of_schedule(nest: LoopNest) -> Iterator[Step]:
     """The steps of a schedule, or of one of its chunks. Illegal: a mesh axis has no digit, or cuts of an axis do not fit."""
     _check_parallel(nest)
-    digits = Digits(nest)  # Illegal also if cuts do not fit that chunks leave out
-    yield from steps_of(digits if nest.chunked is None else Digits(nest.of_one_chunk()))
+    digits_of(nest)  # Illegal also if cuts do not fit that chunks leave out
+    yield from steps_of(digits_of_chunk(nest))
 
 
 def steps_of(digits: Digits) -> Iterator[Step]:

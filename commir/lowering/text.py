@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -46,6 +46,31 @@ def digest(schedule: LoopNest, steps: Sequence[Step]) -> str:
     return hashlib.sha256(canonical(content(schedule, steps)).encode()).hexdigest()
 
 
+def parts(found: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(name, where it is, value) of what a plan's content consists of, except its steps: axes, operands, primitives, ..."""
+    program = found["program"]
+    for kind, key in (("axis", "axes"), ("operand", "inputs"), ("operand", "outputs"), ("operand", "internal")):
+        for number, each in enumerate(program[key]):
+            yield f"{kind} {each['name']}", f"program.{key}[{number}]", each
+    for number, each in enumerate(program["results"]):
+        yield f"result {', '.join(each['outputs'])}", f"program.results[{number}]", each
+    for name, value in program["options"].items():
+        yield f"option {name}", f"program.options.{name}", value
+    for key in ("name", "tile", "scan", "dtype"):
+        yield key, f"program.{key}", program[key]
+    for number, each in enumerate(found["mesh"]):
+        yield f"mesh axis {each['name']}", f"mesh[{number}]", each
+    for number, each in enumerate(found["schedule"]):
+        yield f"primitive {number}", f"schedule[{number}]", each
+
+
+def digests_of_parts(found: dict[str, Any]) -> dict[str, str]:
+    """{name: short digest} of the parts of a plan's content, by which an error names the one that was changed."""
+    return {
+        name: hashlib.sha256(canonical([where, value]).encode()).hexdigest()[:8] for name, where, value in parts(found)
+    }
+
+
 def canonical(value: Any) -> str:
     """JSON in which equal values have equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -58,10 +83,11 @@ def _values(step: Any) -> Any:
     return [_values(value) for value in step] if isinstance(step, tuple) else step
 
 
-def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str]:
-    """(schedule, steps, hash) of what `canonical(content(...) | {"hash": ...})` wrote.
+def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str, dict[str, str] | None]:
+    """(schedule, steps, hash, digests) of what `canonical(content(...) | {"hash": ..., "digests": ...})` wrote.
 
-    ValueError, of one line: it is something else, or more or less than that.
+    The digests are those of the parts; None if the text has none, as those of earlier versions. ValueError, of one line: it
+    is something else, or more or less than that.
     """
     try:
         found = json.loads(text, object_pairs_hook=_object)
@@ -69,10 +95,11 @@ def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str]:
             raise ValueError(f"it is {found['format']!r}, version {found['version']!r}")
         if not re.fullmatch("[0-9a-f]{64}", expected := found.pop("hash")):
             raise ValueError(f"{expected!r} is no hash")
+        digests = _digests_from(found.pop("digests")) if "digests" in found else None
         schedule, steps = _schedule_from(found), _steps_from(found["steps"])
         if canonical(content(schedule, steps)) != canonical(found):
             raise ValueError("it does not have exactly the keys and primitives that a plan is written with")
-        return schedule, steps, expected
+        return schedule, steps, expected, digests
     except Exception as error:  # a text from anywhere may raise anything
         raise ValueError(f"this is no plan, or a damaged one: {one_line(error)}") from None
 
@@ -87,6 +114,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"one of the keys {', '.join(found)} is there twice")
+    return found
+
+
+def _digests_from(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+        raise ValueError(f"digests is {found!r:.60}, which is no {{part: digest}}")
     return found
 
 

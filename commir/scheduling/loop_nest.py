@@ -92,7 +92,12 @@ class LoopNest:
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)
-        if first.axis != second.axis or self.digits[index + 1 : index + 2] != (second,):
+        if first.axis != second.axis:
+            raise Illegal(
+                f"join({outer}, {inner}): {outer} is a digit of {first.axis} and {inner} of {second.axis}; a digit counts "
+                f"blocks of one axis. Parallelize each on a part of the mesh axis, which `Mesh.split` makes"
+            )
+        if self.digits[index + 1 : index + 2] != (second,):
             raise Illegal(f"join({outer}, {inner}): {inner} is not the next digit of axis {first.axis} after {outer}")
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")

@@ -53,12 +53,17 @@ class Candidate:
     def in_chunks(self, program: Program) -> "Iterator[Candidate]":
         """The same placement in chunks of each axis that indexes all outputs: at most MOST_CHUNKS, the fewest first.
 
-        A chunk is a part of each rank's own blocks, and at home all ranks have one of it. Some do not fit after all.
+        A chunk is a part of each rank's own blocks, and at home all ranks have one of it: so the innermost part must divide
+        an axis along which operands are kept. Some do not fit after all.
         """
         all_ranks = math.prod(part.size for part in self.parts)
+        last = next((part for part in reversed(self.parts) if part.size > 1), None)
         for axis in () if program.scan is not None else program.axes:
             if axis.kind == WHOLE or any(axis.name not in output.axes for output in program.outputs):
                 continue
+            if last and axis.name not in (last.placement.axis, last.shifted):
+                if any(operand.home == axis.name for operand in program.operands):
+                    continue
             ranks = math.prod(part.size for part in self.parts if axis.name in (part.placement.axis, part.shifted))
             blocks = program.most_blocks(axis.name) // ranks
             at_home = max(

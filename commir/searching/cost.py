@@ -42,7 +42,7 @@ class CostModel:
         self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds
         self._of_chunk: dict[tuple[str, int], CostModel] = {}
-        self._order = {axis.name: number for number, axis in enumerate(program.axes)}
+        self.order = {axis.name: number for number, axis in enumerate(program.axes)}
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
@@ -50,7 +50,7 @@ class CostModel:
         self._axes = {operand.name: operand.axes for operand in program.operands}
         self._points, self._ranks = program.points, mesh.ranks
         # Remembered, because the time of a message on a measured link takes long to find.
-        self._link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
+        self.link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
         self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
@@ -64,7 +64,7 @@ class CostModel:
         """The cost of a candidate."""
         parts = tuple(part for part in candidate.parts if part.size > 1)
         streamed = tuple(part for part in parts if part.shifted)
-        tally = _Tally(parts, self._link, streamed=streamed)
+        tally = _Tally(parts, self.link, streamed=streamed)
         scattered: dict[str, int] = {}
         for operand in self.program.inputs:
             self._add_input(tally, operand, scattered)
@@ -95,7 +95,7 @@ class CostModel:
         return candidate.chunks * self._of_chunk[key].cost(Candidate(candidate.parts)).seconds
 
     def _add_input(self, tally: "_Tally", operand: Operand, scattered: dict[str, int]) -> None:
-        parts, needs = tally.parts, [_needed(part, operand) for part in tally.parts]
+        parts, needs = tally.parts, [needed_axis(part, operand) for part in tally.parts]
         home, nbytes = operand.home, self._nbytes[operand.name]
         block = nbytes // (self._ranks if home else 1)
         if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
@@ -122,7 +122,7 @@ class CostModel:
         """result: the outputs of its result, which travel in the same messages."""
         itemsize = self.program.itemsize(operand, is_partial=True)
         parts, home = tally.parts, operand.home
-        have = [_needed(part, operand) for part in parts]
+        have = [needed_axis(part, operand) for part in parts]
         elements = self._elements[operand.name] // math.prod(
             part.size for part, digit in zip(parts, have, strict=True) if digit
         )
@@ -184,7 +184,7 @@ class CostModel:
             part for part in tally.streamed if part.shifted in operand.axes and part.placement.axis not in operand.axes
         ]
         before, names = 1, ", ".join(part.name for part in rings)
-        for part in sorted(rings, key=lambda each: self._order[str(each.shifted)]):
+        for part in sorted(rings, key=lambda each: self.order[str(each.shifted)]):
             tally.ring(part, f"{together} around {names}", block, (part.size - 1) * before)
             before *= part.size
         return before
@@ -241,7 +241,7 @@ def _turns(candidate: Candidate) -> int:
     return math.prod(part.size for part in candidate.parts if part.shifted)
 
 
-def _needed(part: Part, operand: Operand) -> str | None:
+def needed_axis(part: Part, operand: Operand) -> str | None:
     """The axis of whose digit each rank along a part needs one block of an operand, or None if it needs all."""
     if part.placement.axis in operand.axes:
         return part.placement.axis

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from heapq import heappop, heappush
+from itertools import groupby, takewhile
 from typing import Any
 
 from commir.ir.checks import check_memory, check_type
@@ -17,6 +18,7 @@ from commir.scheduling.loop_nest import Illegal, LoopNest
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel
+from .fast_costs import FastCosts
 
 TOP = 8  # how many plans are returned
 NEGLIGIBLE = 2e-8  # relative difference of times that may be equal when they are rounded
@@ -63,13 +65,9 @@ def search(
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     _check_homes(program, mesh)
-    ranked = sorted(
-        ((model.cost(each), each) for each in candidates(program, mesh)),
-        key=lambda pair: (pair[0].seconds, pair[0].sent, pair[0].messages),
-    )
-    found = _exact(model, ranked, memory, top + 1)  # one more, with which the best is compared
+    found = _exact(model, ranked(model), memory, top + 1)  # one more, with which the best is compared
     if not found:
-        raise ValueError(_refusal(model, ranked, memory))
+        raise ValueError(_refusal(model, memory))
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
 
 
@@ -121,10 +119,30 @@ def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
             yield model.seconds_in_chunks(each), model.memory_in_chunks(cost, each.chunked, each.chunks), each
 
 
-def _exact(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None, top: int) -> list[Plan]:
+def ranked(model: CostModel) -> Iterator[tuple[Cost, Candidate]]:
+    """All candidates with their costs, by seconds, bytes and messages, and then in their fixed order.
+
+    The whole cost of a candidate is found only when it may be the next, which `FastCosts` tell.
+    """
+    chosen, fast = list(candidates(model.program, model.mesh)), FastCosts(model)
+    least = [fast.seconds(each) * (1 - NEGLIGIBLE) for each in chosen] if fast.applies else [0.0] * len(chosen)
+    ready: list[tuple[float, int, int, int, Cost]] = []
+    for bound, number in sorted(zip(least, range(len(chosen)), strict=True)):
+        while ready and ready[0][0] < bound:
+            *_, first, cost = heappop(ready)
+            yield cost, chosen[first]
+        cost = model.cost(chosen[number])
+        heappush(ready, (cost.seconds, cost.sent, cost.messages, number, cost))
+    for *_, first, cost in sorted(ready):
+        yield cost, chosen[first]
+
+
+def _exact(
+    model: CostModel, sorted_costs: Iterable[tuple[Cost, Candidate]], memory: int | None, top: int
+) -> list[Plan]:
     """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
     found: list[tuple[tuple[Any, ...], Plan]] = []
-    for cost, candidate in ranked:
+    for cost, candidate in sorted_costs:
         slowest = found[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(found) >= top else math.inf
         if cost.seconds > slowest:
             break
@@ -147,14 +165,13 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
             return whole
     found: list[Plan] = []
     for axis, chunked in groupby(candidate.in_chunks(model.program), lambda each: each.chunked):
-        for each in chunked:
-            if model.memory_in_chunks(cost, axis, each.chunks) > memory:
-                continue
-            if model.seconds_in_chunks(each) > slowest:
-                break
-            if fitting := [plan for plan in _lowered(model, [each]) if plan.memory <= memory]:
-                found += fitting
-                break
+        tried = [each for each in chunked if model.memory_in_chunks(cost, axis, each.chunks) <= memory]
+        tried = list(takewhile(lambda each: model.seconds_in_chunks(each) <= slowest, tried))
+        # The most chunks hold least: if they do not fit, fewer do not either, and need not be lowered.
+        most = next((plan for each in reversed(tried) for plan in _lowered(model, [each])), None)
+        if most is not None and most.memory <= memory:
+            fitting = (plan for each in tried for plan in _lowered(model, [each]) if plan.memory <= memory)
+            found.append(next(fitting))
     return found
 
 
@@ -179,11 +196,11 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(model: CostModel, ranked: list[tuple[Cost, Candidate]], memory: int | None) -> str:
+def _refusal(model: CostModel, memory: int | None) -> str:
     """Why there is no plan. The one that holds least is found by bounds of memory, so that few are lowered."""
     program, mesh = model.program, model.mesh
     bounds: list[tuple[float, int, list[Candidate]]] = []
-    for cost, candidate in ranked:
+    for cost, candidate in ranked(model):
         bounds.append((model.memory(cost), len(bounds), [candidate]))
         for axis, chunked in groupby(candidate.in_chunks(program), lambda each: each.chunked):
             most_first = list(chunked)[::-1]

@@ -17,6 +17,7 @@ UP_TO_TWELVE = [Mesh(g=ranks) for ranks in range(2, 13)]  # with one level, or w
 UP_TO_TWELVE += [
     Mesh(n=nodes, g=size) for nodes, size in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 5), (2, 6), (3, 4))
 ]
+HEADS = [(8, 1), (6, 2), (9, 3)]  # MQA, and GQA with three query heads for each of few key/value heads
 
 
 @dataclass
@@ -92,6 +93,15 @@ def cases(ranks, causal=True):
         linear(programs.weighted_sum, 3 * ranks, 2 * ranks),
         scan(4 * ranks, 2 * ranks),
         scan(4 * ranks, 5),
+    ]
+
+
+def attention_cases(ranks, heads, kv_heads, causal=True):
+    """Cases of attention, forward, backward and decoding, with heads that need not divide over `ranks`."""
+    return [
+        attention(4 * ranks, heads, kv_heads, causal),
+        attention_backward(4 * ranks, heads, kv_heads, causal),
+        decoding(3 * ranks, heads, kv_heads),
     ]
 
 

@@ -6,7 +6,7 @@ from commir import Placement, Schedule, interpret, place
 from commir.execution.interpreter import Stuck, run_ranks
 from commir.execution.state import Count, Kernels
 from commir.programs.tiles import tile_of
-from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
+from loop_programs import HEADS, assert_close, attention_cases, cases, mesh_of, plans, random_inputs
 
 MESHES = [(4,), (2, 2), (2, 3), (2, 2, 2)]
 LARGE = [(12,), (3, 4), (4, 3), (2, 2, 3), (3, 2, 2)]
@@ -38,6 +38,21 @@ def test_placements_are_exact(sizes, number):
 def test_placements_are_exact_on_up_to_twelve_ranks(sizes, number, causal):
     ranks = mesh_of(*sizes).ranks
     check_all_placements(cases(ranks, causal)[number], sizes)
+
+
+@pytest.mark.parametrize("number", range(3), ids=NAMES[:3])
+@pytest.mark.parametrize("sizes, heads", [((3,), (9, 3)), ((4,), (8, 1)), ((3, 2), (6, 2))])
+def test_placements_of_few_key_value_heads_are_exact(sizes, heads, number):
+    check_all_placements(attention_cases(mesh_of(*sizes).ranks, *heads)[number], sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("number", range(3), ids=NAMES[:3])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("sizes", [(3,), (3, 3), (3, 4), *MESHES])
+def test_placements_of_few_key_value_heads_are_exact_on_up_to_twelve_ranks(sizes, heads, number, causal):
+    check_all_placements(attention_cases(mesh_of(*sizes).ranks, *heads, causal)[number], sizes)
 
 
 def test_one_rank_sends_nothing():

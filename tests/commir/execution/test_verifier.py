@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 import commir
-from benchmarks.support.plans import changes_outputs, corrupted
+from benchmarks.support.plans import corrupted, effect
 from commir import In, Mesh, Out, Schedule, grid, programs, verify
 from commir.execution.verifier import Refuted, smallest
 from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
 from commir.scheduling.placements import Placement, place
 from commir.searching.search import all_plans
-from loop_programs import UP_TO_TWELVE, cases, mesh_of, plans, with_steps
+from loop_programs import HEADS, UP_TO_TWELVE, attention_cases, cases, mesh_of, plans, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]
 LARGE = [(12,), (3, 4), (2, 2, 2), (2, 2, 3)]
@@ -51,30 +51,51 @@ def test_steps_do_not_depend_on_sizes(sizes, number):
 @pytest.mark.parametrize("mesh", [*UP_TO_TWELVE, mesh_of(2, 2, 2)], ids=str)
 def test_every_plan_that_a_search_can_emit_passes(mesh, number):
     """Without chunks; those are in test_chunks."""
-    program = cases(mesh.ranks)[number].program
+    check_all_plans(cases(mesh.ranks)[number].program, mesh)
+
+
+def check_all_plans(program, mesh, every=1):
+    """Of the plans without chunks that a search can emit, each so many-th is verified."""
     found = all_plans(program, mesh)
     assert found
-    for plan in found:
+    for plan in found[::every]:
         verify(plan)
 
 
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("sizes, heads", [((3,), (9, 3)), ((4,), (8, 1)), ((6,), (6, 2))])
+def test_every_plan_of_few_key_value_heads_passes(sizes, heads, number):
+    check_all_plans(attention_cases(mesh_of(*sizes).ranks, *heads)[number].program, mesh_of(*sizes))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mesh", UP_TO_TWELVE, ids=str)
+def test_every_plan_of_few_key_value_heads_on_up_to_twelve_ranks_passes(mesh, heads, number):
+    """All of them on up to six ranks, one in twelve on more."""
+    check_all_plans(attention_cases(mesh.ranks, *heads)[number].program, mesh, every=1 if mesh.ranks <= 6 else 12)
+
+
 def check_corruptions(chosen, count, seed=0):
-    """Corrupt `count` of the plans: each corruption that changes an output is rejected. Returns how many there were."""
-    generator, harmful = random.Random(seed), 0
+    """Corrupt `count` of the plans; each corruption that has an effect is rejected.
+
+    Returns how many raise an error when they run, and how many silently give other outputs.
+    """
+    generator, effects = random.Random(seed), []
     for _ in range(count):
-        plan = generator.choice(chosen)
-        wrong = with_steps(plan, corrupted(plan.steps, generator))
-        if changes_outputs(wrong):
-            harmful += 1
+        wrong = corrupted(generator.choice(chosen), generator)
+        effects.append(effect(wrong))
+        if effects[-1]:
             with pytest.raises(ValueError):
                 verify(wrong)
-    return harmful
+    return effects.count("raises"), effects.count("differs")
 
 
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("sizes", MESHES)
 def test_corruptions_are_rejected(sizes, number):
-    assert check_corruptions(plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)), 20) > 5
+    assert sum(check_corruptions(plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)), 20)) > 5
 
 
 @pytest.mark.full
@@ -82,7 +103,8 @@ def test_corruptions_are_rejected(sizes, number):
 @pytest.mark.parametrize("sizes", MESHES + LARGE[:3])
 def test_many_corruptions_are_rejected(sizes, number):
     chosen = plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes))
-    assert check_corruptions(chosen, 400, seed=1) > 200
+    raised, different = check_corruptions(chosen, 400, seed=1)
+    assert raised > 100 and different > 5
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.full)])
@@ -91,7 +113,29 @@ def test_many_corruptions_are_rejected(sizes, number):
 def test_corruptions_of_plans_in_chunks_are_rejected(sizes, number, count):
     program = cases(mesh_of(*sizes).ranks)[number].program
     chosen = [plan for plan in all_plans(program, mesh_of(*sizes), with_chunks=True) if plan.schedule.chunked]
-    assert check_corruptions(chosen, count) > count // 4
+    assert sum(check_corruptions(chosen, count)) > count // 4
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("sizes", MESHES)
+def test_corruptions_put_names_of_the_plan_in_place_of_others(sizes, number):
+    """And each of these kinds is tried: a wrong operand, a wrong mesh axis, and what another step has in the field."""
+    chosen, generator = plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes)), random.Random(0)
+    found, known = set(), {"unknown"}
+    for _ in range(200):
+        plan = generator.choice(chosen)
+        wrong = corrupted(plan, generator)
+        known |= {*plan.mesh.names, *(each.name for each in (*plan.program.operands, *plan.program.internal))}
+        found |= names_in([vars(step) for step in wrong.steps])
+    assert found <= known and ("unknown" in found) == (len(sizes) == 1)
+
+
+def names_in(value):
+    """The strings in the fields of steps."""
+    if isinstance(value, str):
+        return {value}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return {name for each in inner for name in names_in(each)}
 
 
 def test_errors_name_the_first_wrong_element():

@@ -46,7 +46,11 @@ def test_tiles_and_joins():
         (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
         (
             lambda s: s.tile("rows", 2).tile("cols", 2).join("rows.o", "cols.o"),
-            r"cols\.o is not the next digit of axis rows",
+            r"join\(rows\.o, cols\.o\): rows\.o is a digit of rows and cols\.o of cols; a digit counts blocks of one axis\.",
+        ),
+        (
+            lambda s: s.tile("rows", 2).tile("rows.i", 2, "a", "b").join("rows.o", "b"),
+            r"join\(rows\.o, b\): b is not the next digit of axis rows after rows\.o",
         ),
         (
             lambda s: s.tile("rows", 2).parallelize("rows.o", "x").tile("rows.o", 2),

@@ -1,5 +1,7 @@
 """The names of context schedules. Oracle: the schedules of attention2d."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -32,11 +34,13 @@ def test_names(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", (4, 6))
-@pytest.mark.parametrize("family", ("zamba", "zamba2", "mamba"))
-def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family):
-    """`choose` takes a schedule with fewer steps if it sends at most 2 % more."""
+@pytest.mark.parametrize("world", (3, 4, 5, 6))
+@pytest.mark.parametrize("family, groups", [("zamba", 1), ("zamba2", 1), ("zamba2", 2), ("zamba2", 4), ("mamba", 1)])
+def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups):
+    """`choose` takes a schedule with fewer steps if it sends at most 2 % more. groups: query heads per key/value head."""
     config = Config.read(checkpoint(family))
+    if groups > 1:
+        config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
 
     def run(rank):
         found, chosen = (

@@ -23,6 +23,7 @@ MODELS = {
         "falcon": dict(model_type="falcon_mamba", lr=1e-3),
         "zamba": tiny.ZAMBA,
         "zamba2": dict(tiny.ZAMBA2, lr=1e-3),
+        "zamba2 GQA": dict(tiny.ZAMBA2, lr=1e-3, num_query_groups=2),  # four query heads
     }.items()
 }
 SCHEDULES = ("auto", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
@@ -73,7 +74,12 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
         pytest.param("zamba2", 1, 4, 1, "2d", marks=pytest.mark.full),
         ("zamba2", 1, 2, 2, "auto"),
         ("mamba2 large states", 1, 2, 1, "search"),
+        ("zamba2 GQA", 1, 3, 1, "search"),
+        pytest.param("zamba2 GQA", 1, 2, 1, "search", marks=pytest.mark.full),
+        pytest.param("zamba2", 1, 3, 1, "search", marks=pytest.mark.full),
         pytest.param("zamba2", 1, 4, 1, "search", marks=pytest.mark.full),
+        pytest.param("zamba2", 1, 5, 1, "search", marks=pytest.mark.full),
+        pytest.param("mamba2 large states", 1, 3, 1, "search", marks=pytest.mark.full),
     ],
 )
 def test_curves(ranks, model, tp, cp, dp, schedule):

@@ -1,0 +1,89 @@
+"""What makes a search fast changes nothing. Oracles: whole costs of all candidates; all plans, lowered."""
+
+from contextlib import suppress
+
+import pytest
+
+from commir import Mesh, programs, search
+from commir.lowering.layouts import digits_of, digits_of_chunk
+from commir.scheduling.loop_nest import Illegal
+from commir.searching.candidates import Candidate, candidates
+from commir.searching.cost import CostModel
+from commir.searching.fast_costs import FastCosts
+from commir.searching.search import _order, all_plans, ranked
+from loop_programs import cases
+from sparsefusion import Fabric
+from sparsefusion.fabric.curve import Curve
+
+MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=1, g=4), Mesh(n=3, g=4)]
+FABRIC = Fabric(tuple(Curve.fit("p2p", n, [(1e2, 1e-5), (1e4, 3e-5), (1e6, 4e-5), (1e8, 0.2)]) for n in (2, 3, 4)))
+SPEEDS = [{}, {"n": (1e-4, 1e8), "g": (1e-5, 1e10)}, {"n": FABRIC, "g": FABRIC}]
+TIMES = dict(point_seconds=1e-9, call_seconds=1e-5, overlap=0.5)
+
+
+def models(mesh, speeds):
+    """Models of all programs of the library, whose loops take no time, or some."""
+    mesh = mesh.with_speeds({axis.level: speeds[axis.level] for axis in mesh.axes if speeds})
+    for case in cases(mesh.ranks):
+        for times in ({}, TIMES):
+            yield CostModel(case.program, mesh, **times)
+
+
+@pytest.mark.parametrize("speeds", SPEEDS, ids=["equal", "different", "fabric"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_fast_costs_are_the_costs(mesh, speeds):
+    found = set()
+    for model in models(mesh, speeds):
+        fast = FastCosts(model)
+        if fast.applies:
+            found.add(model.program.name)
+            for each in candidates(model.program, model.mesh):
+                assert fast.seconds(each) == pytest.approx(model.cost(each).seconds, rel=1e-12), str(each)
+    assert found == {"attention", "attention_backward", "all_gather_matmul", "matmul_reduce_scatter", "weighted_sum"}
+
+
+@pytest.mark.parametrize("speeds", SPEEDS, ids=["equal", "different", "fabric"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_candidates_are_ranked_by_their_whole_costs(mesh, speeds):
+    for model in models(mesh, speeds):
+        costs = [(model.cost(each), each) for each in candidates(model.program, model.mesh)]
+        expected = sorted(costs, key=lambda each: (each[0].seconds, each[0].sent, each[0].messages))
+        assert list(ranked(model)) == expected
+
+
+def pairs(program, mesh):
+    """(candidate, plan) of all candidates."""
+    return zip(candidates(program, mesh), all_plans(program, mesh), strict=True)
+
+
+def chunks_of(candidate, program, mesh):
+    """{axis: the plans of a candidate in 2, 3, ... chunks of it that are legal}, up to 64."""
+    found = {}
+    for axis in program.axes:
+        for chunks in (n for n in range(2, 65) if axis.size % n == 0):
+            with suppress(Illegal):
+                plan = Candidate(candidate.parts, axis.name, chunks).schedule(program, mesh).lower()
+                found.setdefault(axis.name, []).append(plan)
+    return found
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2)], ids=str)
+def test_a_search_within_memory_finds_what_lowering_everything_does(mesh, backward):
+    """Whole plans that fit and, of others, that with the fewest chunks of each axis that fits."""
+    program = programs.attention(2, 2 * mesh.ranks, mesh.ranks, 16 * mesh.ranks, 16, backward=backward)
+    every = [(plan, chunks_of(each, program, mesh)) for each, plan in pairs(program, mesh)]
+    budgets = sorted(plan.memory for plan, _ in every)
+    for budget in (budgets[0] * 3 // 4, budgets[len(budgets) // 4], budgets[-1]):
+        fitting = []
+        for plan, in_chunks in every:
+            firsts = (next((each for each in plans if each.memory <= budget), None) for plans in in_chunks.values())
+            fitting += [plan] if plan.memory <= budget else [each for each in firsts if each]
+        expected = [plan.hash for plan in sorted(fitting, key=_order)[:8]]
+        assert [plan.hash for plan in search(program, mesh, memory=budget)] == expected
+
+
+def test_digits_are_found_once():
+    (plan, *_) = search(programs.attention(2, 8, 8, 32, 8), Mesh(g=2), memory=40_000)
+    assert plan.schedule.chunked and plan.digits is digits_of(plan.schedule)
+    assert plan.of_one_chunk.digits is digits_of_chunk(plan.schedule) is digits_of(plan.of_one_chunk.schedule)
