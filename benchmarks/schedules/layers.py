@@ -18,7 +18,7 @@ from benchmarks.support.tables import markdown, print_or_publish
 from commir import Mesh, Plan, search_graph
 from commir.searching.graph_run import GraphRunner
 from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
-from commir.searching.operator_options import Operator
+from commir.searching.operator_options import GraphNode
 from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS, BURST = 7, "16kb"
@@ -41,13 +41,13 @@ class Cell:
         """The ranks of all nodes together."""
         return self.nodes * self.per_node
 
-    def operators(self) -> list[Operator]:
+    def operators(self) -> list[GraphNode]:
         """The layer, small."""
         if self.layer == "Llama":
             return transformer_layer(1, 1024, 512, heads=8, kv_heads=4, ffn=1536, dtype="float32", causal=False)
         return zamba_layer(1, 1024, 512, heads=16, dim=64, state=16, attention_heads=8, dtype="float32", causal=False)
 
-    def limit(self, operators: list[Operator]) -> int:
+    def limit(self, operators: list[GraphNode]) -> int:
         """Bytes: half of the largest product's parameters."""
         return max(each.program.nbytes(operand) for each in operators for operand in each.parameters()) // 2
 
@@ -55,7 +55,7 @@ class Cell:
 CELLS = [Cell(layer, *shape) for layer in ("Llama", "Zamba2") for shape in ((2, 2), (2, 4), (4, 2))]
 
 
-def blocks(operators: list[Operator], plans: dict[str, Plan]) -> dict[str, dict[str, torch.Tensor]]:
+def blocks(operators: list[GraphNode], plans: dict[str, Plan]) -> dict[str, dict[str, torch.Tensor]]:
     """{operator: {input: a random block}} of parameters, and of the layer's input."""
     given = {}
     for each in operators:

@@ -16,7 +16,7 @@ from commir import Mesh, programs, search, search_graph, verify
 from commir.ir.program import Program
 from commir.searching.candidates import candidates
 from commir.searching.layers import matrix_product, transformer_layer, zamba_layer
-from commir.searching.operator_options import Operator
+from commir.searching.operator_options import GraphNode
 
 REPETITIONS = 5
 NODES = {"node": (1e-5, 12.5e9), "gpu": (3e-6, 450e9)}
@@ -50,13 +50,13 @@ def attention_row(name: str, program: Program, mesh: Mesh) -> list[str]:
     return [*row, f"{seconds(lambda: verify(best)):.3f} s" if mesh.ranks <= 64 else ""]
 
 
-def chain(length: int) -> list[Operator]:
+def chain(length: int) -> list[GraphNode]:
     """Products, each of the one before."""
     first = replace(matrix_product("p0", 1, 4096, 4096, 4096, "bfloat16", ""), inputs={})
     return [first, *(matrix_product(f"p{n}", 1, 4096, 4096, 4096, "bfloat16", f"p{n - 1}") for n in range(1, length))]
 
 
-def graph_row(name: str, operators: list[Operator], mesh: Mesh) -> list[str]:
+def graph_row(name: str, operators: list[GraphNode], mesh: Mesh) -> list[str]:
     """A row: the number of operators, and the time of the search."""
     return [
         f"{name}, {mesh!r}",

@@ -159,6 +159,7 @@ def _exchange_with_all(
             yield handle
             state.count.drop(*copies)
             on_arrival(source, blocks)
+            del handle, blocks, copies  # so that they are freed before the next message is allocated
 
 
 class _Whole:

@@ -48,7 +48,8 @@ def execute(
                 f"use commir.differentiable, or torch.no_grad()"
             )
 
-    compare(plan, local_inputs, group, f"count is {'not ' if count is None else ''}given", check=check_gradients)
+    is_counted = f"count is {'not ' if count is None else ''}given"
+    compare("execute", plan, local_inputs, group, is_counted, check=check_gradients)
     with without_autocast(local_inputs):
         if grid is not None:
             return attend(plan, grid, local_inputs, group, counter)
@@ -57,17 +58,18 @@ def execute(
 
 
 def compare(
-    plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
+    caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
 
-    others: what else must be equal on all ranks, each in a line. check: raises a ValueError about this rank's arguments.
+    caller: the function whose arguments they are. others: what else must be equal on all ranks, each in a line. check:
+    raises a ValueError about this rank's arguments.
     """
 
     def arguments() -> str:
         """Check this rank's arguments; lines of what must be equal on all ranks."""
-        check_type("execute", plan, Plan)
+        check_type(caller, plan, Plan)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
@@ -99,4 +101,6 @@ def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = 
         if isinstance(request, Messages):
             answer = exchange(request.sends, request.receives, group, counter)
         else:
-            answer = request.wait()
+            answer = None
+            request.wait()
+        del request  # with the tensors of its messages, which the rank may not need any more

@@ -29,7 +29,7 @@ def backward_plan(plan: Plan) -> Plan:
     the plan is not one of attention, has chunks of queries, was not made by `place` (and `in_chunks`), or keeps q, k, v or
     out elsewhere than the program does.
     """
-    check_type("differentiable", plan, Plan)
+    check_type("backward_plan", plan, Plan)
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
         raise ValueError(
@@ -69,6 +69,7 @@ def differentiable(
     backward: list[Plan] = []
     refused: list[ValueError] = []
     try:
+        check_type("differentiable", plan, Plan)
         backward.append(backward_plan(plan))
     except ValueError as error:
         if group is None:
@@ -82,7 +83,7 @@ def differentiable(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
-        compare(plan, {"q": q, "k": k, "v": v}, group, check=check)
+        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group, check=check)
         return _Attention.apply(q, k, v, _Pair(plan, backward[0], group, count, counter))
 
     return attend

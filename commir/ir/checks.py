@@ -8,7 +8,7 @@ HINTS = {
     "Mesh": "such as Mesh(gpu=4)",
     "Plan": "Schedule.lower() makes one, and search() a list of them",
     "Sequence": "such as the plans that search() returns",
-    "Operator": "such as Operator(name, program, inputs)",
+    "GraphNode": "such as GraphNode(name, program, inputs)",
     "LoopNest": "Schedule(program, mesh) makes one",
 }
 

@@ -22,7 +22,7 @@ from .steps import (
     Step,
     Swap,
 )  # fmt: skip
-from .timeline import message_seconds
+from .timeline import collective_seconds, message_seconds
 
 RULES: dict[type, str] = {
     AllToAll: "all-to-all",
@@ -36,27 +36,30 @@ RULES: dict[type, str] = {
 
 
 def table_of_messages(
-    nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]]
+    nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]], times: int = 1
 ) -> list[tuple[str, str, str, int, int, float]]:
-    """(operands, mesh axis, rule, messages, bytes that a rank sends, seconds on the link) in the order of the steps.
+    """(operands, mesh axis, rule, messages, bytes that a rank sends, seconds of the messages) in the order of the steps.
 
-    sent: the messages of each step (`Account.by_step`).
+    sent: the messages of each step (`Account.by_step`). times: how often the steps are taken, one time after the other.
     """
     mesh, rows = nest.mesh, dict[tuple[str, str, str], list[float]]()
     for step, messages in zip(steps, sent, strict=True):
         for message in messages:
             key = operands_of(nest.program, step), message.axis, RULES[type(step)]
             row = rows.setdefault(key, [0, 0, 0.0])
-            row[0] += message.count
-            row[1] += message.count * message.nbytes
-            row[2] += message.count * sum(message_seconds(mesh, message.axis, message.nbytes))
+            latency, busy = message_seconds(mesh, message.axis, message.nbytes)
+            row[0] += times * message.count
+            row[1] += times * message.count * message.nbytes
+            row[2] += times * collective_seconds(latency, busy, message.count, message.at_once)
     return [(*key, int(count), int(nbytes), seconds) for key, (count, nbytes, seconds) in rows.items()]
 
 
-def lines_of_messages(nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]]) -> list[str]:
+def lines_of_messages(
+    nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]], times: int = 1
+) -> list[str]:
     """The table as aligned lines; seconds only if the speed of the mesh is known."""
     rows = [("operands", "mesh axis", "rule", "messages", "bytes", "seconds")]
-    for operands, axis, rule, count, nbytes, seconds in table_of_messages(nest, steps, sent):
+    for operands, axis, rule, count, nbytes, seconds in table_of_messages(nest, steps, sent, times):
         time = f"{seconds:.3g}" if nest.mesh.axis(axis).level in nest.mesh.speeds else "-"
         rows.append((operands, axis, rule, str(count), f"{nbytes:,}", time))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

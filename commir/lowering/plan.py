@@ -148,7 +148,8 @@ class Plan:
         totals = (
             f"{time}a rank sends {self.bytes_per_rank:,} bytes in {self.messages} messages and holds {self.memory:,}"
         )
-        messages = lines_of_messages(self.schedule, self.steps, self.account.by_step)
+        sent = self.of_one_chunk.account.by_step
+        messages = lines_of_messages(self.schedule, self.steps, sent, self.schedule.chunks)
         lines = [str(self.schedule) + f" ({name})" * bool(name), totals]
         return "\n".join([*lines, *messages, f"chosen: {self.reason}"])
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
-from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
 from commir.lowering.accounting import AHEAD
@@ -39,8 +38,6 @@ class CostModel:
     def __init__(
         self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
     ) -> None:
-        check_type("search", program, Program)
-        check_type("search", mesh, Mesh)
         check_tile(point_seconds, call_seconds, overlap)
         self.program, self.mesh, self.overlap = program, mesh, overlap
         self._point_seconds, self._call_seconds = point_seconds, call_seconds

@@ -11,7 +11,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-Factor = tuple[tuple[int, ...], np.ndarray]  # nodes in ascending order, and a cost for each combination of their options
+# Nodes in ascending order, and a cost for each combination of their options.
+Factor = tuple[tuple[int, ...], np.ndarray]
 
 
 def minimize(own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]) -> tuple[list[int], float]:

@@ -23,7 +23,7 @@ from commir.scheduling.loop_nest import Illegal
 
 from .elimination import minimize
 from .graph_checks import check_graph
-from .operator_options import Operator, Option, Relayouts, options_of
+from .operator_options import GraphNode, Option, Relayouts, options_of
 
 MOST_TRIES = 1000  # to find a combination that can be lowered
 
@@ -32,7 +32,7 @@ MOST_TRIES = 1000  # to find a combination that can be lowered
 class GraphPlan:
     """The chosen option of each operator. seconds: of all messages, resharding included. resharding: {edge: seconds}."""
 
-    operators: tuple[Operator, ...]
+    operators: tuple[GraphNode, ...]
     mesh: Mesh
     chosen: dict[str, Option]
     seconds: float
@@ -51,7 +51,7 @@ class GraphPlan:
         """
         return {each.name: self._plan_of(each) for each in self.operators}
 
-    def first_illegal(self) -> Operator | None:
+    def first_illegal(self) -> GraphNode | None:
         """The first operator whose inputs arrive in layouts of which lowering cannot cut all at once, if there is one."""
         for each in self.operators:
             try:
@@ -60,7 +60,7 @@ class GraphPlan:
                 return each
         return None
 
-    def _plan_of(self, operator: Operator) -> Plan:
+    def _plan_of(self, operator: GraphNode) -> Plan:
         arriving = {
             operand: operator.arriving(operand, self.chosen[producer].out)
             for operand, (producer, _) in operator.inputs.items()
@@ -69,7 +69,7 @@ class GraphPlan:
 
 
 def search_graph(
-    operators: Sequence[Operator], mesh: Mesh, memory: int | None = None,
+    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None,
     allowed: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
 ) -> GraphPlan:  # fmt: skip
     """The options of all operators with the least time of messages.
@@ -93,7 +93,7 @@ def search_graph(
 
 
 def _cheapest(
-    operators: Sequence[Operator], mesh: Mesh, options: Mapping[str, list[Option]],
+    operators: Sequence[GraphNode], mesh: Mesh, options: Mapping[str, list[Option]],
     edges: Mapping[tuple[str, str], np.ndarray],
 ) -> GraphPlan:  # fmt: skip
     """The least sum that can be lowered.
@@ -131,7 +131,7 @@ def _cheapest(
 
 
 def _combination(
-    failing: Operator, names: Sequence[str], options: Mapping[str, list[Option]], chosen: Mapping[str, Option]
+    failing: GraphNode, names: Sequence[str], options: Mapping[str, list[Option]], chosen: Mapping[str, Option]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """What fails together, as (number of an operator, which of its options): one option, and layouts of its inputs."""
     for name in dict.fromkeys(producer for producer, _ in failing.inputs.values()):
@@ -140,7 +140,7 @@ def _combination(
 
 
 def _all_options(
-    operators: Sequence[Operator], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]]
+    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]]
 ) -> dict[str, list[Option]]:
     """{operator: its options}; operators with the same program and parameters have the same."""
     known: dict[object, list[Option]] = {}

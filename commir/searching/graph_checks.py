@@ -6,16 +6,16 @@ from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 
-from .operator_options import Operator
+from .operator_options import GraphNode
 
 
-def check_graph(operators: Sequence[Operator], mesh: Mesh, allowed: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
+def check_graph(operators: Sequence[GraphNode], mesh: Mesh, allowed: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
     """ValueError: two operators have one name, an edge does not fit, or `allowed` is wrong. See `search_graph`."""
     check_type("search_graph", mesh, Mesh)
     if not isinstance(operators, Sequence):
         raise ValueError(f"search_graph takes a list of operators, not {operators!r:.60}")
     for each in operators:
-        check_type("search_graph", each, Operator)
+        check_type("search_graph", each, GraphNode)
     by_name = {each.name: each for each in operators}
     if len(by_name) < len(operators):
         names = [each.name for each in operators]

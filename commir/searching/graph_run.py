@@ -14,7 +14,7 @@ from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-from .operator_options import Operator
+from .operator_options import GraphNode
 
 Tensor = torch.Tensor
 
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 class GraphRunner:
     """The operators of a graph with their plans (`GraphPlan.plans`), on the ranks of a group. Every rank makes one."""
 
-    def __init__(self, operators: Sequence[Operator], plans: Mapping[str, Plan], group: ProcessGroup | None) -> None:
+    def __init__(self, operators: Sequence[GraphNode], plans: Mapping[str, Plan], group: ProcessGroup | None) -> None:
         check_member(group)
         self.operators, self.plans, self.group = operators, plans, group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())

@@ -12,7 +12,7 @@ from commir.programs.scan_programs import selective_scan
 
 from .graph import GraphPlan, search_graph
 from .graph_checks import check_graph
-from .operator_options import Operator
+from .operator_options import GraphNode
 
 # The loop that each role of a mesh axis gives to an operator, by the kind that its name begins with.
 ROLES = {
@@ -26,7 +26,7 @@ SILU = "{0} * sigmoid({0})"
 def transformer_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, ffn: int = 14336,
     dtype: str = "bfloat16", causal: bool = True,
-) -> list[Operator]:  # fmt: skip
+) -> list[GraphNode]:  # fmt: skip
     """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
 
     Its input comes from a layer like it, in the layout in which that one leaves its output.
@@ -45,7 +45,7 @@ def transformer_layer(
 def zamba_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 2560, heads: int = 80, dim: int = 64, state: int = 64,
     attention_heads: int = 32, dtype: str = "bfloat16", causal: bool = True,
-) -> list[Operator]:  # fmt: skip
+) -> list[GraphNode]:  # fmt: skip
     """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals.
 
     Without its norms, its convolution (whose messages are three tokens), and the activation of step sizes. Its input comes
@@ -62,7 +62,7 @@ def zamba_layer(
     inputs = {
         name: (f"in_{name}", {"batch": "batch", "rows": "seq", "cols": axis}) for name, (_, axis) in columns.items()
     }
-    layer.append(Operator("scan", selective_scan(batch, seq, heads, dim, state, dtype, "contiguous"), inputs))
+    layer.append(GraphNode("scan", selective_scan(batch, seq, heads, dim, state, dtype, "contiguous"), inputs))
     gated = _elementwise("gate_mixer", (batch, seq, inner), dtype, "x0 * " + SILU.format("x1"), {"x1": "in_z"})
     back = {"batch": "batch", "seq": "rows", "heads": "cols"}
     layer.append(replace(gated, inputs={**gated.inputs, "x0": ("scan", back)}))
@@ -70,7 +70,7 @@ def zamba_layer(
     return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mixer")]
 
 
-def best_3d_parallel(operators: Sequence[Operator], mesh: Mesh, memory: int | None = None) -> GraphPlan:
+def best_3d_parallel(operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None) -> GraphPlan:
     """The best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
 
     Which loop a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
@@ -98,7 +98,7 @@ def _loop(role: str, operator: str) -> str:
 
 def _attention_block(
     source: str, batch: int, seq: int, hidden: int, heads: int, kv_heads: int, dim: int, dtype: str, causal: bool
-) -> list[Operator]:
+) -> list[GraphNode]:
     """Projections to q, k and v, attention, and the output projection."""
     block = [matrix_product(f"in_{name}", batch, seq, hidden, count * dim, dtype, source) for name, count in
              (("q", heads), ("k", kv_heads), ("v", kv_heads))]  # fmt: skip
@@ -108,16 +108,16 @@ def _attention_block(
         "kv": {"batch": "batch", "rows": "kv", "cols": "heads"},
     }
     inputs = {name: (f"in_{name}", rows["q" if name == "q" else "kv"]) for name in "qkv"}
-    block.append(Operator("attend", program, inputs))
+    block.append(GraphNode("attend", program, inputs))
     back = {"batch": "batch", "q": "rows", "heads": "inner"}
-    output = Operator("out_attention", _matmul(batch, seq, heads * dim, hidden, dtype), {"a": ("attend", back)})
+    output = GraphNode("out_attention", _matmul(batch, seq, heads * dim, hidden, dtype), {"a": ("attend", back)})
     return [*block, output]
 
 
-def matrix_product(name: str, batch: int, rows: int, inner: int, cols: int, dtype: str, source: str) -> Operator:
+def matrix_product(name: str, batch: int, rows: int, inner: int, cols: int, dtype: str, source: str) -> GraphNode:
     """A product with parameters, of a tensor (batch, rows, cols of its producer)."""
     renamed = {"batch": "batch", "rows": "rows", "cols": "inner"}
-    return Operator(name, _matmul(batch, rows, inner, cols, dtype), {"a": (source, renamed)})
+    return GraphNode(name, _matmul(batch, rows, inner, cols, dtype), {"a": (source, renamed)})
 
 
 def _matmul(batch: int, rows: int, inner: int, cols: int, dtype: str) -> Program:
@@ -131,7 +131,7 @@ def _matmul(batch: int, rows: int, inner: int, cols: int, dtype: str) -> Program
 
 def _elementwise(
     name: str, sizes: tuple[int, int, int], dtype: str, formula: str, sources: Mapping[str, str]
-) -> Operator:
+) -> GraphNode:
     """y (batch, rows, cols) from x0 and x1 of the same shape. sources: {x0 or x1: the operator that makes it}."""
     axes = tuple(Axis(*each) for each in zip(("batch", "rows", "cols"), sizes, strict=True))
     same = {axis.name: axis.name for axis in axes}
@@ -141,9 +141,9 @@ def _elementwise(
     inputs = tuple(Operand(each, tuple(same), "rows") for each in names)
     output = Operand("y", tuple(same), "rows")
     program = Program("elementwise", axes, inputs, (output,), (Result("sum", ("y",)),), formula, (), dtype)
-    return Operator(name, program, {each: (source, same) for each, source in sources.items()})
+    return GraphNode(name, program, {each: (source, same) for each, source in sources.items()})
 
 
-def _sum(name: str, sizes: tuple[int, int, int], dtype: str, first: str, second: str) -> Operator:
+def _sum(name: str, sizes: tuple[int, int, int], dtype: str, first: str, second: str) -> GraphNode:
     """The sum of what two operators make."""
     return _elementwise(name, sizes, dtype, "x0 + x1", {"x0": first, "x1": second})

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
+from commir.execution.devices import comparison_device
 from commir.execution.executor import execute
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
@@ -25,7 +26,8 @@ def fastest(
 
     Every rank of `group` calls it with the same plans, and gets the same order: the time of a plan is the median over
     `repeated` runs of the slowest rank's. The plans take turns, with random inputs of the program's dtype on `device`.
-    ValueError on every rank: there are no plans or repetitions, the ranks' plans or repetitions differ, or as in `execute`.
+    ValueError on every rank: there are no plans or repetitions, the ranks' plans, repetitions or devices differ, or as in
+    `execute`.
     Gathers 16 bytes of each rank to compare them, and sends `repeated` + 1 times what the plans send.
     """
 
@@ -39,11 +41,15 @@ def fastest(
         if type(repeated) is not int or repeated < 1:
             raise ValueError(f"fastest: repeated={repeated!r}; a plan must run at least once")
         return "\n".join(
-            [f"repeated is {repeated}", *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans)]
+            [
+                f"repeated is {repeated}",
+                f"device is {torch.device(device).type}",
+                *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans),
+            ]
         )
 
     check_member(group)
-    agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
+    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
     calls = []
     for plan in plans:
         shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}

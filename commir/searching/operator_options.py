@@ -23,12 +23,12 @@ from commir.lowering.timeline import seconds
 from commir.scheduling.loop_nest import Illegal, LoopNest
 from commir.scheduling.placements import place
 
-Layout = tuple[str | None, ...]
+Sharding = tuple[str | None, ...]  # a layout
 Nest = TypeVar("Nest", bound=LoopNest)
 
 
 @dataclass(frozen=True)
-class Operator:
+class GraphNode:
     """A node of a graph. inputs: {operand: (producer, {axis of the producer's output: axis of this operand})}.
 
     Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
@@ -43,7 +43,7 @@ class Operator:
         """The operands that no other operator makes."""
         return [each for each in self.program.inputs if each.name not in self.inputs and not each.source]
 
-    def arriving(self, operand: str, out: Layout) -> Layout:
+    def arriving(self, operand: str, out: Sharding) -> Sharding:
         """The layout of an input that its producer leaves in the layout `out`, in the names of this operator's axes."""
         renamed = self.inputs[operand][1]
         return tuple(None if axis is None else renamed.get(axis, axis) for axis in out)
@@ -58,15 +58,15 @@ class Option:
     """
 
     axes: tuple[str, ...]
-    out: Layout
+    out: Sharding
     seconds: float
     memory: int
 
-    def needs(self, operand: Operand) -> Layout:
+    def needs(self, operand: Operand) -> Sharding:
         """The layout in which it takes an input."""
         return tuple(axis if axis in operand.axes else None for axis in self.axes)
 
-    def plan(self, operator: Operator, mesh: Mesh, arriving: Mapping[str, Layout]) -> Plan:
+    def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
         """The plan. arriving: the layouts of the inputs that other operators make. Illegal: the layouts do not fit."""
         program = _with_parameters_anywhere(operator)
         homes = {each.name: self.needs(each) for each in program.operands if not each.source}
@@ -77,7 +77,7 @@ class Option:
 
 
 def options_of(
-    operator: Operator, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None
+    operator: GraphNode, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None
 ) -> list[Option]:
     """Every placement of the mesh axes on the operator's loops, and every layout that it can leave its output in.
 
@@ -116,19 +116,19 @@ def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str
             for part, axis in zip(mesh.axes, axes, strict=True)]  # fmt: skip
 
 
-def _with_parameters_anywhere(operator: Operator) -> Program:
+def _with_parameters_anywhere(operator: GraphNode) -> Program:
     """The program without homes of parameters, whose axes need not divide over the whole mesh."""
     names = {each.name for each in operator.parameters()}
     inputs = (replace(each, home=None) if each.name in names else each for each in operator.program.inputs)
     return replace(operator.program, inputs=tuple(inputs))
 
 
-def _lowered(program: Program, mesh: Mesh, axes: Sequence[str], homes: Mapping[str, Layout]) -> Plan:
+def _lowered(program: Program, mesh: Mesh, axes: Sequence[str], homes: Mapping[str, Sharding]) -> Plan:
     nest = _kept(Schedule(program, mesh), homes)
     return place(nest, **dict(zip(mesh.names, axes, strict=True))).lower()
 
 
-def _kept(nest: Nest, homes: Mapping[str, Layout]) -> Nest:
+def _kept(nest: Nest, homes: Mapping[str, Sharding]) -> Nest:
     """The schedule with operands at home in these layouts."""
     for name, layout in homes.items():
         for mesh_axis, axis in zip(nest.mesh.names, layout, strict=True):
@@ -156,7 +156,7 @@ class Relayouts:
         self._known: dict[tuple[object, ...], float] = {}
 
     def edge(
-        self, producer: Operator, have: Sequence[Option], consumer: Operator, want: Sequence[Option], operand: str
+        self, producer: GraphNode, have: Sequence[Option], consumer: GraphNode, want: Sequence[Option], operand: str
     ) -> np.ndarray:
         """The time between every option of the producer and every one of the consumer; infinite where it is not possible."""
         taken = consumer.program.operand(operand)
@@ -167,7 +167,7 @@ class Relayouts:
         ])  # fmt: skip
         return table[np.ix_(left[1], right[1])]
 
-    def seconds(self, program: Program, operand: Operand, have: Layout, want: Layout) -> float:
+    def seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
         """The time for an operand; infinite if lowering cannot cut it so, or `have` names an axis that it lacks."""
         dims = tuple(
             tuple(operand.axes.index(axis) if axis in operand.axes else axis for axis in each) for each in (have, want)
@@ -179,7 +179,7 @@ class Relayouts:
             self._known[key] = self._seconds(program, operand, have, want)
         return self._known[key]
 
-    def _seconds(self, program: Program, operand: Operand, have: Layout, want: Layout) -> float:
+    def _seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
         axes = tuple(
             Axis(name, size, WHOLE if program.axis(name).kind == WHOLE else SPATIAL)
             for name, size in zip(operand.axes, program.shape(operand), strict=True)
@@ -195,7 +195,7 @@ class Relayouts:
         return seconds(self._mesh, steps, account(digits, steps).by_step)
 
 
-def _numbered(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+def _numbered(layouts: Sequence[Sharding]) -> tuple[list[Sharding], list[int]]:
     """The different layouts, and the number of each one's among them."""
     different = list(dict.fromkeys(layouts))
     return different, [different.index(each) for each in layouts]

@@ -59,8 +59,9 @@ def search(
     if type(top) is not int or top < 1:
         raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
     check_memory(memory)
+    check_type("search", program, Program)
+    check_type("search", mesh, Mesh)
     if fabric is not None:
-        check_type("search", mesh, Mesh)
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     _check_homes(program, mesh)
@@ -75,6 +76,8 @@ def all_plans(
     with_chunks: bool = False,
 ) -> list[Plan]:  # fmt: skip
     """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
+    check_type("all_plans", program, Program)
+    check_type("all_plans", mesh, Mesh)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     _check_homes(program, mesh)
     chosen = list(candidates(program, mesh))

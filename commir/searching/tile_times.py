@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commir.execution.devices import comparison_device
 from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
@@ -58,7 +59,7 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
 
     A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
     as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
-    ValueError on every rank: the ranks have different programs, or one has none.
+    ValueError on every rank: the ranks have different programs or devices, or one has no program.
     """
     _compare("measure_overlap", program, group, device)
     if group is None or group.size() == 1:
@@ -100,9 +101,10 @@ def _compare(
     function: str, program: Program, group: ProcessGroup | None, device: torch.device | str,
     check: Callable[[], None] = lambda: None, *others: str,
 ) -> None:  # fmt: skip
-    """ValueError on every rank of `group` unless all call with the same program and `others`. Gathers 16 bytes of each.
+    """ValueError on every rank of `group` unless all call with the same arguments. Gathers 16 bytes of each.
 
-    function: what the error calls the caller. check: raises a ValueError about this rank's arguments.
+    function: what the error calls the caller. others: those beside the program and the device, each in a line. check:
+    raises a ValueError about this rank's arguments.
     """
 
     def arguments() -> str:
@@ -110,10 +112,13 @@ def _compare(
         check_type(function, program, Program)
         check()
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
-        return "\n".join([*others, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"])
+        device_type = f"device is {torch.device(device).type}"
+        return "\n".join(
+            [*others, device_type, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"]
+        )
 
     check_member(group)
-    agree(lambda mine: all_gather_small(mine, group), device, arguments, "ranks of the group")
+    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
 
 
 def tile_program(program: Program, blocks: int) -> Program:

@@ -5,6 +5,8 @@ import torch
 
 import commir
 from commir import In, Mesh, Out, Schedule, grid, programs
+from commir.execution.gradient import backward_plan
+from commir.searching.search import all_plans
 
 
 @commir.operator
@@ -56,7 +58,11 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: commir.fastest(PLAN), r"fastest takes Sequence \(such as the plans that search\(\) returns\)"),
         (lambda: commir.fastest([BY_HAND]), "fastest takes Plan"),
         (lambda: PLAN.shard([torch.zeros(2)], 0), r"inputs are \{name: tensor\}, not \[tensor"),
-        (lambda: commir.search_graph([PROGRAM], MESH), r"search_graph takes Operator \(such as Operator\("),
+        (lambda: commir.search_graph([PROGRAM], MESH), r"search_graph takes GraphNode \(such as GraphNode\("),
+        (lambda: commir.search_graph([product], MESH), r"search_graph takes GraphNode \(.*\), not Operator\(name='product'"),
+        (lambda: backward_plan([PLAN]), "backward_plan takes Plan"),
+        (lambda: all_plans(product, MESH), "all_plans takes Program"),
+        (lambda: all_plans(PROGRAM, 4), "all_plans takes Mesh"),
         (lambda: commir.search_graph([], 4), "search_graph takes Mesh"),
         (lambda: PLAN.with_options(caussal=True), "attention has no option 'caussal'; it has causal, scale"),
         (lambda: BY_HAND.lower().with_options(causal=True), "product has no option 'causal'; it has none"),
@@ -68,7 +74,7 @@ def test_arguments_of_another_type(call, message):
 
 
 def test_a_limit_of_memory_of_a_graph_is_a_number():
-    node = commir.searching.operator_options.Operator("alone", programs.all_gather_matmul(8, 8, 8))
+    node = commir.searching.operator_options.GraphNode("alone", programs.all_gather_matmul(8, 8, 8))
     with pytest.raises(ValueError, match="memory='1GB': it must be a number of bytes"):
         commir.search_graph([node], MESH, memory="1GB")
 

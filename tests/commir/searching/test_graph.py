@@ -14,7 +14,7 @@ from commir.searching.elimination import minimize
 from commir.searching.graph import GraphPlan, _cheapest, search_graph
 from commir.searching.layers import _sum as sum_of
 from commir.searching.layers import best_3d_parallel, matrix_product, transformer_layer, zamba_layer
-from commir.searching.operator_options import Operator, Relayouts, options_of
+from commir.searching.operator_options import GraphNode, Relayouts, options_of
 
 MESHES = [Mesh(gpu=4), Mesh(node=2, gpu=4, speeds={"node": (1e-5, 1e9), "gpu": (1e-6, 1e11)}), Mesh(gpu=8)]
 
@@ -229,31 +229,31 @@ def test_errors():
     mesh = Mesh(gpu=4)
     product_of = programs.all_gather_matmul(6, 6, 6)
     with pytest.raises(ValueError, match=r"alone: no placement divides its axes \(.*rows 6.*\) over Mesh\(gpu=4\)"):
-        search_graph([Operator("alone", product_of)], mesh)
+        search_graph([GraphNode("alone", product_of)], mesh)
     program = programs.all_gather_matmul(8, 8, 8)
     with pytest.raises(ValueError, match="alone: memory=100: its parameters need at least 128 bytes of a rank"):
-        search_graph([Operator("alone", program)], mesh, memory=100)
-    first = Operator("first", programs.matmul_reduce_scatter(6, 8, 8))
-    odd = Operator("odd", programs.all_gather_matmul(6, 8, 8), {"a": ("first", {"rows": "rows", "cols": "inner"})})
+        search_graph([GraphNode("alone", program)], mesh, memory=100)
+    first = GraphNode("first", programs.matmul_reduce_scatter(6, 8, 8))
+    odd = GraphNode("odd", programs.all_gather_matmul(6, 8, 8), {"a": ("first", {"rows": "rows", "cols": "inner"})})
     with pytest.raises(ValueError, match=r"odd: no plan on Mesh\(x=2, y=2\): a: axis rows of 6 does not divide over 4"):
         search_graph([first, odd], Mesh(x=2, y=2), allowed={"odd": [("rows", "cols")]})
     with pytest.raises(ValueError, match="alone takes a from nobody, which is no operator"):
-        search_graph([Operator("alone", program, {"a": ("nobody", {})})], mesh)
+        search_graph([GraphNode("alone", program, {"a": ("nobody", {})})], mesh)
     with pytest.raises(ValueError, match="alone takes a from itself"):
-        search_graph([Operator("alone", program, {"a": ("alone", {})})], mesh)
+        search_graph([GraphNode("alone", program, {"a": ("alone", {})})], mesh)
     with pytest.raises(ValueError, match="two operators are called alone"):
-        search_graph([Operator("alone", program)] * 2, mesh)
+        search_graph([GraphNode("alone", program)] * 2, mesh)
     with pytest.raises(ValueError, match="allowed names b, which is no operator"):
-        search_graph([Operator("alone", program)], mesh, allowed={"b": [("rows",)]})
+        search_graph([GraphNode("alone", program)], mesh, allowed={"b": [("rows",)]})
     with pytest.raises(ValueError, match=r"allowed\['alone'\] is \[\]; it needs a loop for each axis of Mesh"):
-        search_graph([Operator("alone", program)], mesh, allowed={"alone": []})
+        search_graph([GraphNode("alone", program)], mesh, allowed={"alone": []})
 
 
 def edge(renamed, consumer, operand="a"):
     """The message of the error of an edge from a product c (rows 8, cols 8), kept along cols."""
     graph = [
-        Operator("first", programs.all_gather_matmul(8, 8, 8)),
-        Operator("second", consumer, {operand: ("first", renamed)}),
+        GraphNode("first", programs.all_gather_matmul(8, 8, 8)),
+        GraphNode("second", consumer, {operand: ("first", renamed)}),
     ]
     with pytest.raises(ValueError, match=f"^second takes {operand} from first: ") as raised:
         search_graph(graph, Mesh(gpu=4))

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from commir import In, Mesh, Out, fastest, grid, measure_tile, operator, programs, search
+from commir import In, Mesh, Out, fastest, grid, measure_overlap, measure_tile, operator, programs, search
 
 
 def searched(mesh):
@@ -45,6 +45,26 @@ def test_ranks_that_call_with_other_plans(ranks, world):
     ):
         (found,) = set(ranks(run, world, given, repeated))
         assert message in found
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_measure_on_other_devices(ranks, world):
+    plans = search(programs.attention(1, 6, 6, 36, 8), Mesh(gpu=world))[:2]
+
+    def run(rank):
+        device, found = "meta" if rank == 1 else "cpu", []
+        for measure in (
+            lambda: fastest(plans, dist.group.WORLD, device=device),
+            lambda: measure_tile(plans[0].program, world, dist.group.WORLD, device),
+            lambda: measure_overlap(plans[0].program, dist.group.WORLD, device),
+        ):
+            with pytest.raises(ValueError) as error:
+                measure()
+            found.append(str(error.value))
+        return found
+
+    for found in ranks(run, world):
+        assert found == ["rank 1: device is meta; on rank 0: device is cpu"] * 3
 
 
 def test_one_rank_and_no_plans():

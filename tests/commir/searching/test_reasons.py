@@ -1,11 +1,13 @@
 """Why a plan was chosen. Oracle: the plans themselves, compared number by number."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from commir import Mesh, Plan, programs, search
+from commir import Mesh, Placement, Plan, Schedule, place, programs, search
 from commir.scheduling.known_schedules import known_as
+from commir.scheduling.placements import in_chunks
 from commir.searching.search import TIES, _order
 
 MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]
@@ -42,6 +44,17 @@ def test_the_reason_names_what_decided(mesh, program):
     assert LESS[why](best) < LESS[why](other)
     for earlier in list(LESS)[: list(LESS).index(why)]:
         assert LESS[earlier](best) == LESS[earlier](other)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("placement", ["q", "heads", "kv", Placement("q", True)], ids=str)
+def test_the_times_of_messages_are_those_of_the_plan(placement, chunks):
+    """Messages that are under way together share their latency."""
+    program, mesh = programs.attention(4, 8, 8, 64, 8), Mesh(gpu=8, speeds={"gpu": (1e-3, 1e7)})
+    plan = in_chunks(place(Schedule(program, mesh), gpu=placement), "batch", chunks).lower()
+    rows = [re.split(" {2,}", line) for line in plan.explain().splitlines()[3:-1]]
+    assert sum(float(row[-1]) for row in rows) == pytest.approx(plan.seconds, rel=0.01)
+    assert sum(int(row[-2].replace(",", "")) for row in rows) == plan.bytes_per_rank
 
 
 def test_every_tie_is_named():
