@@ -1,7 +1,7 @@
 """How long commir's searches take, by the number of ranks (about 5 min; on one core).
 
-The claim: attention of one sequence on 64 ranks is searched in less than 0.5 s and on 512 in less than 2 s, and a chain of
-30 products on 8 ranks in less than 1 s. Medians of several searches in one process; the first is not counted.
+The claim: attention on 64 ranks is searched in less than 0.5 s and on 512 in less than 2 s without a limit of memory, and a
+chain of 30 products on 8 ranks in less than 1 s. Medians of several searches in one process; the first is not counted.
 """
 
 import statistics
