@@ -100,17 +100,13 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
-    state.count.drop(*rows)
-    whole = [torch.empty_like(x) for x in rows]
-    state.count.hold(*whole)
     rounded = [state.on_wire(output, x) for output, x in zip(outputs, total, strict=True)]
     state.count_instead(total, rounded)
-    yield from _collect(
-        state, step.axis, [_Whole(x) for x in rounded],
-        [_Destination(x, ROWS, size, is_in_place=False) for x in whole],
-    )  # fmt: skip
-    state.count.drop(*rounded, *whole)
-    new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(whole, partial, strict=True)]
+    del pieces, total  # so that they are freed
+    destinations = [_Destination(x, ROWS, size, is_in_place=False) for x in rows]  # the pieces have all been sent
+    yield from _collect(state, step.axis, [_Whole(x) for x in rounded], destinations)
+    state.count.drop(*rounded, *rows)
+    new = [x.flatten()[: y.numel()].reshape(y.shape) for x, y in zip(rows, partial, strict=True)]
     state.count.hold(*new)
     state.replace(names, new)
 
@@ -118,9 +114,12 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
 def _collect(
     state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", destinations: "list[_Destination]"
 ) -> Run:
-    """Write what all ranks along an axis send to this one into `destinations`. sources: what is sent to them."""
+    """Write what all ranks along an axis send to this one into `destinations`. sources: what is sent to them.
+
+    If nothing is copied, on either side, all messages are begun at once.
+    """
     size, own = state.size(axis), state.coordinates[axis]
-    is_in_place = all(each.is_in_place for each in destinations)
+    is_copied = any(each.is_copied for each in sources) or not all(each.is_in_place for each in destinations)
 
     def write(source: int, blocks: list[Tensor]) -> None:
         for each, block in zip(destinations, blocks, strict=True):
@@ -132,7 +131,7 @@ def _collect(
 
     write(own, [each.block(own) for each in sources])
     buffers = {source: [each.buffer(source) for each in destinations] for source in range(size) if source != own}
-    yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, size if is_in_place else AHEAD)
+    yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, AHEAD if is_copied else size)
 
 
 def _exchange_with_all(

@@ -11,10 +11,11 @@ def comparison_device(group: ProcessGroup | None) -> torch.device:
     """Where the ranks of a group compare arguments: on the CPU if they can exchange its tensors, otherwise on their GPUs.
 
     It follows from the group alone, because one rank's tensors may be missing or on another device than those of others.
+    The GPU is the one to which the group was bound by `init_process_group(device_id=)`, or else the current one.
     """
     if group is None or "cpu" in _device_types(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:

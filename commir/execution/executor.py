@@ -26,7 +26,8 @@ def execute(
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
     of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, devices, dtypes, and
-    which inputs need gradients.
+    which inputs need gradients. By NCCL this happens on the GPU that the group is bound to or the rank has selected, so each
+    rank selects its own before (`torch.cuda.set_device`).
     A plan of attention2d's family is computed by attention2d, and differentiable. Other plans have no gradient, and are
     refused if gradients are enabled and an input requires one (`differentiable` gives attention one). count: counts what
     this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for; all ranks have a

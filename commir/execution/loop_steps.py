@@ -118,6 +118,7 @@ def send_partial(state: RankState, step: SendPartial) -> Run:
     partial = [state.registers.pop((output.name, step.source)) for output in outputs]
     leaving = [state.on_wire(output, x) for output, x in zip(outputs, partial, strict=True)]
     state.count_instead(partial, leaving)
+    del partial  # so that it is freed
     arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
     state.count.hold(*arriving)
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)

@@ -122,11 +122,11 @@ class _Ledger:
     def _exchange(self, axis: str, nbytes: int, arriving: int, leaving: int) -> int:
         """Count a message to every other rank along an axis; returns the bytes of copies that are held meanwhile.
 
-        arriving: those bytes of a message that do not arrive in their place. If there are none, all messages begin at once.
-        leaving: those bytes of a message that are copied to be sent.
+        arriving: those bytes of a message that do not arrive in their place. leaving: those that are copied to be sent. If
+        there are none of both, all messages begin at once.
         """
         others = self._size(axis) - 1
-        at_once = AHEAD if arriving else others
+        at_once = AHEAD if arriving or leaving else others
         self.messages[-1].append(Message(axis, nbytes, others, at_once))
         return min(at_once, others) * (arriving + leaving)
 
@@ -282,8 +282,7 @@ class _Ledger:
         leaving = sum(n * self._on_wire(output) for n, output in rounded)
         transit = self._exchange(step.axis, wire, wire, leaving)
         self._hold(size * wide + wide + transit)  # rows, this rank's piece, and copies of others
-        self.held -= size * wide + transit
-        self._hold(size * wide)  # the combined rows
+        self.held -= transit
         self._hold(leaving)  # this rank's piece, rounded
         self.held -= sum(n * self._wide(output) for n, output in rounded)
         transit = self._exchange(step.axis, wire, wire, 0)

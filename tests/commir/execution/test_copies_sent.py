@@ -1,4 +1,4 @@
-"""The copies that are sent are counted. Oracle: the storages of a rank's registers and of its messages under way."""
+"""Copies are counted. Oracle: the storages of registers, of messages and of all that was counted, while a rank has them."""
 
 import weakref
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from commir import Mesh, Schedule, interpret, programs
 from commir.execution.rank_steps import take_steps
-from commir.execution.state import Messages, RankState
+from commir.execution.state import Count, Messages, RankState
 from commir.lowering.accounting import AHEAD
 from commir.scheduling.placements import Placement, place
 from loop_programs import cases, mesh_of, plans, random_inputs
@@ -31,12 +31,24 @@ def inputs_of(program):
     return {name: x.float() if name in wide else x.to(dtype) for name, x in random_inputs(program).items()}
 
 
+class Recorded(Count):
+    """A count that can tell what of all that was counted is still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.refs = []
+
+    def hold(self, *tensors):
+        super().hold(*tensors)
+        self.refs += map(weakref.ref, tensors)
+
+
 def most_uncounted(plan, inputs, group):
     """What a rank has when it begins a message, with steps as in `run`.
 
     (the most bytes that it holds and has not counted, its counted peak, the most tensors of messages that are still held)
     """
-    state = RankState(plan, group.rank(), inputs)
+    state = RankState(plan, group.rank(), inputs, Recorded())
     steps, answer, sent, most, tensors = take_steps(state), None, [], 0, 0
     while True:
         try:
@@ -47,10 +59,11 @@ def most_uncounted(plan, inputs, group):
             sent = [ref for ref in sent if ref() is not None]  # whoever still holds what was sent or received
             sent += [weakref.ref(x) for x, _ in (*request.sends, *request.receives)]
             tensors = max(tensors, len(sent))
-            held = [*inputs.values(), *state.registers.values(), *(ref() for ref in sent)]
+            noted = [ref() for ref in (*sent, *state.count.refs)]
+            held = [x for x in (*inputs.values(), *state.registers.values(), *noted) if x is not None]
             storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
             most = max(most, sum(storages.values()) - state.count.held)
-            del held
+            del held, noted
             answer = exchange(request.sends, request.receives, group)
         else:
             request.wait()

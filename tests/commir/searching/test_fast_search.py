@@ -4,7 +4,8 @@ from contextlib import suppress
 
 import pytest
 
-from commir import Mesh, programs, search
+from commir import Axis, Mesh, Operand, Program, programs, search
+from commir.ir.program import Result
 from commir.lowering.layouts import digits_of, digits_of_chunk
 from commir.scheduling.loop_nest import Illegal
 from commir.searching.candidates import Candidate, candidates
@@ -81,6 +82,25 @@ def test_a_search_within_memory_finds_what_lowering_everything_does(mesh, backwa
             fitting += [plan] if plan.memory <= budget else [each for each in firsts if each]
         expected = [plan.hash for plan in sorted(fitting, key=_order)[:8]]
         assert [plan.hash for plan in search(program, mesh, memory=budget)] == expected
+
+
+def stored_by_outputs(ranks):
+    """y[b, m, n], the sum over k of x[b, m, k] w[n, k], whose rows m are divided at home, and so are w's rows n."""
+    axes = Axis("b", 16), Axis("m", ranks), Axis("n", 8 * ranks), Axis("k", 64 * ranks, "r")
+    inputs = Operand("x", ("b", "m", "k"), "m"), Operand("w", ("n", "k"), "n")
+    outputs = (Operand("y", ("b", "m", "n"), "m"),)
+    return Program("linear", axes, inputs, outputs, (Result("sum", ("y",)),), "x[b, m, k] * w[n, k]", (), "float32")
+
+
+@pytest.mark.parametrize("make", [stored_by_outputs, lambda ranks: programs.attention(2, ranks, ranks, 64, 8)])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_chunks_hold_no_more(ranks, make):
+    """Which a search within memory relies on."""
+    program, mesh = make(ranks), Mesh(g=ranks)
+    for candidate, _ in pairs(program, mesh):
+        for plans in chunks_of(candidate, program, mesh).values():
+            memory = [plan.memory for plan in plans]
+            assert memory == sorted(memory, reverse=True), plans[0].schedule
 
 
 def test_digits_are_found_once():
