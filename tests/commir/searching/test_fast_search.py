@@ -93,10 +93,10 @@ def stored_by_outputs(ranks):
 
 
 @pytest.mark.parametrize("make", [stored_by_outputs, lambda ranks: programs.attention(2, ranks, ranks, 64, 8)])
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_more_chunks_hold_no_more(ranks, make):
+@pytest.mark.parametrize("count", [4, 8])
+def test_more_chunks_hold_no_more(count, make):
     """Which a search within memory relies on."""
-    program, mesh = make(ranks), Mesh(g=ranks)
+    program, mesh = make(count), Mesh(g=count)
     for candidate, _ in pairs(program, mesh):
         for plans in chunks_of(candidate, program, mesh).values():
             memory = [plan.memory for plan in plans]
