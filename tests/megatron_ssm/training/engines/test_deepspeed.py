@@ -260,17 +260,17 @@ def test_bf16(ranks, tmp_path, tp, dp, stage, section, kept):
 def test_a_skipped_step_changes_nothing(ranks, tmp_path, tp, dp, stage, changes):
     """The run is the one whose batches lack that step. One more step that is not finite stops every rank."""
     run = run_of(stage, folder=tmp_path, **SKIPPING, **changes)
-    ranks(lambda rank: skip_a_step(rank, tp, run, 6 if changes is SPARSE else 2), tp * dp)
+    ranks(lambda rank: check_skipped_step(rank, tp, run, 6 if changes is SPARSE else 2), tp * dp)
 
 
 @pytest.mark.parametrize("dp, changes", [(2, dict(hidden_size=18)), (3, dict(mamba_head_dim=8, global_batch_size=6))])
 def test_a_skipped_step_with_padded_partitions(ranks, tmp_path, dp, changes):
     """ZeRO 3 divides the 9 elements of D into 5 + 4, and the 4 of the other model into 2 + 2 + 0; padding stays zero."""
     run = run_of(3, folder=tmp_path, **SKIPPING, **changes)
-    ranks(lambda rank: skip_a_step(rank, 1, run, 2), dp)
+    ranks(lambda rank: check_skipped_step(rank, 1, run, 2), dp)
 
 
-def skip_a_step(rank, tp, run, before):
+def check_skipped_step(rank, tp, run, before):
     """Skip a step after `before` others, compare those that follow with another run's, and skip one more than allowed."""
     trainer, other = tiny.trainer_on(tp, run), tiny.trainer_on(tp, run)
     data = tiny.batches(run)
