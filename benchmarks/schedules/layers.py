@@ -21,7 +21,7 @@ from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_l
 from commir.searching.operator_options import GraphNode
 from sparsefusion.fabric.measurement import repetitions, timed
 
-REPETITIONS, BURST = 7, "16kb"
+REPETITIONS, BURST = 10, "16kb"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from commir.scheduling.known_schedules import known_as
 from commir.searching.search import all_plans
 from commir.searching.tile_times import measure_overlap, measure_tile
 
-REPETITIONS, BURST = 7, "16kb"
+REPETITIONS, BURST = 10, "16kb"
 LIMITS = 1.0, 0.85, 0.75, 0.6  # of what the most economical known schedule holds
 NODES, PER_NODE = 2, 2
 

@@ -26,7 +26,8 @@ PROGRAM = programs.attention(heads=32, seq=65536, head_dim=128, dtype="bfloat16"
 SMALLER = programs.attention(heads=8, seq=8192, head_dim=64, dtype="bfloat16")
 FLAT, SIZES = Mesh(gpu=8), (8192, 8192, 8192, "bfloat16")
 KNOWN = [
-    (SMALLER, FLAT, ["ring", "all-gather", "Ulysses", "USP", "Attention2D", "Attention2D, overlapped", "3-D"]),
+    (SMALLER, FLAT, ["ring", "all-gather", "Ulysses", "USP"]),
+    (SMALLER, FLAT, ["Attention2D", "Attention2D, overlapped", "3-D", "3-D, overlapped"]),
     (SMALLER, Mesh(node=2, gpu=4), ["double ring"]),
     (programs.decode_attention(heads=8, seq=8192, head_dim=64, dtype="bfloat16"), FLAT, ["tree"]),
     (programs.all_gather_matmul(*SIZES), FLAT, ["all-gather, then product", "AsyncTP"]),

@@ -16,6 +16,7 @@ from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, se
 from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
 from commir.lowering.steps import Place, Step
+from commir.programs.scan_programs import fading
 from commir.scheduling.loop_nest import Illegal
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
@@ -247,14 +248,14 @@ def _places(values: list[float]) -> list[float]:
 
 
 def random_inputs(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
-    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan decay."""
+    """{input: random float64 tensor} for the inputs that a caller gives; the states of a scan do not grow."""
     generator = torch.Generator().manual_seed(seed)
     inputs = {
         operand.name: torch.randn(program.shape(operand), generator=generator, dtype=torch.float64)
         for operand in program.inputs
         if not operand.source
     }
-    return inputs if program.scan is None else inputs | {"dt": inputs["dt"].abs(), "A": -inputs["A"].abs()}
+    return inputs if program.scan is None else fading(program, inputs)
 
 
 def _other_value(value: Any, names: Sequence[str], generator: random.Random) -> Any:

@@ -51,6 +51,15 @@ def selective_scan(
     )  # fmt: skip
 
 
+def fading(program: Program, inputs: Tensors) -> dict[str, Tensor]:
+    """Inputs with positive step sizes and negative rates, so that states neither grow nor fade before the sequence ends.
+
+    Every block then matters to all later ones, and outputs have about one size.
+    """
+    rates = inputs["A"].abs() * (-4 / program.axis("seq").size)
+    return {**inputs, "dt": inputs["dt"].abs(), "A": rates}
+
+
 def scan_tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
     """y of a tile: its blocks one by one, each from the state that enters it (without any: from zero)."""
     carry, (blocks, slots) = inputs.get("entering_state"), _blocks(program, inputs, indices)

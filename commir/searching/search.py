@@ -235,19 +235,20 @@ def _does_not_divide(program: Program, mesh: Mesh) -> str:
 
 def _reason(found: list[Plan], number: int) -> str:
     if number:
-        return f"number {number + 1} of the search; by prediction it takes {_longer(found[number], found[0])} the best"
+        more = longer(found[number].seconds, found[0].seconds)
+        return f"number {number + 1} of the search; by prediction it takes {more} the best"
     if len(found) == 1:
         return "the only plan that fits"
     best, other = found[:2]
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:
-        return f"fastest by prediction; the next takes {_longer(other, best)} this: {other.schedule}"
+        return f"fastest by prediction; the next takes {longer(other.seconds, best.seconds)} this: {other.schedule}"
     return f"as fast by prediction as the next, but {TIES[ties.index(True)]}: {other.schedule}"
 
 
-def _longer(plan: Plan, best: Plan) -> str:
-    """How much longer a plan takes than another, which may take no time at all."""
-    if rounded(plan.seconds) == rounded(best.seconds):
+def longer(seconds: float, best: float) -> str:
+    """How much longer a time is than the best one, which may be nothing at all."""
+    if rounded(seconds) == rounded(best):
         return "as long as"
-    more = plan.seconds - best.seconds
-    return f"{100 * more / best.seconds:.3g} % longer than" if best.seconds else f"{more:.3g} s longer than"
+    more = seconds - best
+    return f"{100 * more / best:.3g} % longer than" if best else f"{more:.3g} s longer than"

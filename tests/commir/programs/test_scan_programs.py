@@ -1,10 +1,16 @@
 """Scans over a sequence that ranks share. Oracle: one rank's recurrence, token by token; the formulas of the messages."""
 
+from functools import partial
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from commir import Mesh, Plan, Schedule, execute, interpret, programs, search, verify
+from commir.execution import loop_steps
 from commir.execution.state import Count
+from commir.execution.verifier import Refuted
+from commir.programs.scan_programs import pass_states
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
@@ -117,3 +123,25 @@ def test_zigzag_order_is_that_of_an_operand_at_home(gpus):
         schedule = schedule.replicate(name, "g")
     with pytest.raises(Illegal, match="seq is in zigzag order, so an operand must be kept along it at home, on g"):
         schedule.tile("seq", gpus).parallelize("seq.o", "g").lower()
+
+
+@pytest.mark.parametrize("gpus, heads", [(4, 3), (16, 16), (16, 3), (48, 3)])
+@pytest.mark.parametrize("wrong", ("one head", "last block"))
+def test_errors_of_single_states_are_found_on_many_ranks(monkeypatch, wrong, gpus, heads):
+    """Each head is compared in numbers of its own size, and what the first block contributes reaches the last one."""
+    plan = place(Schedule(programs.selective_scan(1, 4 * gpus, heads), Mesh(gpu=gpus)), gpu="seq").lower()
+
+    def pass_wrong_states(program, states, sums, rates, head):
+        entering, head = pass_states(program, states, sums, rates), head % states.shape[2]
+        if wrong == "one head":
+            entering[:, :, head] *= 1 + 1e-9
+        else:  # in zigzag order it is the second one of rank 0
+            states = torch.cat([torch.zeros_like(states[:, :1]), states[:, 1:]], 1)
+            entering[:, 1, head] = pass_states(program, states, sums, rates)[:, 1, head]
+        return entering
+
+    verify(plan)
+    for head in range(heads if heads < gpus else 1):  # in slices, a rank passes the states of one head
+        monkeypatch.setattr(loop_steps, "pass_block_states", partial(pass_wrong_states, head=head))
+        with pytest.raises(Refuted, match="y"):
+            verify(plan)

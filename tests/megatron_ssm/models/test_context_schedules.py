@@ -37,7 +37,10 @@ def test_names(ranks, world):
 @pytest.mark.parametrize("world", (3, 4, 5, 6))
 @pytest.mark.parametrize("family, groups", [("zamba", 1), ("zamba2", 1), ("zamba2", 2), ("zamba2", 4), ("mamba", 1)])
 def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups):
-    """`choose` takes a schedule with fewer steps if it sends at most 2 % more. groups: query heads per key/value head."""
+    """`choose` takes a schedule with fewer steps if it sends at most 2 % more. groups: query heads per key/value head.
+
+    The bytes of the search's reason are those that attention2d sends.
+    """
     config = Config.read(checkpoint(family))
     if groups > 1:
         config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
@@ -47,10 +50,12 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
             schedule_of(name, dist.group.WORLD, config, 1, 24 * world + 1, 2) for name in ("search", "auto")
         )
         if config.shared is None:
-            return repr(found) == repr(chosen), ""
+            return repr(found) == repr(chosen), found.reason
         sizes = dict(batch=2, seq=24 * world + 1, heads=config.shared.heads, kv_heads=config.shared.kv_heads)
         volumes = [each.volume(**sizes, head_dim=config.shared.head_dim, itemsize=4) for each in (found, chosen)]
         sent = [volume.forward + volume.backward for volume in volumes]
+        assert f"a rank sends {volumes[0].forward:,} bytes" in found.reason
+        assert "grids by prediction, forward and backward" in found.reason
         return sent[0] <= sent[1] <= 1.02 * sent[0], found.reason
 
     results = ranks(run, world)

@@ -1,0 +1,68 @@
+"""The best grid of attention2d. Oracle: all plans of a search, and the bytes of attention2d's formula."""
+
+import pytest
+
+from attention2d.cost.volume import messages
+from attention2d.layout.grid import Grid
+from commir import Mesh, best_grid, programs
+from commir.execution.attention_grids import grid_of
+from commir.execution.gradient import backward_plan
+from commir.scheduling.placements import placements_of
+from commir.searching import grids
+from commir.searching.search import all_plans, rounded
+
+FAST, SLOW = (1e-6, 1e11), (1e-5, 1e9)
+
+
+def attention(ranks, kv_heads=4, batch=3):
+    return programs.attention(batch, 12, kv_heads, 8 * ranks, 16)
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("kv_heads", (1, 4, 12))
+@pytest.mark.parametrize("sizes", [(4,), (6,), (12,), (2, 4), (3, 2)])
+def test_no_grid_among_all_plans_is_faster(sizes, kv_heads, training):
+    """They keep lse along the sequence, which costs no grid anything but those that divide heads."""
+    mesh = Mesh(**dict(zip(("node", "gpu"), sizes, strict=False)), speeds={"node": SLOW})
+    if len(sizes) > 1:
+        mesh = mesh.with_speeds({"gpu": FAST})
+    program = attention(mesh.ranks, kv_heads)
+    best, grid = best_grid(program, mesh, training)
+    assert grid[0] * grid[1] * grid[2] == mesh.ranks
+
+    def seconds(plan):
+        return rounded(sum(each.seconds for each in ([plan, backward_plan(plan)] if training else [plan])))
+
+    others = [plan for plan in all_plans(program, mesh) if grid_of(plan) is not None]
+    assert seconds(best) <= min(map(seconds, others))
+    assert f"the fastest of {len(others)} grids by prediction" in best.reason or len(others) == 1
+
+
+@pytest.mark.parametrize("kv_heads", (1, 4, 12))
+@pytest.mark.parametrize("ranks_of_mesh", (4, 6, 8))
+def test_its_plan_sends_what_attention2d_sends(ranks_of_mesh, kv_heads):
+    plan, (rows, cols, ulysses, _) = best_grid(attention(ranks_of_mesh, kv_heads), Mesh(gpu=ranks_of_mesh))
+    sent = messages(Grid(0, ulysses, rows, cols), 8, 3, 12, kv_heads, 16, 4, False).volume
+    assert (plan.bytes_per_rank, backward_plan(plan).bytes_per_rank) == (sent.forward, sent.backward)
+
+
+@pytest.mark.parametrize("ranks_of_mesh", (64, 96))
+def test_on_many_ranks_the_same_placement_is_verified_on_fewer(monkeypatch, ranks_of_mesh):
+    verified = []
+    monkeypatch.setattr(grids, "verify", verified.append)
+    plan, _ = best_grid(attention(ranks_of_mesh), Mesh(gpu=ranks_of_mesh))
+    assert len(verified) == 2
+    for each in verified:
+        assert placements_of(each.schedule) == placements_of(plan.schedule)
+        assert (each.mesh.ranks == 64) if ranks_of_mesh == 64 else (each.mesh.ranks <= 27)
+    monkeypatch.undo()
+    if ranks_of_mesh > 64:
+        for each in verified:
+            grids.verify(each)
+
+
+def test_a_program_that_no_grid_computes():
+    with pytest.raises(ValueError, match="no grid of attention2d computes decode_attention"):
+        best_grid(programs.decode_attention(1, 8, 8, 64), Mesh(gpu=2))
+    with pytest.raises(ValueError, match="no grid of attention2d divides attention over Mesh\\(gpu=3\\)"):
+        best_grid(programs.attention(1, 2, 2, 32, 16), Mesh(gpu=3))
