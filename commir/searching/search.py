@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from itertools import groupby, takewhile
 from typing import Any
 
+from commir.execution.verifier import verify
 from commir.ir.checks import check_memory, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
@@ -35,7 +36,7 @@ TIES = (
 
 def search(
     program: Program, mesh: Mesh, fabric: Any = None, memory: int | None = None, top: int = TOP,
-    point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
+    point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0, verified: int = 0,
 ) -> list[Plan]:  # fmt: skip
     """The `top` fastest plans, the best first: by predicted time.
 
@@ -51,13 +52,16 @@ def search(
     that travel meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see
     `measure_overlap`). All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not:
     the last of P ranks that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do.
+    verified: how many of the best plans `verify` checks before they are returned, which takes longer than the search.
 
     ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
-    none holds so little memory, top is below 1, a time is negative, overlap is above 1, an argument is of another type, or
-    the fabric is neither a Fabric nor (seconds, bytes per second).
+    none holds so little memory, top is below 1, verified is below 0, a time is negative, overlap is above 1, an argument is
+    of another type, or the fabric is neither a Fabric nor (seconds, bytes per second).
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
+    if type(verified) is not int or verified < 0:
+        raise ValueError(f"search: verified={verified!r}; it must be a whole number of plans")
     check_memory(memory)
     check_type("search", program, Program)
     check_type("search", mesh, Mesh)
@@ -68,6 +72,8 @@ def search(
     found = _exact(model, ranked(model), memory, top + 1)  # one more, with which the best is compared
     if not found:
         raise ValueError(_refusal(model, memory))
+    for plan in found[: min(top, verified)]:
+        verify(plan)
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
 
 

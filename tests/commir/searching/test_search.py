@@ -13,9 +13,11 @@ import pytest
 from chosen import by_default
 
 from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
+from commir.execution.verifier import Refuted
 from commir.scheduling.known_schedules import known, known_as, known_schedules
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import Placement, in_chunks, place, placements_of
+from commir.searching import search as searching
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from commir.searching.search import all_plans
@@ -332,6 +334,8 @@ def test_wrong_arguments():
     program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4)
     for options, message in (
         (dict(top=0), "search: top=0; it must be a whole number of at least 1"),
+        (dict(verified=-1), "search: verified=-1; it must be a whole number of plans"),
+        (dict(verified=True), "search: verified=True; it must be a whole number of plans"),
         (dict(overlap=1.5), "overlap=1.5 must be finite, and at most 1"),
         (dict(point_seconds=-1.0), r"point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
         (dict(call_seconds=float("nan")), "call_seconds=nan must be 0 or more"),
@@ -390,3 +394,21 @@ def test_a_fabric_must_have_messages_between_pairs():
         search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=Fabric((curve,)))
     with pytest.raises(ValueError, match="speed of mesh axis gpu is .* must be .* or a Fabric"):
         search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=curve)
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
+def test_the_best_plans_are_verified_if_asked(monkeypatch, mesh):
+    """A plan that the verifier rejects is not returned."""
+    program, seen = programs.attention(1, mesh.ranks, mesh.ranks, 4 * mesh.ranks, 8), []
+    monkeypatch.setattr(searching, "verify", seen.append)
+    found = search(program, mesh, top=3, verified=2)
+    assert seen == found[:2] and len(found) == 3
+    monkeypatch.undo()
+    assert search(program, mesh, top=3, verified=9) == found
+
+    def reject(plan):
+        raise Refuted(f"{plan.schedule}: wrong")
+
+    monkeypatch.setattr(searching, "verify", reject)
+    with pytest.raises(Refuted, match="attention on"):
+        search(program, mesh, verified=1)
