@@ -209,7 +209,8 @@ class Program:
     def _check_expression(self) -> None:
         if len(self.outputs) != 1:
             names = ", ".join(each.name for each in self.outputs) or "none"
-            raise ValueError(f"{self.name}: an expression computes one output, not {names}")
+            tile = f"the tile {self.tile!r:.80} is an expression, which computes one output"
+            raise ValueError(f"{self.name}: {tile}, not {names}")
         for each in self.inputs:
             if each.groups or each.source or not each.in_tile:
                 rule = "must have no groups and no source, and be in the tile"
