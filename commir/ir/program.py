@@ -127,8 +127,9 @@ class Program:
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
     ValueError: a name is no identifier, or is used twice; something names an axis or an operand that does not exist; a size
-    does not divide by a group; an output belongs to no result or to several; an option is not one number, string or None;
-    the kind of an axis does not fit the outputs, or the tile is no expression of the inputs with their axes.
+    does not divide by a group; an output belongs to no result or to several; an option is not one number
+    (finite), string or None; the kind of an axis does not fit the outputs, or the tile is no expression of the inputs with
+    their axes.
     """
 
     name: str
@@ -311,8 +312,9 @@ def _check_name(what: str, name: Any) -> None:
 def _check_options(options: Iterable[tuple[str, Any]]) -> None:
     for name, value in options:
         _check_name("an option", name)
-        if not isinstance(value, bool | int | float | str | None):
-            raise ValueError(f"option {name} is {value!r}; it must be a number, a string or None")
+        is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
+        if not isinstance(value, bool | int | float | str | None) or not is_finite:
+            raise ValueError(f"option {name} is {value!r}; it must be a finite number, a string or None")
     _refuse_duplicates("option", (name for name, _ in options))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commir import Mesh
+from commir import Mesh, programs
 from commir.ir.mesh import MeshAxis
 from commir.ir.program import Axis, Operand, Program, Result
 
@@ -45,6 +45,15 @@ def program(a=None, c="c", outputs=("c",), **others):
         (lambda: program(outputs=("c", "d")), "a result of copy names d, which is no output"),
         (lambda: program(options=(("causal", [1]),)), r"option causal is \[1\]"),
         (lambda: program(options=(("causal", 1), ("causal", 2))), "two options are called causal"),
+        (
+            lambda: program(options=(("scale", float("nan")),)),
+            "option scale is nan; it must be a finite number, a string",
+        ),
+        (lambda: programs.attention(scale=float("inf")), "option scale is inf; it must be a finite number"),
+        (
+            lambda: programs.attention().with_options(scale=-float("inf")),
+            "option scale is -inf; it must be a finite number",
+        ),
     ],
 )
 def test_programs_that_are_refused(make, message):
