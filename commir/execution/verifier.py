@@ -46,11 +46,13 @@ class Refuted(ValueError):
 
 
 def verify(plan: Plan, seed: int = 0) -> None:
-    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs.
+    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs. ValueError: it is no plan.
 
     Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
     """
     check_type("verify", plan, Plan)
+    if type(seed) is not int:
+        raise ValueError(f"verify: seed={seed!r}; it must be a whole number")
     try:
         _check_rounding(plan)
         _check_blocks(plan)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .checks import check_fields
 from .loop_rules import axis_error, read_text
 
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
@@ -38,7 +39,7 @@ class Axis:
         _check_name("an axis", self.name)
         if type(self.size) is not int or self.size < 1:
             raise ValueError(f"axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
-        if self.kind not in KINDS:
+        if self.kind not in tuple(KINDS):
             raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
         if self.order not in ORDERS:
             raise ValueError(f"axis {self.name} has order {self.order!r}, none of {', '.join(ORDERS)}")
@@ -55,7 +56,8 @@ class Operand:
     source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
     in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
 
-    ValueError: the name is no identifier, or a divisor is below 1 or belongs to an axis that is not the operand's.
+    ValueError: the name is no identifier, a divisor is below 1 or belongs to an axis that is not the operand's, or a field
+    has another type.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Operand:
 
     def __post_init__(self) -> None:
         _check_name("an operand", self.name)
+        check_fields(self, f"operand {self.name}")
         for axis, divisor in self.groups:
             if axis not in self.axes:
                 raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
@@ -84,13 +87,14 @@ class Operand:
 class Result:
     """Outputs whose partial results combine together, by one of MONOID_NAMES.
 
-    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum.
+    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum; or a field has another type.
     """
 
     monoid: str
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, "result")
         if self.monoid not in MONOID_NAMES:
             names = ", ".join(MONOID_NAMES)
             raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
@@ -126,10 +130,10 @@ class Program:
     options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
-    ValueError: a name is no identifier, or is used twice; something names an axis or an operand that does not exist; a size
-    does not divide by a group; an output belongs to no result or to several; an option is not one number
-    (finite), string or None; the kind of an axis does not fit the outputs, or the tile is no expression of the inputs with
-    their axes.
+    ValueError: a field has another type; a name is no identifier, or is used twice; something names an axis or an operand
+    that does not exist; a size does not divide by a group; an output belongs to no result or to several; an option is not
+    one finite number, string or None; the kind of an axis does not fit the outputs, or the tile is no expression of the
+    inputs with their axes.
     """
 
     name: str
@@ -147,6 +151,7 @@ class Program:
 
     def __post_init__(self) -> None:
         _check_name("a program", self.name)
+        check_fields(self, f"program {self.name}")
         _refuse_duplicates("axis", (axis.name for axis in self.axes))
         _refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
         _check_options(self.options)
@@ -244,13 +249,13 @@ class Program:
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
-        if name not in self._axes:
+        if not isinstance(name, str) or name not in self._axes:
             raise ValueError(f"{self.name} has no axis {name!r}; it has {', '.join(self._axes)}")
         return self._axes[name]
 
     def operand(self, name: str) -> Operand:
         """The operand of this name. ValueError: there is none."""
-        if name not in self._operands:
+        if not isinstance(name, str) or name not in self._operands:
             raise ValueError(f"{self.name} has no operand {name!r}; it has {', '.join(self._operands)}")
         return self._operands[name]
 

@@ -62,10 +62,10 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     """
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
-    if name not in schedules:
+    if name not in tuple(schedules):
         others = "; ".join(schedules) or "none"
         raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {others}")
-    parts, names = schedules[name], mesh_axes or nest.mesh.names
+    parts, names = schedules[name], [nest.mesh.axis(each).name for each in mesh_axes or nest.mesh.names]
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
         raise Illegal(

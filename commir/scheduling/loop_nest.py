@@ -76,8 +76,8 @@ class LoopNest:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
         names = {each.name for each in self.digits} - {digit} | {each.name for each in self.program.axes} - {found.axis}
         for name in (outer, inner):
-            if name in names or outer == inner:
-                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken")
+            if not isinstance(name, str) or name in names or outer == inner:
+                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken, or no text")
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
         digits = [part for each in self.digits for part in (parts if each is found else (each,))]
         return self._with_loops(digits=tuple(digits))
@@ -102,8 +102,8 @@ class LoopNest:
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
-        if any(each.name == name for each in self.digits if each not in (first, second)):
-            raise Illegal(f"join({outer}, {inner}): the name {name} is taken")
+        if not isinstance(name, str) or name in [each.name for each in self.digits if each not in (first, second)]:
+            raise Illegal(f"join({outer}, {inner}): the name {name} is taken, or no text")
         merged = Digit(name, first.axis, first.size * second.size)
         digits = (*self.digits[:index], merged, *self.digits[index + 2 :])
         return self._with_loops(digits=digits)
@@ -115,7 +115,7 @@ class LoopNest:
         the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
         named twice, or digits of a scanned axis change their order.
         """
-        rule = f"reorder({', '.join(loops)})"
+        rule = f"reorder({', '.join(map(str, loops))})"
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
@@ -222,9 +222,8 @@ class LoopNest:
         for digit in self.digits:
             if digit.name == name:
                 return digit
-        raise Illegal(
-            f"{self.program.name} has no digit {name!r}; it has {', '.join(each.name for each in self.digits)}"
-        )
+        names = ", ".join(each.name for each in self.digits)
+        raise Illegal(f"{self.program.name} has no digit {name!r}; it has {names}")
 
     def digits_of(self, axis: str) -> list[Digit]:
         """The digits of an axis, outermost first."""
@@ -266,8 +265,7 @@ class LoopNest:
                 found.append(("tile", rest, digit.size, digit.name, inner))
                 rest = inner
         found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
-        if self.order != self.default_order():
-            found.append(("reorder", *self.order))
+        found += [("reorder", *self.order)] if self.order != self.default_order() else []
         for operand, mesh_axis, home in self.homes:
             found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
         found += [("chunk", self.chunked)] if self.chunked else []
