@@ -18,6 +18,7 @@ KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "who
 ORDERS = ("contiguous", "zigzag")
 MONOID_NAMES = "sum", "max", "softmax"
 TILES = "attention", "attention_backward", "selective_scan"  # that are functions in `commir.programs.tiles`
+KERNELS = {name: ("library", "reference") for name in ("attention", "attention_backward")}  # of tiles that have several
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -239,6 +240,13 @@ class Program:
         """How many points of all axes are computed: half of them under a causal mask. A scan's blocks are no more points."""
         sizes = (axis.size for axis in self.axes if self.scan is None or axis.name != self.scan.blocks)
         return math.prod(sizes) * (0.5 if dict(self.options).get("causal") else 1.0)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The implementations of its tile: "library" (a fused kernel, if there is one), and "reference" (plain operations)
+        where that is another one.
+        """
+        return KERNELS.get(self.tile, ("library",))
 
     def most_blocks(self, name: str) -> int:
         """The most blocks that an axis can be cut into; the number of ranks that share it must divide this.

@@ -86,9 +86,10 @@ class LoopNest:
         """Merge two adjacent digits of one axis into one, the inverse of `tile`.
 
         name: None is the axis's name, which it always has if no other digit of the axis is left.
+        The paper's join also merges loops of two axes, which are parallelized together. Here each is parallelized on its
+        own part of the mesh axis (`Mesh.split`, the outer loop on the outer part), so that every rank has the same block.
 
-        Illegal: they are not adjacent digits of one axis, one of them is parallelized or shifted, or loops were reordered
-        before. Digits of two axes are parallelized one by one instead, on a split mesh axis.
+        Illegal: they are not adjacent digits of one axis, one is parallelized or shifted, or loops were reordered before.
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)
@@ -193,9 +194,10 @@ class LoopNest:
         return self._with_home(operand, mesh_axis, None)
 
     def patch(self, kernel: str) -> Self:
-        """Compute the tile by another implementation: "library" (a fused kernel) or "reference" (plain operations)."""
-        if kernel not in ("library", "reference"):
-            raise Illegal(f"patch({kernel}): the implementations of a tile are library and reference")
+        """Compute the tile by another of `Program.kernels`: "library" or "reference". Illegal: the program has no such."""
+        if kernel not in self.program.kernels:
+            known = ", ".join(self.program.kernels)
+            raise Illegal(f"patch({kernel}): {self.program.name} has no kernel {kernel!r}; it has {known}")
         return replace(self, kernel=kernel)
 
     def chunk(self, digit: str) -> Self:
