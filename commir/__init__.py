@@ -31,6 +31,8 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "measure_tile": "searching.tile_times",
     "fastest": "searching.measured",
     "search_graph": "searching.graph",
+    "GraphNode": "searching.operator_options",
+    "GraphRunner": "searching.graph_run",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME, "programs")

@@ -18,6 +18,14 @@ def comparison_device(group: ProcessGroup | None) -> torch.device:
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
+def device_type(device: torch.device | str) -> str:
+    """The type of a device. ValueError: torch has no such device, as tensors are on."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r:.60}: it must be a device of torch, such as 'cpu'") from None
+
+
 def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:
     """ValueError: inputs are on different devices, or on one whose tensors the ranks of the group cannot exchange."""
     for name, x in inputs.items():

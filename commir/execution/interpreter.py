@@ -9,6 +9,7 @@ import torch
 
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
+from commir.lowering.text import one_line
 
 from .rank_steps import take_steps
 from .state import Count, Kernels, Messages, RankState, without_autocast
@@ -20,11 +21,20 @@ class Stuck(RuntimeError):
     """Messages do not match: no rank sends one that is awaited, its shape differs, or it is changed while it is sent."""
 
 
+class StepFailed(RuntimeError):
+    """A rank cannot take a step, for instance because it lacks a block. The cause is the error. place: the rank and step."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__(f"{place}: {one_line(error)}")
+        self.place = place
+
+
 def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
     """The outputs of a plan for whole inputs: {output: whole tensor}. All ranks are simulated, in one process and dtype.
 
     Outputs have no gradient. inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent
-    and held. ValueError as in `Plan.check`. Stuck: the plan's messages do not match, which a lowered plan's always do.
+    and held. ValueError as in `Plan.check`. Stuck: the plan's messages do not match. StepFailed: a rank cannot take a step.
+    The messages of a lowered plan always match, and its steps can always be taken.
     """
     check_type("interpret", plan, Plan)
     with torch.no_grad():
@@ -60,8 +70,13 @@ def _in_turns(
             except StopIteration as end:
                 results[rank] = end.value
                 del waiting[rank]
+            except Stuck:
+                raise
+            except Exception as error:
+                raise StepFailed(states[rank].place, error) from error
         if not progress:
-            raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends")
+            first = states[min(waiting)].place
+            raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")
     post.refuse_undelivered()
     if counts is not None:
         counts += [state.count for state in states]

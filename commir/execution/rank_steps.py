@@ -34,12 +34,14 @@ def take_steps(state: RankState) -> Run:
     """Take all steps; the generator returns {output: this rank's block at home}. See `state` for what it yields."""
     if state.plan.schedule.chunked is not None:
         return (yield from _take_chunks(state))
-    for step in state.plan.steps:
+    for number, step in enumerate(state.plan.steps):
+        state.taking[:] = [(number, step)]
         if state.saved is not None:
             _save_inputs(state, state.saved, step)
         yield from _TAKE[type(step)](state, step)
         if state.saved is not None and isinstance(step, kinds.Round):
             state.saved |= {each.name: state.registers[each.name, ()] for each in state.outputs(step.result)}
+    state.taking.clear()
     return {output.name: state.stored(output, state.registers[output.name, ()]) for output in state.program.outputs}
 
 
@@ -52,7 +54,7 @@ def _take_chunks(state: RankState) -> Run:
         chunk = RankState(
             state.plan.of_chunk(number), state.rank, inputs, state.count, state.kernels, chunks.copied(inputs)
         )
-        chunk.saved = None if state.saved is None else {}
+        chunk.saved, chunk.taking = None if state.saved is None else {}, state.taking
         for name, x in (yield from take_steps(chunk)).items():
             chunks.put(state.program.operand(name), outputs[name], x, number)
         saved += [] if chunk.saved is None else [chunk.saved]

@@ -16,7 +16,7 @@ from commir.ir.program import Operand, Program
 from commir.lowering.blocks import local_sizes
 from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
-from commir.lowering.steps import Key, register_key
+from commir.lowering.steps import Key, Step, register_key
 from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -76,6 +76,7 @@ class RankState:
     owns.
     in_flight: {message: (handle, tensors that arrive, tensors that leave)}. held_before: what `count` held before. saved: if
     it is a dictionary, the blocks of inputs before they are gathered, and those of outputs before they are brought home.
+    taking: [(number, step)] of the step that the rank takes, or [] before and after its steps; chunks share it.
     """
 
     def __init__(
@@ -95,12 +96,19 @@ class RankState:
         )
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x.contiguous() for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
+        self.taking: list[tuple[int, Step]] = []
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
         self._dtype = inputs[_first_narrow(plan).name].dtype
         self.held_before = self.count.held
         self.count.hold(*(x for name, x in inputs.items() if copied is None or name in copied))
         self.count.hold(*(x for (name, _), x in self.registers.items() if x is not inputs[name]))
+
+    @property
+    def place(self) -> str:
+        """The rank and the step that it takes, for errors."""
+        (step,) = [f"steps[{number}], {step!r:.100}" for number, step in self.taking] or ["outside of its steps"]
+        return f"rank {self.rank}, {step}"
 
     # Registers
 

@@ -28,7 +28,7 @@ from commir.lowering.text import one_line
 from commir.programs.scan_programs import fading
 from commir.programs.tiles import derive, tile_of
 
-from .interpreter import run_ranks
+from .interpreter import StepFailed, run_ranks
 from .state import Kernels
 
 Tensor = torch.Tensor
@@ -38,15 +38,22 @@ LARGEST_INNER = 64  # innermost digits are tried up to this size
 
 
 class Refuted(ValueError):
-    """A plan does not compute its program. The message names the first wrong element, or the messages that do not match."""
+    """A plan does not compute its program.
+
+    The message names the schedule and the first of these that was found: a wrong element of an output; a wrong element that
+    a tile reads, with the rank, the step and the tile's place in the loops; a rank and a step that it cannot take; or the
+    messages that do not match.
+    """
 
 
 def verify(plan: Plan, seed: int = 0) -> None:
-    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs.
+    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs. ValueError: it is no plan.
 
     Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
     """
     check_type("verify", plan, Plan)
+    if type(seed) is not int:
+        raise ValueError(f"verify: seed={seed!r}; it must be a whole number")
     try:
         _check_rounding(plan)
         _check_blocks(plan)
@@ -56,6 +63,10 @@ def verify(plan: Plan, seed: int = 0) -> None:
             _check_numbers(plan.with_options(**options), seed)
     except Refuted:
         raise
+    except StepFailed as error:
+        if isinstance(error.__cause__, Refuted):  # by a tile
+            raise Refuted(f"{plan.schedule}: {error.place}: {error.__cause__}") from error
+        raise Refuted(f"{plan.schedule}: the steps do not fit together: {error}") from error
     except Exception as error:  # steps that no lowering made may raise anything
         raise Refuted(f"{plan.schedule}: the steps do not fit together: {one_line(error)}") from error
 
@@ -231,7 +242,9 @@ class _CountingTile:
                 if axis in indices:
                     expected = expected.index_select(dim, _elements(operand, axis, indices[axis]))
             if x.shape != expected.shape or not torch.equal(x, expected):
-                raise Refuted(f"a tile reads elements of {name} that are not those of its place in the loops")
+                sizes = {axis: program.axis(axis).size for axis in indices}
+                what = self._difference(name, x, expected)
+                raise Refuted(f"the tile at {_place_in_loops(indices)} reads {what}, at {sizes}")
         for result in program.results:
             mask = self._points.mask(result, indices)
             for name in result.outputs:
@@ -241,6 +254,28 @@ class _CountingTile:
                 ]
                 found[name] = mask.expand(*shape, len(mask)).clone()
         return found
+
+    def _difference(self, name: str, x: Tensor, expected: Tensor) -> str:
+        """How a tile's block of an input differs from the one that belongs there, in the first element."""
+        if x.shape != expected.shape:
+            return f"{name} of shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
+        first = tuple(int(index) for index in (x != expected).nonzero()[0])
+        return " instead of ".join(self._element(name, float(each[first])) for each in (x, expected))
+
+    def _element(self, name: str, number: float) -> str:
+        """The element of an operand that has this number, as name[index]."""
+        found = (self._names[name] == number).nonzero()
+        return f"{name}{found[0].tolist()}" if len(found) else f"what is no element of {name}"
+
+
+def _place_in_loops(indices: Mapping[str, Tensor]) -> str:
+    """The indices of a tile: heads 0 to 3, q 2, kv [0, 5]."""
+    found = []
+    for axis, each in indices.items():
+        first, last = int(each[0]), int(each[-1])
+        is_range = last > first and each.tolist() == list(range(first, last + 1))
+        found.append(f"{axis} {first} to {last}" if is_range else f"{axis} {each.tolist() if len(each) > 1 else first}")
+    return ", ".join(found)
 
 
 def _elements(operand: Operand, axis: str, indices: Tensor) -> Tensor:

@@ -43,9 +43,7 @@ class Mesh:
         if not sizes:
             raise ValueError("a mesh needs at least one axis, for example Mesh(gpu=4)")
         self.axes = tuple(MeshAxis(name, size, name) for name, size in sizes.items())
-        if not isinstance(speeds, Mapping | None):
-            raise ValueError(f"speeds={speeds!r}: they are given as {{mesh axis: (seconds, bytes per second)}}")
-        self._speeds = dict(speeds or {})
+        self._speeds = {} if speeds is None else _speeds_in(speeds)
         for name, speed in self._speeds.items():
             if name not in sizes:
                 raise ValueError(f"speed for mesh axis {name!r}, but the mesh has {', '.join(sizes)}")
@@ -55,9 +53,11 @@ class Mesh:
     def of_axes(axes: Iterable[MeshAxis]) -> "Mesh":
         """The mesh with these axes, as `axes` lists them, without speeds.
 
-        ValueError: there is none, two have the same name, or the parts of a level are not neighbours.
+        ValueError: there is none, two have the same name, the parts of a level are not neighbours, or one is no MeshAxis.
         """
-        axes = tuple(axes)
+        axes = tuple(axes) if isinstance(axes, Iterable) else axes
+        if not isinstance(axes, tuple) or not all(isinstance(axis, MeshAxis) for axis in axes):
+            raise ValueError(f"a mesh consists of MeshAxis(name, size, level), not {axes!r:.60}")
         names, levels = [axis.name for axis in axes], [axis.level for axis in axes]
         if not axes or len(set(names)) < len(names):
             raise ValueError(f"a mesh needs axes with different names, not {', '.join(names) or 'none'}")
@@ -126,8 +126,9 @@ class Mesh:
     def with_speeds(self, speeds: Mapping[str, Any]) -> "Mesh":
         """The same ranks, with these speeds of levels in place of those that are known; other levels keep theirs.
 
-        ValueError: a value is no speed, or there is no such level.
+        ValueError: a value is no speed, there is no such level, or `speeds` is no mapping.
         """
+        speeds = _speeds_in(speeds)
         levels = {axis.level for axis in self.axes}
         for name, speed in speeds.items():
             if name not in levels:
@@ -139,8 +140,8 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """{axis: index along it} of a rank. ValueError: there is no such rank."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not in a mesh of {self.ranks} ranks")
+        if not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank!r} is not in a mesh of {self.ranks} ranks")
         found = {}
         for axis in reversed(self.axes):
             rank, found[axis.name] = divmod(rank, axis.size)
@@ -157,6 +158,12 @@ class Mesh:
         mesh = object.__new__(Mesh)
         mesh.axes, mesh._speeds = axes, self._speeds
         return mesh
+
+
+def _speeds_in(speeds: Any) -> dict[str, Any]:
+    if not isinstance(speeds, Mapping):
+        raise ValueError(f"speeds={speeds!r}: they are given as {{mesh axis: (seconds, bytes per second)}}")
+    return dict(speeds)
 
 
 def _check_speed(name: str, speed: Any) -> None:

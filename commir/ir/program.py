@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .checks import check_fields
 from .loop_rules import axis_error, read_text
 
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
@@ -17,6 +18,7 @@ KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "who
 ORDERS = ("contiguous", "zigzag")
 MONOID_NAMES = "sum", "max", "softmax"
 TILES = "attention", "attention_backward", "selective_scan"  # that are functions in `commir.programs.tiles`
+KERNELS = {name: ("library", "reference") for name in ("attention", "attention_backward")}  # of tiles that have several
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -38,7 +40,7 @@ class Axis:
         _check_name("an axis", self.name)
         if type(self.size) is not int or self.size < 1:
             raise ValueError(f"axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
-        if self.kind not in KINDS:
+        if self.kind not in tuple(KINDS):
             raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
         if self.order not in ORDERS:
             raise ValueError(f"axis {self.name} has order {self.order!r}, none of {', '.join(ORDERS)}")
@@ -55,7 +57,8 @@ class Operand:
     source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
     in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
 
-    ValueError: the name is no identifier, or a divisor is below 1 or belongs to an axis that is not the operand's.
+    ValueError: the name is no identifier, a divisor is below 1 or belongs to an axis that is not the operand's, or a field
+    has another type.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Operand:
 
     def __post_init__(self) -> None:
         _check_name("an operand", self.name)
+        check_fields(self, f"operand {self.name}")
         for axis, divisor in self.groups:
             if axis not in self.axes:
                 raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
@@ -84,13 +88,14 @@ class Operand:
 class Result:
     """Outputs whose partial results combine together, by one of MONOID_NAMES.
 
-    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum.
+    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum; or a field has another type.
     """
 
     monoid: str
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, "result")
         if self.monoid not in MONOID_NAMES:
             names = ", ".join(MONOID_NAMES)
             raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
@@ -126,9 +131,10 @@ class Program:
     options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
-    ValueError: a name is no identifier, or is used twice; something names an axis or an operand that does not exist; a size
-    does not divide by a group; an output belongs to no result or to several; an option is not one number, string or None;
-    the kind of an axis does not fit the outputs, or the tile is no expression of the inputs with their axes.
+    ValueError: a field has another type; a name is no identifier, or is used twice; something names an axis or an operand
+    that does not exist; a size does not divide by a group; an output belongs to no result or to several; an option is not
+    one finite number, string or None; the kind of an axis does not fit the outputs, or the tile is no expression of the
+    inputs with their axes.
     """
 
     name: str
@@ -146,6 +152,7 @@ class Program:
 
     def __post_init__(self) -> None:
         _check_name("a program", self.name)
+        check_fields(self, f"program {self.name}")
         _refuse_duplicates("axis", (axis.name for axis in self.axes))
         _refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
         _check_options(self.options)
@@ -209,7 +216,8 @@ class Program:
     def _check_expression(self) -> None:
         if len(self.outputs) != 1:
             names = ", ".join(each.name for each in self.outputs) or "none"
-            raise ValueError(f"{self.name}: an expression computes one output, not {names}")
+            tile = f"the tile {self.tile!r:.80} is an expression, which computes one output"
+            raise ValueError(f"{self.name}: {tile}, not {names}")
         for each in self.inputs:
             if each.groups or each.source or not each.in_tile:
                 rule = "must have no groups and no source, and be in the tile"
@@ -233,6 +241,13 @@ class Program:
         sizes = (axis.size for axis in self.axes if self.scan is None or axis.name != self.scan.blocks)
         return math.prod(sizes) * (0.5 if dict(self.options).get("causal") else 1.0)
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The implementations of its tile: "library" (a fused kernel, if there is one), and "reference" (plain operations)
+        where that is another one.
+        """
+        return KERNELS.get(self.tile, ("library",))
+
     def most_blocks(self, name: str) -> int:
         """The most blocks that an axis can be cut into; the number of ranks that share it must divide this.
 
@@ -242,13 +257,13 @@ class Program:
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
-        if name not in self._axes:
+        if not isinstance(name, str) or name not in self._axes:
             raise ValueError(f"{self.name} has no axis {name!r}; it has {', '.join(self._axes)}")
         return self._axes[name]
 
     def operand(self, name: str) -> Operand:
         """The operand of this name. ValueError: there is none."""
-        if name not in self._operands:
+        if not isinstance(name, str) or name not in self._operands:
             raise ValueError(f"{self.name} has no operand {name!r}; it has {', '.join(self._operands)}")
         return self._operands[name]
 
@@ -310,8 +325,9 @@ def _check_name(what: str, name: Any) -> None:
 def _check_options(options: Iterable[tuple[str, Any]]) -> None:
     for name, value in options:
         _check_name("an option", name)
-        if not isinstance(value, bool | int | float | str | None):
-            raise ValueError(f"option {name} is {value!r}; it must be a number, a string or None")
+        is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
+        if not isinstance(value, bool | int | float | str | None) or not is_finite:
+            raise ValueError(f"option {name} is {value!r}; it must be a finite number, a string or None")
     _refuse_duplicates("option", (name for name, _ in options))
 
 

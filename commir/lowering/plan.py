@@ -245,8 +245,10 @@ class Plan:
     def unshard(self, parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks.
 
-        ValueError: a part is missing, or has another shape than the rank's block at home.
+        ValueError: a part is missing, or has another shape than the rank's block at home, or is none.
         """
+        if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
+            raise ValueError(f"unshard takes {{name: block}} of each rank in a list, not {parts!r:.60}")
         if len(parts) != self.mesh.ranks:
             raise ValueError(f"unshard: {len(parts)} parts for a mesh of {self.mesh.ranks} ranks")
         found = {}
@@ -255,8 +257,10 @@ class Plan:
             layout = self.digits.home(operand)
             shape = self.digits.local_shape(operand, layout)
             for rank, part in enumerate(parts):
-                if name not in part or tuple(part[name].shape) != shape:
-                    given = tuple(part[name].shape) if name in part else "missing"
+                given = (
+                    tuple(part[name].shape) if isinstance(part.get(name), torch.Tensor) else part.get(name, "missing")
+                )
+                if given != shape:
                     raise ValueError(
                         f"unshard: {name} of rank {rank} is {given}; its block of {name} has shape {shape}"
                     )

@@ -15,6 +15,7 @@ from commir.scheduling.loop_nest import LoopNest
 from .steps import KINDS, Step
 
 FORMAT, VERSION = "commir plan", 1
+KEYS = ("format", "version", "program", "mesh", "schedule", "steps", "hash")  # of a text, which may have digests too
 
 
 def content(schedule: LoopNest, steps: Sequence[Step]) -> dict[str, Any]:
@@ -90,15 +91,17 @@ def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str, dict[str, str] | 
     is something else, or more or less than that.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object)
-        if found["format"] != FORMAT or found["version"] != VERSION:
-            raise ValueError(f"it is {found['format']!r}, version {found['version']!r}")
-        if not re.fullmatch("[0-9a-f]{64}", expected := found.pop("hash")):
-            raise ValueError(f"{expected!r} is no hash")
+        found = _dict(json.loads(text, object_pairs_hook=_object), "the text")
+        for key, value in (("format", FORMAT), ("version", VERSION)):
+            if _value(type(value), found.get(key), key) != value:
+                raise ValueError(f"{key} is {found[key]!r:.60}, not {value!r}")
+        _check_keys(found, [*KEYS, *(["digests"] if "digests" in found else [])], "the text")
+        if not re.fullmatch("[0-9a-f]{64}", expected := _value(str, found.pop("hash"), "hash")):
+            raise ValueError(f"hash is {expected!r:.60}, which is no SHA-256 in hexadecimal")
         digests = _digests_from(found.pop("digests")) if "digests" in found else None
         schedule, steps = _schedule_from(found), _steps_from(found["steps"])
-        if canonical(content(schedule, steps)) != canonical(found):
-            raise ValueError("it does not have exactly the keys and primitives that a plan is written with")
+        if different := _first_difference(found, json.loads(canonical(content(schedule, steps)))):
+            raise ValueError(different)
         return schedule, steps, expected, digests
     except Exception as error:  # a text from anywhere may raise anything
         raise ValueError(f"this is no plan, or a damaged one: {one_line(error)}") from None
@@ -118,20 +121,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _digests_from(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise ValueError(f"digests is {found!r:.60}, which is no {{part: digest}}")
-    return found
+    return {name: _value(str, each, f"digests[{name!r}]") for name, each in _dict(found, "digests").items()}
 
 
 def _schedule_from(found: dict[str, Any]) -> LoopNest:
-    """The schedule of a plan's content."""
-    program = found["program"]
-    options = [list(option) for option in program["options"].items()]
+    """The schedule of a plan's content. ValueError: the program, the mesh or a primitive is none; the message names it."""
+    program = _dict(found["program"], "program")
+    options = [list(option) for option in _dict(program.get("options"), "program.options").items()]
     mesh = Mesh.of_axes(_value(tuple[MeshAxis, ...], found["mesh"], "mesh"))
-    for primitive in found["schedule"]:
-        for argument in primitive:
-            _value(int if isinstance(argument, int) else str, argument, f"schedule, {primitive!r:.60}: an argument")
-    return LoopNest(_value(Program, program | {"options": options}, "program"), mesh).apply(found["schedule"])
+    schedule = LoopNest(_value(Program, program | {"options": options}, "program"), mesh)
+    for number, primitive in enumerate(_list(found["schedule"], "schedule")):
+        where = f"schedule[{number}]"
+        for place, argument in enumerate(_list(primitive, where)):
+            is_factor = place == 2 and primitive[0] == "tile"
+            _value(int if is_factor else str, argument, f"{where}[{place}]")
+        try:
+            schedule = schedule.apply([primitive])
+        except (ValueError, TypeError) as error:  # TypeError: it has too few or too many arguments
+            raise ValueError(f"{where}: {error}") from None
+    return schedule
 
 
 def _steps_from(found: Any) -> tuple[Step, ...]:
@@ -141,8 +149,20 @@ def _steps_from(found: Any) -> tuple[Step, ...]:
         if len(_list(step, f"steps[{number}]")) != 2:
             raise ValueError(f"steps[{number}] is {step!r:.60}, not [kind, values]")
         kind, values = step
-        steps.append(step_from(kind, values, f"steps[{number}]"))
+        steps.append(step_from(_value(str, kind, f"steps[{number}][0]"), values, f"steps[{number}]"))
     return tuple(steps)
+
+
+def _first_difference(found: Any, written: Any, where: str = "") -> str:
+    """The first place where a text differs from what is written for the same plan, and how; empty if there is none."""
+    if isinstance(found, dict) and isinstance(written, dict) and found.keys() == written.keys():
+        inner = [(f"{where}.{key}".lstrip("."), found[key], written[key]) for key in found]
+    elif isinstance(found, list) and isinstance(written, list) and len(found) == len(written):
+        inner = [(f"{where}[{n}]", *pair) for n, pair in enumerate(zip(found, written, strict=True))]
+    else:
+        same = canonical(found) == canonical(written)
+        return "" if same else f"{where} is {found!r:.60}, but a plan is written with {written!r:.60}"
+    return next(filter(None, (_first_difference(x, y, place) for place, x, y in inner)), "")
 
 
 def step_from(kind: str, values: Any, where: str = "step") -> Step:
@@ -186,12 +206,31 @@ def _list(found: Any, where: str) -> list[Any]:
     return found
 
 
+def _dict(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is {found!r:.60}, which is no object")
+    return found
+
+
+def _check_keys(found: dict[str, Any], names: Sequence[str], where: str) -> None:
+    """ValueError: an object has more or fewer keys than these; the message names the first of them."""
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"{where} has no {missing[0]}")
+    if unknown := [key for key in found if key not in names]:
+        raise ValueError(f"{where} has {unknown[0]!r:.60}, which is none of {', '.join(names)}")
+
+
 def _dataclass_from(kind: Any, found: Any, where: str) -> Any:
     """A dataclass from {field: value}, or from the list of its values."""
     names = [each.name for each in fields(kind) if each.init]
     if isinstance(found, list) and len(found) == len(names):
         found = dict(zip(names, found, strict=True))
-    if not isinstance(found, dict) or found.keys() != set(names):
+    if not isinstance(found, dict):
         raise ValueError(f"{where} needs exactly {', '.join(names) or 'no fields'}, not {found!r:.60}")
+    _check_keys(found, names, where)
     types = get_type_hints(kind)
-    return kind(**{name: _value(types[name], found[name], f"{where}.{name}") for name in names})
+    values = {name: _value(types[name], found[name], f"{where}.{name}") for name in names}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

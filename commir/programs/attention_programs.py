@@ -1,5 +1,6 @@
 """Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
 
+from commir.ir.checks import check_sizes
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
 
@@ -12,11 +13,14 @@ def attention(
     kv_heads: None is heads; each serves heads / kv_heads consecutive query heads. lse: (batch, seq, heads), in at least
     fp32. backward: the gradients instead, from q, k, v, out, lse and dout, the gradient of out: dq, dk and dv. order: which
     tokens a rank holds, "zigzag" (the default if causal, which balances the work) or "contiguous". scale: None is
-    1/sqrt(head_dim). At home all operands are sharded along the sequence. ValueError: kv_heads does not divide heads, or a
-    size is below 1.
+    1/sqrt(head_dim). At home all operands are sharded along the sequence. ValueError: kv_heads does not divide heads, a size
+    is no whole number of at least 1, or an argument has another type.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1 or heads % kv_heads:
+    check_sizes(batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim)
+    if not isinstance(scale, int | float | None):
+        raise ValueError(f"scale={scale!r}: it must be a number, or None for 1/sqrt(head_dim)")
+    if heads % kv_heads:
         raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")
     order = order or ("zigzag" if causal else "contiguous")
     axes = (

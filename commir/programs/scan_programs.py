@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from commir.ir.checks import check_sizes
 from commir.ir.program import SCANNED, WHOLE, Axis, Operand, Program, Result, Scan
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -24,9 +25,10 @@ def selective_scan(
 
     At home the ranks share the sequence, in `order`; A is whole on every rank. dt is the step size, after softplus. With
     several groups of heads, each has its own B and C, which are (batch, seq, groups, state). ValueError: the heads do not
-    divide by the groups, or a size is below 1.
+    divide by the groups, a size is no whole number of at least 1, or an argument has another type.
     """
-    if groups < 1 or heads % groups:
+    check_sizes(heads=heads, groups=groups)
+    if heads % groups:
         raise ValueError(f"{heads} heads do not divide into {groups} groups")
     axes = (
         Axis("batch", batch), Axis("heads", heads), Axis("seq", seq, SCANNED, order), Axis("dim", dim, WHOLE),

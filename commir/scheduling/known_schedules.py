@@ -58,14 +58,16 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 
     mesh_axes: which axis of the mesh has each of its parts, in the order of `known_schedules`; by default the axes of the
     mesh, outermost first. Illegal: the program has no such schedule, it has another number of parts than the mesh has axes,
-    or as in `place`.
+    the mesh has no such axis, or as in `place`.
     """
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
-    if name not in schedules:
+    if name not in tuple(schedules):
         others = "; ".join(schedules) or "none"
         raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {others}")
     parts, names = schedules[name], mesh_axes or nest.mesh.names
+    if unknown := [each for each in names if each not in nest.mesh.names]:
+        raise Illegal(f"known: the mesh has no axis {unknown[0]!r}; it has {', '.join(nest.mesh.names)}")
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
         raise Illegal(

@@ -76,8 +76,8 @@ class LoopNest:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
         names = {each.name for each in self.digits} - {digit} | {each.name for each in self.program.axes} - {found.axis}
         for name in (outer, inner):
-            if name in names or outer == inner:
-                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken")
+            if not isinstance(name, str) or name in names or outer == inner:
+                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken, or no text")
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
         digits = [part for each in self.digits for part in (parts if each is found else (each,))]
         return self._with_loops(digits=tuple(digits))
@@ -86,9 +86,10 @@ class LoopNest:
         """Merge two adjacent digits of one axis into one, the inverse of `tile`.
 
         name: None is the axis's name, which it always has if no other digit of the axis is left.
+        The paper's join also merges loops of two axes, which are parallelized together. Here each is parallelized on its
+        own part of the mesh axis (`Mesh.split`, the outer loop on the outer part), so that every rank has the same block.
 
-        Illegal: they are not adjacent digits of one axis, one of them is parallelized or shifted, or loops were reordered
-        before. Digits of two axes are parallelized one by one instead, on a split mesh axis.
+        Illegal: they are not adjacent digits of one axis, one is parallelized or shifted, or loops were reordered before.
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)
@@ -102,8 +103,8 @@ class LoopNest:
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
-        if any(each.name == name for each in self.digits if each not in (first, second)):
-            raise Illegal(f"join({outer}, {inner}): the name {name} is taken")
+        if not isinstance(name, str) or name in [each.name for each in self.digits if each not in (first, second)]:
+            raise Illegal(f"join({outer}, {inner}): the name {name} is taken, or no text")
         merged = Digit(name, first.axis, first.size * second.size)
         digits = (*self.digits[:index], merged, *self.digits[index + 2 :])
         return self._with_loops(digits=digits)
@@ -115,7 +116,7 @@ class LoopNest:
         the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
         named twice, or digits of a scanned axis change their order.
         """
-        rule = f"reorder({', '.join(loops)})"
+        rule = f"reorder({', '.join(map(str, loops))})"
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
@@ -193,9 +194,10 @@ class LoopNest:
         return self._with_home(operand, mesh_axis, None)
 
     def patch(self, kernel: str) -> Self:
-        """Compute the tile by another implementation: "library" (a fused kernel) or "reference" (plain operations)."""
-        if kernel not in ("library", "reference"):
-            raise Illegal(f"patch({kernel}): the implementations of a tile are library and reference")
+        """Compute the tile by another of `Program.kernels`: "library" or "reference". Illegal: the program has no such."""
+        if kernel not in self.program.kernels:
+            known = ", ".join(self.program.kernels)
+            raise Illegal(f"patch({kernel}): {self.program.name} has no kernel {kernel!r}; it has {known}")
         return replace(self, kernel=kernel)
 
     def chunk(self, digit: str) -> Self:
@@ -222,9 +224,8 @@ class LoopNest:
         for digit in self.digits:
             if digit.name == name:
                 return digit
-        raise Illegal(
-            f"{self.program.name} has no digit {name!r}; it has {', '.join(each.name for each in self.digits)}"
-        )
+        names = ", ".join(each.name for each in self.digits)
+        raise Illegal(f"{self.program.name} has no digit {name!r}; it has {names}")
 
     def digits_of(self, axis: str) -> list[Digit]:
         """The digits of an axis, outermost first."""
@@ -266,8 +267,7 @@ class LoopNest:
                 found.append(("tile", rest, digit.size, digit.name, inner))
                 rest = inner
         found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
-        if self.order != self.default_order():
-            found.append(("reorder", *self.order))
+        found += [("reorder", *self.order)] if self.order != self.default_order() else []
         for operand, mesh_axis, home in self.homes:
             found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
         found += [("chunk", self.chunked)] if self.chunked else []

@@ -1,6 +1,7 @@
 """What `search_graph` refuses: operators and edges that do not fit together."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from commir.ir.checks import check_type
 from commir.ir.mesh import Mesh
@@ -20,10 +21,12 @@ def check_graph(operators: Sequence[GraphNode], mesh: Mesh, allowed: Mapping[str
     if len(by_name) < len(operators):
         names = [each.name for each in operators]
         raise ValueError(f"two operators are called {next(name for name in names if names.count(name) > 1)}")
+    if not isinstance(allowed, Mapping):
+        raise ValueError(f"allowed={allowed!r:.60}: it is given as {{operator: [(loop of each mesh axis, ...), ...]}}")
     for name, placements in allowed.items():
         if name not in by_name:
             raise ValueError(f"allowed names {name}, which is no operator of the graph")
-        if not placements or any(len(each) != len(mesh.axes) for each in placements):
+        if not _are_placements(placements, len(mesh.axes)):
             raise ValueError(f"allowed[{name!r}] is {placements!r}; it needs a loop for each axis of {mesh!r}")
     for consumer in operators:
         for operand, (producer, renamed) in consumer.inputs.items():
@@ -33,6 +36,18 @@ def check_graph(operators: Sequence[GraphNode], mesh: Mesh, allowed: Mapping[str
                 raise ValueError(f"{consumer.name} takes {operand} from {what}")
             if wrong := _misfit(by_name[producer].program, consumer.program, taken, renamed):
                 raise ValueError(f"{consumer.name} takes {operand} from {producer}: {wrong}")
+
+
+def _are_placements(found: Any, count: int) -> bool:
+    """Whether these are several times the names of `count` loops, and at least once."""
+    return (
+        isinstance(found, Sequence)
+        and len(found) > 0
+        and all(
+            isinstance(each, tuple) and len(each) == count and all(isinstance(loop, str) for loop in each)
+            for each in found
+        )
+    )
 
 
 def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from commir.execution.devices import check_devices, comparison_device
 from commir.execution.executor import run
 from commir.execution.state import Count, RankState, without_autocast
+from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small
@@ -35,9 +36,9 @@ class GraphRunner:
         given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
         counter: as in `execute`; what `count` holds is that of the operator at work. Plans are not verified here, have no
         gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape, is on another
-        device than the first or requires a gradient while gradients are enabled, the ranks' plans or blocks differ, or the
-        group has another number of ranks than the mesh; on a rank that is no member of the group: that it is none. Gathers
-        16 bytes of each rank, and sends what the plans do.
+        device than the first or requires a gradient while gradients are enabled, the ranks' plans or blocks differ, an
+        operator has no plan, or the group has another number of ranks than the mesh; on a rank that is no member of the
+        group: that it is none. Gathers 16 bytes of each rank, and sends what the plans do.
         """
         device = comparison_device(self.group)
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
@@ -58,6 +59,7 @@ class GraphRunner:
 
     def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> object:
         """What is compared between ranks: their plans, and the shapes, dtypes and devices of their blocks."""
+        self._check_plans()
         for name, plan in self.plans.items():
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
@@ -72,6 +74,17 @@ class GraphRunner:
         check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
         blocks = [(name, key, x.shape, x.dtype, x.device.type) for name, key, x in found]
         return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
+
+    def _check_plans(self) -> None:
+        """ValueError: there are no operators, or no plan for one of them."""
+        if not isinstance(self.operators, Sequence) or not isinstance(self.plans, Mapping):
+            raise ValueError(
+                f"GraphRunner takes a list of operators, and {{operator: plan}}, not {self.operators!r:.60} and "
+                f"{self.plans!r:.60}"
+            )
+        for each in self.operators:
+            check_type("GraphRunner", each, GraphNode)
+            check_type(f"GraphRunner: {each.name}", self.plans.get(each.name), Plan)
 
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
         """A producer's block in the shape and dtype of this operand's, whose axes may be others: (heads, dim) for cols."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from commir.ir.checks import check_memory
+from commir.ir.checks import check_memory, check_sizes
 from commir.ir.mesh import Mesh
 from commir.ir.program import REDUCED, Axis, Operand, Program, Result
 from commir.programs.attention_programs import attention
@@ -29,8 +29,10 @@ def transformer_layer(
 ) -> list[GraphNode]:  # fmt: skip
     """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
 
-    Its input comes from a layer like it, in the layout in which that one leaves its output.
+    Its input comes from a layer like it, in the layout in which that one leaves its output. ValueError: a size is no whole
+    number of at least 1, or as in `attention`.
     """
+    check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
     sizes = batch, seq, hidden
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     layer += _attention_block("residual_in", *sizes, heads, kv_heads, hidden // heads, dtype, causal)
@@ -49,8 +51,9 @@ def zamba_layer(
     """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals.
 
     Without its norms, its convolution (whose messages are three tokens), and the activation of step sizes. Its input comes
-    from a layer like it.
+    from a layer like it. ValueError as in `transformer_layer`.
     """
+    check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, dim=dim, state=state, attention_heads=attention_heads)
     sizes, inner = (batch, seq, hidden), heads * dim
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     width = hidden // attention_heads

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import comparison_device
+from commir.execution.devices import comparison_device, device_type
 from commir.execution.executor import execute
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
@@ -43,7 +43,7 @@ def fastest(
         return "\n".join(
             [
                 f"repeated is {repeated}",
-                f"device is {torch.device(device).type}",
+                f"device is {device_type(device)}",
                 *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans),
             ]
         )

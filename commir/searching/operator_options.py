@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from commir.ir.checks import check_fields, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SPATIAL, WHOLE, Axis, Operand, Program, Result
 from commir.lowering.accounting import account
@@ -32,12 +33,17 @@ class GraphNode:
     """A node of a graph. inputs: {operand: (producer, {axis of the producer's output: axis of this operand})}.
 
     Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
-    the graph may be a producer: its output then enters from the layer before, which has the same layouts.
+    the graph may be a producer: its output then enters from the layer before, which has the same layouts. ValueError: a
+    field has another type.
     """
 
     name: str
     program: Program
     inputs: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_type("GraphNode", self.program, Program)
+        check_fields(self, f"graph node {self.name}")
 
     def parameters(self) -> list[Operand]:
         """The operands that no other operator makes."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import comparison_device
+from commir.execution.devices import comparison_device, device_type
 from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
@@ -112,9 +112,9 @@ def _compare(
         check_type(function, program, Program)
         check()
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
-        device_type = f"device is {torch.device(device).type}"
+        where = f"device is {device_type(device)}"
         return "\n".join(
-            [*others, device_type, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"]
+            [*others, where, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"]
         )
 
     check_member(group)

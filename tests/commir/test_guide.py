@@ -1,4 +1,4 @@
-"""The program in docs/guides/schedules.md. Oracle: what it says itself, that every rank's outputs are exact."""
+"""The programs in docs/guides/schedules.md. Oracle: what they say themselves, that every rank's outputs are exact."""
 
 import re
 import runpy
@@ -8,19 +8,38 @@ from ranks import run_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guides" / "schedules.md"
+END = "dist.destroy_process_group()\n"
+
+
+def programs():
+    """The program of a new operator, and the lines that it gets before its end to run a layer."""
+    operator, layer = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert operator.endswith(END)
+    return operator, layer
+
+
+def printed(code, folder):
+    """What each of four ranks prints."""
+    script = folder / "script.py"
+    script.write_text(code)
+    assert run_agent(lambda: runpy.run_path(script), 4, folder), (folder / "err-0").read_text()
+    return [(folder / f"out-{rank}").read_text() for rank in range(4)]
 
 
 def test_the_program_of_the_guide_runs(tmp_path):
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    assert run_agent(lambda: runpy.run_path(script), 4, tmp_path), (tmp_path / "err-0").read_text()
-    first, *others = ((tmp_path / f"out-{rank}").read_text() for rank in range(4))
+    first, *others = printed(programs()[0], tmp_path)
     assert first.startswith("0 True\n") and others == [f"{rank} True\n" for rank in (1, 2, 3)]
     assert "nearest on Mesh(" in first and "chosen: " in first
 
 
-def test_the_program_of_the_guide_is_short():
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for line in code.splitlines() if line.strip() and not line.strip().startswith("#")]
-    assert len(lines) <= 30
+def test_the_layer_of_the_guide_runs(tmp_path):
+    operator, layer = programs()
+    first, *others = printed(operator.removesuffix(END) + layer + END, tmp_path)
+    assert others == [f"{rank} True\nlayer on {rank}: True\n" for rank in (1, 2, 3)]
+    assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+, \w+; .*\ndown: ", first)
+
+
+def test_the_programs_of_the_guide_are_short():
+    for code, most in zip(programs(), (30, 20), strict=True):
+        lines = [line for line in code.splitlines() if line.strip() and not line.strip().startswith("#")]
+        assert len(lines) <= most

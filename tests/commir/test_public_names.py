@@ -1,8 +1,10 @@
 """The public names of commir, as a user calls them. Oracle: torch's attention."""
 
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,15 @@ def test_split_meshes_are_part_of_the_plan():
     plan = schedule.parallelize("q.a", "a").parallelize("heads.o", "b").lower()
     commir.verify(plan)
     assert "Mesh(a=2, b=2)" in plan.explain()
+
+
+def test_the_reference_lists_all_public_names_and_errors():
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/commir.md").read_text()
+    assert {"search_graph", "GraphNode", "GraphRunner"} <= set(commir.__all__)
+    headings = re.findall(r"heading: commir\.(\w+)$", page, re.MULTILINE)
+    assert sorted(set(commir.__all__) - {"programs"}) == sorted(headings)
+    errors = {"LoopNestError", "Illegal", "Refuted", "Stuck", "StepFailed"}
+    assert errors | {"backward_plan"} <= set(re.findall(r"^::: commir\.\S+\.(\w+)$", page, re.MULTILINE))
 
 
 def test_importing_commir_loads_no_torch():

@@ -1,11 +1,17 @@
 """Likely mistakes in calls of commir get one error that says what is wanted. Oracle: the text of the errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import commir
 from commir import In, Mesh, Out, Schedule, grid, programs
 from commir.execution.gradient import backward_plan
+from commir.ir.program import Axis, Operand, Result
+from commir.searching.graph_run import GraphRunner
+from commir.searching.layers import transformer_layer, zamba_layer
+from commir.searching.operator_options import GraphNode
 from commir.searching.search import all_plans
 
 
@@ -21,6 +27,7 @@ def product(rows=4, cols=4):
 MESH = Mesh(gpu=2)
 PROGRAM = programs.attention(1, 2, 2, 8, 4)
 PLAN = commir.search(PROGRAM, MESH)[0]
+LAYER = [GraphNode("up", programs.all_gather_matmul(8, 8, 8))]
 BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
 
 
@@ -66,6 +73,37 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: commir.search_graph([], 4), "search_graph takes Mesh"),
         (lambda: PLAN.with_options(caussal=True), "attention has no option 'caussal'; it has causal, scale"),
         (lambda: BY_HAND.lower().with_options(causal=True), "product has no option 'causal'; it has none"),
+        (lambda: GraphNode("a", product), r"GraphNode takes Program \(call the operator .* nearest\(\)\), not Operator"),
+        (lambda: GraphNode(3, product()), "graph node 3: name is 3, and no str"),
+        (lambda: GraphNode("a", product(), {"b": "up"}), r"graph node a: inputs is \{'b': 'up'\}, and no .*Mapping\[str, "),
+        (lambda: commir.search_graph(LAYER, MESH, allowed=3), r"allowed=3: it is given as \{operator: \[\(loop of each"),
+        (lambda: commir.search_graph(LAYER, MESH, allowed={"up": [3]}), r"allowed\['up'\] is \[3\]; it needs a loop for"),
+        (lambda: GraphRunner(LAYER, {}, None)({}), r"GraphRunner: up takes Plan \(.*\), not None"),
+        (lambda: GraphRunner(LAYER, [PLAN], None)({}), "GraphRunner takes a list of operators, and {operator: plan}, not "),
+        (lambda: transformer_layer(heads=0), "heads=0: it must be a whole number of at least 1"),
+        (lambda: zamba_layer(attention_heads="4"), "attention_heads='4': it must be a whole number of at least 1"),
+        (lambda: programs.attention(heads="8"), "heads='8': it must be a whole number of at least 1"),
+        (lambda: programs.attention(scale="1"), "scale='1': it must be a number, or None"),
+        (lambda: programs.selective_scan(groups=None), "groups=None: it must be a whole number of at least 1"),
+        (lambda: MESH.with_speeds(None), r"speeds=None: they are given as \{mesh axis: \(seconds, bytes per second\)\}"),
+        (lambda: Mesh.of_axes(["gpu"]), r"a mesh consists of MeshAxis\(name, size, level\), not \('gpu',\)"),
+        (lambda: PLAN.shard(dict.fromkeys("qkv", torch.zeros(1, 8, 2, 4)), "0"), "rank '0' is not in a mesh of 2 ranks"),
+        (lambda: PLAN.unshard(None), r"unshard takes \{name: block\} of each rank in a list, not None"),
+        (lambda: PLAN.unshard([{"out": 3}, {"out": 3}]), "unshard: out of rank 0 is 3; its block of out has shape"),
+        (lambda: commir.verify(PLAN, "seed"), "verify: seed='seed'; it must be a whole number"),
+        (lambda: commir.fastest([PLAN], device="gpu"), "device='gpu': it must be a device of torch, such as 'cpu'"),
+        (lambda: commir.measure_tile(PROGRAM, 2, device=None), "device=None: it must be a device of torch"),
+        (lambda: Schedule(PROGRAM, MESH).tile("q", 2, 5), r"tile\(q, 2\): the name 5 is taken, or no text"),
+        (lambda: Schedule(PROGRAM, MESH).reorder(["q"]), r"attention has no digit \['q'\]; it has batch, heads, q, kv"),
+        (lambda: Schedule(PROGRAM, MESH).shard(["q"], "heads", "gpu"), r"attention has no operand \['q'\]; it has q, k, v,"),
+        (lambda: commir.known(Schedule(PROGRAM, MESH), ["ring"]), r"attention has no known schedule \['ring'\]; it has "),
+        (lambda: commir.known(Schedule(PROGRAM, MESH), "ring", 0), "the mesh has no axis 0; it has gpu"),
+        (lambda: Axis("rows", 4, []), r"axis rows has kind \[\], none of s, r, c, w"),
+        (lambda: Operand("a", "rows"), r"operand a: axes is 'rows', and no tuple\[str, \.\.\.\]"),
+        (lambda: Operand("a", ("rows",), groups={"rows": 2}), r"operand a: groups is \{'rows': 2\}, and no tuple\[tuple\["),
+        (lambda: Result("sum", "c"), r"result: outputs is 'c', and no tuple\[str, \.\.\.\]"),
+        (lambda: replace(PROGRAM, axes=list(PROGRAM.axes)), r"program attention: axes is \[Axis\(.*, and no tuple\[Axis, "),
+        (lambda: product(dtype=[]), r"program product: dtype is \[\], and no str"),
     ],
 )  # fmt: skip
 def test_arguments_of_another_type(call, message):

@@ -9,7 +9,7 @@ import commir
 from benchmarks.support.plans import corrupted, effect
 from commir import In, Mesh, Out, Schedule, grid, programs, verify
 from commir.execution.verifier import Refuted, smallest
-from commir.lowering.steps import AllReduce, Combine, Place, ReduceScatter, Round, SendPartial
+from commir.lowering.steps import AllReduce, Arrive, Combine, Compute, Place, ReduceScatter, Round, Send, SendPartial
 from commir.scheduling.placements import Placement, place
 from commir.searching.search import all_plans
 from loop_programs import HEADS, UP_TO_TWELVE, attention_cases, cases, mesh_of, plans, with_steps
@@ -143,6 +143,43 @@ def test_errors_name_the_first_wrong_element():
     steps = [step for step in plan.steps if type(step).__name__ != "Combine"]
     with pytest.raises(ValueError, match=r"weighted_sum on Mesh\(x=2\).*c\[0\] combines the block at cols 1 0 times"):
         verify(with_steps(plan, steps))
+
+
+def ring(size):
+    """A weighted sum on a ring, in which the blocks of the vector b travel."""
+    program = programs.weighted_sum(2 * size, 2 * size, dtype="float64")
+    return place(Schedule(program, Mesh(x=size)), x=Placement("rows", True)).lower()
+
+
+def changed_step(plan, step, *others):
+    """The plan with other steps in place of one."""
+    number = plan.steps.index(step)
+    return with_steps(plan, [*plan.steps[:number], *others, *plan.steps[number + 1 :]])
+
+
+def refutation(plan):
+    """What `verify` says about a wrong plan."""
+    with pytest.raises(Refuted) as caught:
+        verify(plan)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_errors_name_the_first_wrong_element_that_a_tile_reads(size):
+    """Each rank passes its own block on twice, so that the next rank's arrives again instead of the one after it."""
+    hop = Send(("b",), "x", (1,), (2,))
+    plan = changed_step(ring(size), hop, replace(hop, source=(0,)))
+    where = f"rank 0, steps[{plan.steps.index(Compute((2,)))}], Compute(counters=(2,))"
+    wrong = f"the tile at rows 0, cols 2 reads b[1] instead of b[2], at {dict(rows=size, cols=size)}"
+    assert refutation(plan) == f"{plan.schedule}: {where}: {wrong}"
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_errors_name_the_step_that_cannot_be_taken(size):
+    """The first that needs a block which has not arrived."""
+    plan, hop = changed_step(ring(size), Arrive(("b",), (1,))), Send(("b",), "x", (1,), (2,))
+    where = f"rank 0, steps[{plan.steps.index(hop)}], {hop}"
+    assert refutation(plan) == f"{plan.schedule}: the steps do not fit together: {where}: KeyError: ('b', (1,))"
 
 
 def rounded_plans():

@@ -10,7 +10,7 @@ import commir
 from commir import Axis, In, Operand, Out, Program, Result, grid
 from commir.execution.state import Count
 from commir.ir.monoids import MONOIDS
-from commir.ir.program import MONOID_NAMES, TILES
+from commir.ir.program import KERNELS, MONOID_NAMES, TILES
 from commir.programs.tiles import _TILES
 from loop_programs import assert_close, mesh_of, random_inputs
 
@@ -142,12 +142,13 @@ def test_what_an_expression_cannot_be():
     a = Operand("a", ("i", "j"), "i")
     outputs = tuple(Operand(name, ("i",), "i") for name in "st")
     results = Result("sum", ("s",)), Result("max", ("t",))
-    with pytest.raises(ValueError, match="two: an expression computes one output, not s, t"):
+    with pytest.raises(ValueError, match="two: the tile .* is an expression, which computes one output, not s, t"):
         Program("two", (Axis("i", 8), Axis("j", 8, "r")), (a,), outputs, results, "a[i, j]")
     with pytest.raises(ValueError, match="s: 'product' is none of the reductions sum, max, softmax"):
         Result("product", ("s",))
     assert tuple(MONOIDS) == MONOID_NAMES
     assert {name for name, _ in _TILES} == set(TILES)
+    assert {name for name in TILES if _TILES[name, "library"] is not _TILES[name, "reference"]} == set(KERNELS)
 
 
 def row_sum(tile="a[i, j]", kinds="sr", monoid="sum", **operands):

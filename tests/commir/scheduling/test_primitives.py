@@ -92,7 +92,8 @@ def test_tiles_and_joins():
         (lambda s: s.tile("cols", 2, "c1", "c2").tile("rows", 2, "cols", "b"), r"the name cols is taken"),
         (lambda s: s.shard("a", "depth", "x"), r"a is not indexed by depth"),
         (lambda s: s.shard("a", "cols", "z"), r"the mesh has no axis 'z'; it has x, y"),
-        (lambda s: s.patch("magic"), r"patch\(magic\): the implementations of a tile are library and reference"),
+        (lambda s: s.patch("magic"), r"patch\(magic\): weighted_sum has no kernel 'magic'; it has library"),
+        (lambda s: s.patch("reference"), r"patch\(reference\): weighted_sum has no kernel 'reference'; it has library"),
         (lambda s: s.tile("rows", 2).parallelize("rows.o", "x").lower(), r"no digit is parallelized on mesh axis y"),
     ],
 )
@@ -135,6 +136,22 @@ def test_rules_of_scans(transform, message):
     program = programs.selective_scan(2, 24, 4, 2, 3, "float64", "contiguous")
     with pytest.raises(Illegal, match=message):
         transform(Schedule(program, Mesh(x=2))).lower()
+
+
+def test_kernels():
+    """Only attention has two: with the plain one, its plan is another, and as exact."""
+    library = place(attention(), x=Placement("q", True))
+    plain = library.patch("reference")
+    assert plain.primitives() == [*library.primitives(), ("patch", "reference")] and plain.patch("library") == library
+    inputs = random_inputs(library.program)
+    assert_close(interpret(plain.lower(), inputs), interpret(library.lower(), inputs))
+    assert plain.lower().hash != library.lower().hash
+    assert sums().patch("library") == sums()
+    with pytest.raises(Illegal, match=r"patch\(magic\): attention has no kernel 'magic'; it has library, reference"):
+        library.patch("magic")
+    scan = programs.selective_scan(2, 24, 4)
+    with pytest.raises(Illegal, match=r"patch\(reference\): selective_scan has no kernel 'reference'; it has library"):
+        Schedule(scan, MESH).patch("reference")
 
 
 def by_hand(schedule, generator):

@@ -153,7 +153,7 @@ def test_schedules_that_are_not_known():
         known(Schedule(programs.weighted_sum(8, 8), mesh), "ring")
     with pytest.raises(Illegal, match=r"known: USP has 2 parts \(q, streamed; heads\), and gpu are 1 mesh axes"):
         known(Schedule(program, mesh), "USP")
-    with pytest.raises(Illegal, match="mesh axis gpu has no placement"):
+    with pytest.raises(Illegal, match="known: the mesh has no axis 'node'; it has gpu"):
         known(Schedule(program, mesh), "ring", "node")
 
 
