@@ -29,7 +29,8 @@ RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 def check(value: Any, schema: Mapping[str, Any], name: str) -> None:
     """ApiError 400 that names the value, its place `name` and the rule that it breaks, unless it matches the schema.
 
-    Fields of objects that are null count as left out.
+    Fields of objects that are null count as left out. Those that `additionalProperties` describes must not be null: their
+    names are data, so they have no default.
     """
     if "anyOf" in schema:
         return _check_alternatives(value, schema, name)
@@ -68,11 +69,11 @@ def _check_fields(value: dict[str, Any], schema: Mapping[str, Any], name: str) -
         if value.get(field) is None:
             raise bad_request(f"{name} needs the field {field}", f"{name}.{field}")
     for field, element in value.items():
-        if element is None:
-            continue
-        if field not in properties and others is False:
-            raise bad_request(f"{name}.{_shown(field)} is not implemented", f"{name}.{field}")
         rule = properties.get(field, others)
+        if element is None and (field in properties or rule is False):
+            continue
+        if rule is False:
+            raise bad_request(f"{name}.{_shown(field)} is not implemented", f"{name}.{field}")
         if isinstance(rule, Mapping):
             check(element, rule, f"{name}.{field}")
 

@@ -20,6 +20,12 @@ def test_null_stands_for_the_default(endpoint):
     assert checked(endpoint, {name: None for name in defaults} | PROMPT[endpoint]) == defaults
 
 
+def test_fields_that_are_null_count_as_left_out():
+    """Also those that are not implemented: clients send messages back with all fields of OpenAI's."""
+    message = {"role": "assistant", "content": "a", "name": None, "refusal": None, "audio": None}
+    assert checked(CHAT, {"messages": [message], "stream_options": {"include_usage": None}})["messages"] == [message]
+
+
 @pytest.mark.parametrize(
     "endpoint, name, value, message",
     [
@@ -41,6 +47,7 @@ def test_null_stands_for_the_default(endpoint):
         (COMPLETIONS, "frequency_penalty", 0.5, "frequency_penalty is not implemented"),
         (COMPLETIONS, "temprature", 1, r"there is no parameter temprature \(did you mean temperature\?\)"),
         (COMPLETIONS, "logit_bias", {"5": 101}, r"logit_bias\.5=101 must be at most 100"),
+        (COMPLETIONS, "logit_bias", {"5": None}, r"logit_bias\.5=null must be of type number"),
         (CHAT, "tools", [{}], "tools is not implemented"),
         (CHAT, "echo", True, "there is no parameter echo"),
         (CHAT, "messages", [{"content": "a"}], r"messages\[0\] needs the field role"),
