@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from chosen import by_default
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from serving import FAMILIES, checkpoint
+from serving import FAMILIES, checkpoint, save_table
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -114,6 +116,30 @@ def test_the_command_line_on_two_ranks(tasks, tmp_path):
     assert len(results[0]) == len(TASKS) * len(DOCUMENTS)
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+def test_a_generation_ends_at_a_special_token(tmp_path):
+    """`hf` finds stop sequences in a text with special tokens, and returns it without them."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_ssm.integrations.lm_eval import MegatronSsmLM
+
+    names = ["a", "<unk>", "<eos>", "b", "c", "<turn>"]
+    tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "<eos>", "<turn>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    special = dict(eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", **special)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    table = torch.zeros(len(names), len(names))
+    for token, following in zip("a b <turn> c".split(), "b <turn> c a".split(), strict=True):
+        table[names.index(token), names.index(following)] = 5.0
+    save_table(tmp_path, table)
+    context = ("a", dict(until=["<turn>"], max_gen_toks=6))
+    requests = [lm_eval.api.instance.Instance("generate_until", {}, context, 0)]
+    expected = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu").generate_until(requests)
+    assert MegatronSsmLM(str(tmp_path)).generate_until(requests) == expected == ["b"]
 
 
 def test_what_it_refuses(tasks):

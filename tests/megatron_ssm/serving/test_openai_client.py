@@ -144,6 +144,8 @@ def test_the_end_of_text_token_ends_a_reply(client, directory):
     seed, place = found
     reply = complete(client, temperature=2.0, seed=seed, max_tokens=30, extra_body={})
     assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("stop", place + 1)
+    named = complete(client, temperature=2.0, seed=seed, max_tokens=30, stop="<|endoftext|>")  # with ignore_eos
+    assert named.choices == reply.choices and named.usage.completion_tokens == place + 1
 
 
 def test_log_probabilities(client, directory):
