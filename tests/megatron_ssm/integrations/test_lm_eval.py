@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -142,12 +143,33 @@ def test_a_generation_ends_at_a_special_token(tmp_path):
     assert MegatronSsmLM(str(tmp_path)).generate_until(requests) == expected == ["b"]
 
 
+@pytest.mark.parametrize("field, name", (("dtype", "bfloat16"), ("torch_dtype", "float64"), ("none", "float32")))
+def test_the_dtype_of_the_configuration(tmp_path, field, name):
+    from megatron_ssm.integrations.lm_eval import MegatronSsmLM
+
+    shutil.copytree(checkpoint("mamba2"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key != "dtype"}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, field: name}))
+    assert str(MegatronSsmLM(str(tmp_path), dtype="auto")._evaluated.model.dtype) == f"torch.{name}"
+
+
 def test_what_it_refuses(tasks):
     from megatron_ssm.integrations.lm_eval import MegatronSsmLM
 
     with pytest.raises(ValueError, match="pretrained=nowhere is not a directory"):
         MegatronSsmLM("nowhere")
-    model = MegatronSsmLM(str(checkpoint("mamba2")), max_length=30, batch_size="auto")
+    directory = str(checkpoint("mamba2"))
+    for arguments, message in (
+        (dict(trust_remote_code=True, prefix_token_id=0), "not implemented: prefix_token_id, trust_remote_code"),
+        (dict(dtype="fp32", tp=2), "dtype=fp32 is neither auto nor the name of a floating-point torch dtype"),
+        (dict(dtype="int8"), "dtype=int8 is neither auto nor"),
+        (dict(tp=0), "tp=0 must be an integer of at least 1"),
+        (dict(tp="two"), "tp=two must be an integer of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MegatronSsmLM(directory, **arguments)
+    model = MegatronSsmLM(directory, max_length=30, batch_size="auto")
     for options, message in (
         (dict(num_beams=2, typical_p=0.5), "generation options that are not implemented: num_beams, typical_p"),
         (dict(max_gen_toks=30), "max_gen_toks=30 leaves no room for a context in max_length=30"),
