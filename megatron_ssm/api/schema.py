@@ -10,6 +10,7 @@ from .errors import bad_request
 KINDS: dict[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": type(None)
 }  # fmt: skip
+NOT_IMPLEMENTED = "x-not-implemented"  # a keyword: values beside those of `enum` are not implemented
 SHOWN = 60  # characters of a wrong value in the error
 
 # {keyword: (the rule for a value and the keyword's bound, what a value must be)}
@@ -38,6 +39,8 @@ def check(value: Any, schema: Mapping[str, Any], name: str) -> None:
         raise bad_request(f"{name}={_shown(value)} must be of type {schema['type']}", name)
     for keyword, (holds, text) in RULES.items():
         if keyword in schema and not holds(value, schema[keyword]):
+            if NOT_IMPLEMENTED in schema:
+                raise bad_request(f"{name} is not implemented", name)
             bound = schema[keyword]
             bound = ", ".join(map(json.dumps, bound)) if keyword == "enum" else bound
             raise bad_request(f"{name}={_shown(value)} must be {text.format(bound)}", name)

@@ -69,6 +69,14 @@ def test_how_many_tokens_there_may_be(tmp_path):
     assert most(COMPLETIONS, prompt="a" * LENGTH, max_tokens=0, echo=True) == 1  # the engine always makes one
 
 
+def test_empty_fields_of_messages_are_not_given_to_the_template(tmp_path):
+    """Templates ask whether they are there."""
+    model = served(tmp_path, "{{ messages[0] | list | join(',') }}")
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [], "refusal": None}
+    (prompt,) = read_call(CHAT, {"messages": [message]}, "", model).prompts
+    assert prompt[0] == "role,content"
+
+
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}
 
 
