@@ -117,7 +117,8 @@ class Replies:
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """The event of a stream with a part of a reply."""
         make = self._delta if self._call.is_chat else self._completion
-        return {**self._object(self._chunk_kind), "choices": [make(piece)]}
+        usage = {"usage": None} if self._call.includes_usage else {}  # as in OpenAI's events before the last one
+        return {**self._object(self._chunk_kind), "choices": [make(piece)], **usage}
 
     def last_chunk(self) -> dict[str, Any]:
         """The event of a stream with the usage."""

@@ -31,6 +31,10 @@ def values(schema, name=""):
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     kind = schema["type"]
+    if isinstance(kind, list):  # [type, "null"]
+        return with_few_nulls(values({**schema, "type": kind[0]}, name))
+    if kind == "null":
+        return st.none()
     if kind == "boolean":
         return st.booleans()
     if kind == "integer":
@@ -48,7 +52,7 @@ def values(schema, name=""):
         rule = schema.get("additionalProperties")
         elements = with_few_nulls(values(rule)) if rule else JSON
         return st.dictionaries(st.from_regex("[0-9]{1,3}", fullmatch=True), elements, max_size=3)
-    optional = {field: with_few_nulls(each) for field, each in fields.items() if field not in required}
+    optional = {field: each for field, each in fields.items() if field not in required}
     return st.fixed_dictionaries({field: fields[field] for field in required}, optional=optional)
 
 
