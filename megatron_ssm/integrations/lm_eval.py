@@ -1,8 +1,8 @@
 """The model class `megatron-ssm` of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-lm-eval knows only its own model classes and those that were imported, and has no entry points for others. So this module is
-also a command: `python -m megatron_ssm.integrations.lm_eval` takes lm-eval's arguments, and registers the class first. In
-Python, importing this module registers it.
+Versions of lm-eval after 0.4.13 find the class by the entry point in the group `lm_eval.models`. Earlier ones know only
+their own model classes and those that were imported. So this module is also a command, which takes lm-eval's arguments and
+registers the class first: `python -m megatron_ssm.integrations.lm_eval`. In Python, importing this module registers it.
 
 Texts are tokenized by transformers, truncated and cut at stop sequences as lm-eval's own model class `hf` does it, so that
 results are comparable.

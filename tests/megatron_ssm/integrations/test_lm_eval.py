@@ -3,9 +3,11 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,13 @@ def test_a_generation_ends_at_a_special_token(tmp_path):
     requests = [lm_eval.api.instance.Instance("generate_until", {}, context, 0)]
     expected = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu").generate_until(requests)
     assert MegatronSsmLM(str(tmp_path)).generate_until(requests) == expected == ["b"]
+
+
+def test_the_entry_point_is_the_registered_class():
+    """lm-eval, which records the entry point before it imports the module, requires that."""
+    name, place = re.search(r'"lm_eval.models": \["(\S+) = (\S+)"\]', (ROOT / "setup.py").read_text()).groups()
+    found = EntryPoint(name, place, "lm_eval.models").load()
+    assert lm_eval.api.registry.get_model(name) is found and place == f"{found.__module__}:{found.__name__}"
 
 
 @pytest.mark.parametrize("field, name", (("dtype", "bfloat16"), ("torch_dtype", "float64"), ("none", "float32")))
