@@ -116,7 +116,8 @@ setup(
         "console_scripts": [
             "megatron-ssm = megatron_ssm.cli.main:run_and_exit",
             "sparsefusion = sparsefusion.cli.commands:main",
-        ]
+        ],
+        "lm_eval.models": ["megatron-ssm = megatron_ssm.integrations.lm_eval:MegatronSsmLM"],
     },
     # An editable install then puts this directory on the path, so packages that are added later are found too.
     package_dir={"": "."},

@@ -74,6 +74,10 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     assert {f"{package}/py.typed" for package in PACKAGES} | {"megatron_ssm/serving/page.html"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
 
+    with zipfile.ZipFile(wheel) as archive:
+        (points,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
+    assert "[lm_eval.models]\nmegatron-ssm = megatron_ssm.integrations.lm_eval:MegatronSsmLM\n" in points
+
     commands = install(wheel, tmp_path / "environment")
     doctor = json.loads(output(commands / "megatron-ssm", "doctor", "--json", cwd=tmp_path))
     assert [library["loaded"] for library in doctor["kernels"].values()] == [has_libraries] * 2, doctor["kernels"]

@@ -11,14 +11,15 @@ from megatron_ssm.inference.text import most_characters
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
+from .offsets import prompt_offsets
 from .parameters import CHAT, REQUIRED, checked
 from .sequences import Arguments, Sequence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
 TOO_LONG = "context_length_exceeded"
+MOST_LOGPROBS = 100_000  # log-probabilities of a request, so that its reply cannot keep the others waiting for long
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Served:
 class Call:
     """What a request asks for. prompts: the text and the ids of each. sequences: the replies, those to one prompt together.
 
-    values: the parameters, see `parameters.checked`. logprobs: how many alternatives of each token, or None.
+    values: the parameters, see `parameters.checked`. logprobs: how many alternatives of each token, or None. offsets: where
+    the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
     """
 
     endpoint: str
@@ -54,6 +56,7 @@ class Call:
     prompts: list[tuple[str, list[int]]]
     sequences: list[Sequence]
     logprobs: int | None
+    offsets: list[list[int]]
 
     @property
     def is_chat(self) -> bool:
@@ -98,6 +101,8 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
     logprobs = _logprobs(endpoint, values, served.vocab_size)
     prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values["prompt"], served)
     most = [_new_tokens(endpoint, values, len(ids), served.max_length) for _, ids in prompts]
+    if logprobs is not None:
+        _check_size(endpoint, values, logprobs, prompts, most)
     shared: dict[str, Any] = dict(
         temperature=values["temperature"],
         top_k=values["top_k"] or None,
@@ -114,7 +119,8 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
     seed = secrets.randbits(62) if values["seed"] is None else values["seed"]
     rows = [(ids, new) for (_, ids), new in zip(prompts, most, strict=True) for _ in range(values["n"])]
     sequences = [Sequence(Arguments(ids, new, seed + i, **shared), i) for i, (ids, new) in enumerate(rows)]
-    return Call(endpoint, values, prompts, sequences, logprobs)
+    offsets = [prompt_offsets(served.tokenizer, *each) for each in prompts] if shared["prompt_logprobs"] else []
+    return Call(endpoint, values, prompts, sequences, logprobs, offsets)
 
 
 def _prompts(prompt: Any, served: Served) -> list[tuple[str, list[int]]]:
@@ -154,9 +160,9 @@ def _ids(text: str, served: Served, param: str, add_special_tokens: bool = True)
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null, whose content is one text."""
-    plain = {name: value for name, value in message.items() if value is not None}
-    if isinstance(plain.get("content"), list):
+    """A message without fields that are null or empty lists, whose content is one text."""
+    plain = {name: value for name, value in message.items() if value not in (None, [])}
+    if isinstance(plain["content"], list):
         plain["content"] = "".join(part["text"] for part in plain["content"])
     return plain
 
@@ -192,6 +198,20 @@ def _logprobs(endpoint: str, values: dict[str, Any], vocab_size: int) -> int | N
     if count is not None and count > vocab_size:
         raise bad_request(f"{name}={count} exceeds the vocabulary of {vocab_size}", name)
     return (count or 0) if endpoint == CHAT else count
+
+
+def _check_size(
+    endpoint: str, values: dict[str, Any], alternatives: int, prompts: list[tuple[str, list[int]]], most: list[int]
+) -> None:
+    """ApiError 400 if the replies may have more than MOST_LOGPROBS log-probabilities. most: new tokens after each prompt."""
+    repeated = sum(len(ids) for _, ids in prompts) if values.get("echo") else 0
+    tokens = values["n"] * (repeated + (0 if values["max_tokens"] == 0 else sum(most)))
+    if tokens * (1 + alternatives) > MOST_LOGPROBS:
+        raise bad_request(
+            f"up to {tokens} tokens with the log-probabilities of {1 + alternatives} ids each are more than the "
+            f"{MOST_LOGPROBS} log-probabilities that a request may ask for",
+            "top_logprobs" if endpoint == CHAT else "logprobs",
+        )
 
 
 def _stop_strings(values: dict[str, Any]) -> tuple[str, ...]:

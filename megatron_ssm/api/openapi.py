@@ -1,5 +1,6 @@
 """The OpenAPI description of the server, at /openapi.json."""
 
+import re
 from typing import Any
 
 from .parameters import BY_ENDPOINT, body_schema
@@ -32,7 +33,9 @@ ERRORS = {
     "504": "The reply has taken too long.",
 }
 OTHERS = {
-    "/v1/models": "The served model.",
+    "/": "A chat page for browsers.",
+    "/v1/models": "The served model, in a list.",
+    "/v1/models/{model}": "The served model.",
     "/health": "Whether the process runs.",
     "/ready": "Whether requests are taken: 200, or 503.",
     "/metrics": "Metrics in Prometheus' text format.",
@@ -42,18 +45,44 @@ OTHERS = {
 def description(version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 description, made from the table of parameters."""
     paths: dict[str, Any] = {f"/v1/{name}": {"post": _operation(name)} for name in BY_ENDPOINT}
-    paths |= {path: {"get": {"summary": text, "responses": _responses({})}} for path, text in OTHERS.items()}
+    paths |= {path: {"get": _reading(path, text)} for path, text in OTHERS.items()}
     return {"openapi": "3.1.0", "info": {"title": "megatron-ssm", "version": version}, "paths": paths}
 
 
 def _operation(name: str) -> dict[str, Any]:
     """An endpoint that generates."""
-    content = {"application/json": {"schema": body_schema(name)}}
+    content = {"application/json": {"schema": _published(body_schema(name))}}
     return {
         "summary": f"OpenAI's {name}.",
         "requestBody": {"required": True, "content": content},
         "responses": _responses(ERRORS),
     }
+
+
+def _reading(path: str, summary: str) -> dict[str, Any]:
+    """A path that is only read."""
+    names = re.findall(r"\{(\w+)\}", path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    applies = {"401": path.startswith("/v1/"), "404": bool(names)}
+    responses = _responses({status: text for status, text in ERRORS.items() if applies.get(status)})
+    return {"summary": summary, **({"parameters": parameters} if names else {}), "responses": responses}
+
+
+def _published(schema: dict[str, Any], is_nullable: bool = False) -> dict[str, Any]:
+    """A schema in which null is a value of the fields that may be left out, as `schema.check` has it."""
+    made, required = dict(schema), schema.get("required", ())
+    if "properties" in schema:
+        fields = schema["properties"].items()
+        made["properties"] = {name: _published(each, name not in required) for name, each in fields}
+    if "items" in schema:
+        made["items"] = _published(schema["items"])
+    if "anyOf" in schema:
+        made["anyOf"] = [*map(_published, schema["anyOf"]), *([{"type": "null"}] if is_nullable else [])]
+    if is_nullable and "type" in schema:
+        made["type"] = [schema["type"], "null"]
+    if is_nullable and "enum" in schema:
+        made["enum"] = [*schema["enum"], None]
+    return made
 
 
 def _responses(errors: dict[str, str]) -> dict[str, Any]:

@@ -8,10 +8,16 @@ from typing import Any
 from sparsefusion.foundation.command_line import did_you_mean
 
 from .errors import bad_request
-from .schema import check
+from .schema import NOT_IMPLEMENTED, check
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 MOST_PROMPTS, MOST_CHOICES = 128, 128
+
+
+def _only(*values: Any) -> dict[str, Any]:
+    """The schema of what is not implemented, but has values that change nothing."""
+    return {"enum": list(values), NOT_IMPLEMENTED: True, "description": "Not implemented: other values are an error."}
+
 
 TOKEN = dict(type="integer", minimum=0)
 STOP = dict(type="string", minLength=1, maxLength=1000)
@@ -21,15 +27,16 @@ CONTENT_PART = dict(
 )  # fmt: skip
 MESSAGE = dict(
     type="object",
-    required=["role"],
+    required=["role", "content"],
     additionalProperties=False,
     properties=dict(
-        role=dict(type="string", enum=["system", "developer", "user", "assistant", "tool"]),
+        role=dict(type="string", enum=["system", "developer", "user", "assistant"]),
         content=dict(
-            anyOf=[dict(type="string"), dict(type="array", items=CONTENT_PART)],
+            anyOf=[dict(type="string"), dict(type="array", items=CONTENT_PART, minItems=1)],
             description="a text, or a list of texts",
         ),
         name=dict(type="string"),
+        tool_calls=_only([]),
     ),
 )
 
@@ -99,12 +106,13 @@ BY_ENDPOINT: dict[str, dict[str, dict[str, Any]]] = {
                           "the likeliest tokens."),
     ),
 }  # fmt: skip
-# Parameters of OpenAI that are not implemented, with the values that change nothing.
-NEUTRAL: dict[str, dict[str, list[Any]]] = {
-    COMPLETIONS: dict(best_of=[1], suffix=[""], presence_penalty=[0], frequency_penalty=[0]),
+# Parameters of OpenAI that are not implemented.
+OTHERS: dict[str, dict[str, dict[str, Any]]] = {
+    COMPLETIONS: dict(best_of=_only(1), suffix=_only(""), presence_penalty=_only(0), frequency_penalty=_only(0)),
     CHAT: dict(
-        presence_penalty=[0], frequency_penalty=[0], tools=[[]], tool_choice=["none", "auto"], functions=[[]], store=[False],
-        parallel_tool_calls=[True, False], modalities=[["text"]], service_tier=["auto", "default"],
+        presence_penalty=_only(0), frequency_penalty=_only(0), tools=_only([]), tool_choice=_only("none", "auto"),
+        functions=_only([]), store=_only(False), parallel_tool_calls=_only(True, False), modalities=_only(["text"]),
+        service_tier=_only("auto", "default"),
     ),
 }  # fmt: skip
 # {kind of a grammar: the parameter that it comes from}
@@ -116,11 +124,7 @@ REQUIRED = {COMPLETIONS: "prompt", CHAT: "messages"}
 
 def table(endpoint: str) -> dict[str, dict[str, Any]]:
     """{name: schema} of all parameters of an endpoint, those that are not implemented included."""
-    neutral = {
-        name: dict(enum=values, description="Not implemented: other values are an error.")
-        for name, values in NEUTRAL[endpoint].items()
-    }
-    return {**BY_ENDPOINT[endpoint], **SHARED, **neutral}
+    return {**BY_ENDPOINT[endpoint], **SHARED, **OTHERS[endpoint]}
 
 
 def checked(endpoint: str, body: Any) -> dict[str, Any]:
@@ -134,11 +138,8 @@ def checked(endpoint: str, body: Any) -> dict[str, Any]:
     for name, value in body.items():
         if name not in parameters:
             raise bad_request(f"there is no parameter {name[:60]}{did_you_mean(name[:60], parameters)}", name[:60])
-        if value is None:
-            continue
-        if name in NEUTRAL[endpoint] and value not in NEUTRAL[endpoint][name]:
-            raise bad_request(f"{name} is not implemented", name)
-        check(value, parameters[name], name)
+        if value is not None:
+            check(value, parameters[name], name)
     if body.get(REQUIRED[endpoint]) is None:
         raise bad_request(f"{REQUIRED[endpoint]} is missing", REQUIRED[endpoint])
     given = {name: value for name, value in body.items() if value is not None}

@@ -4,12 +4,13 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from megatron_ssm.inference.text import TextStream, token_bytes
 
 from .calls import Call, Served
-from .offsets import TextOffsets, prompt_offsets
+from .offsets import TextOffsets
 from .sequences import Update
 
 
@@ -49,7 +50,8 @@ class Reply:
         text, ids = call.prompts[index // call.values["n"]]
         self._text = TextStream(served.tokenizer, call.stop_strings, hidden, ids)
         self._echo = (text, ids) if call.values.get("echo") else None
-        self._tokenizer, self._is_first = served.tokenizer, True
+        self._prompt_offsets = call.offsets[index // call.values["n"]] if call.offsets else []
+        self._is_first = True
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def take(self, update: Update) -> Piece:
@@ -61,7 +63,7 @@ class Reply:
         if self._is_first and self._echo is not None:
             piece.text, piece.prompt = self._echo
             piece.prompt_logprobs = update.prompt_logprobs
-            piece.offsets = prompt_offsets(self._tokenizer, *self._echo) if has_offsets else []
+            piece.offsets = list(self._prompt_offsets)
         piece.offsets += map(self._offsets.push, tokens) if has_offsets else []
         piece.text += "".join(map(self._text.push, tokens))
         if update.finished is not None:
@@ -79,7 +81,7 @@ class Replies:
     def __init__(self, call: Call, served: Served):
         self._call, self._model = call, served.name
         self._replies = [Reply(call, served, sequence.index) for sequence in call.sequences]
-        self._bytes_of = token_bytes(served.tokenizer)
+        self._bytes_of, self._name = cache(token_bytes(served.tokenizer)), cache(self._name_of)
         self._head = {
             "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -115,7 +117,8 @@ class Replies:
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """The event of a stream with a part of a reply."""
         make = self._delta if self._call.is_chat else self._completion
-        return {**self._object(self._chunk_kind), "choices": [make(piece)]}
+        usage = {"usage": None} if self._call.includes_usage else {}  # as in OpenAI's events before the last one
+        return {**self._object(self._chunk_kind), "choices": [make(piece)], **usage}
 
     def last_chunk(self) -> dict[str, Any]:
         """The event of a stream with the usage."""
@@ -154,11 +157,13 @@ class Replies:
         """Those of the prompt, if it is repeated, and of the new tokens, in parallel lists."""
         tokens, entries = [*piece.prompt, *piece.tokens], [*piece.prompt_logprobs, *piece.logprobs]
         names = [self._name(token) for token in tokens]
-        tops = [entry and {self._name(token): value for token, value in entry[1]} for entry in entries]
+        tops = None
+        if self._call.logprobs:
+            tops = [entry and {self._name(token): value for token, value in entry[1]} for entry in entries]
         return {
             "tokens": names,
             "token_logprobs": [entry and entry[0] for entry in entries],
-            "top_logprobs": tops if self._call.logprobs else None,
+            "top_logprobs": tops,
             "text_offset": piece.offsets,
         }
 
@@ -176,7 +181,7 @@ class Replies:
         ]
         return {"content": content, "refusal": None}
 
-    def _name(self, token: int) -> str:
+    def _name_of(self, token: int) -> str:
         """A token as text; one that is not valid UTF-8 alone, as OpenAI writes it: bytes:\\xe2."""
         data = self._bytes_of(token)
         try:

@@ -10,6 +10,7 @@ from .errors import bad_request
 KINDS: dict[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": type(None)
 }  # fmt: skip
+NOT_IMPLEMENTED = "x-not-implemented"  # a keyword: values beside those of `enum` are not implemented
 SHOWN = 60  # characters of a wrong value in the error
 
 # {keyword: (the rule for a value and the keyword's bound, what a value must be)}
@@ -29,7 +30,8 @@ RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 def check(value: Any, schema: Mapping[str, Any], name: str) -> None:
     """ApiError 400 that names the value, its place `name` and the rule that it breaks, unless it matches the schema.
 
-    Fields of objects that are null count as left out.
+    Fields of objects that are null count as left out. Those that `additionalProperties` describes must not be null: their
+    names are data, so they have no default.
     """
     if "anyOf" in schema:
         return _check_alternatives(value, schema, name)
@@ -37,6 +39,8 @@ def check(value: Any, schema: Mapping[str, Any], name: str) -> None:
         raise bad_request(f"{name}={_shown(value)} must be of type {schema['type']}", name)
     for keyword, (holds, text) in RULES.items():
         if keyword in schema and not holds(value, schema[keyword]):
+            if NOT_IMPLEMENTED in schema:
+                raise bad_request(f"{name} is not implemented", name)
             bound = schema[keyword]
             bound = ", ".join(map(json.dumps, bound)) if keyword == "enum" else bound
             raise bad_request(f"{name}={_shown(value)} must be {text.format(bound)}", name)
@@ -68,11 +72,11 @@ def _check_fields(value: dict[str, Any], schema: Mapping[str, Any], name: str) -
         if value.get(field) is None:
             raise bad_request(f"{name} needs the field {field}", f"{name}.{field}")
     for field, element in value.items():
-        if element is None:
-            continue
-        if field not in properties and others is False:
-            raise bad_request(f"{name}.{_shown(field)} is not implemented", f"{name}.{field}")
         rule = properties.get(field, others)
+        if element is None and (field in properties or rule is False):
+            continue
+        if rule is False:
+            raise bad_request(f"{name}.{_shown(field)} is not implemented", f"{name}.{field}")
         if isinstance(rule, Mapping):
             check(element, rule, f"{name}.{field}")
 

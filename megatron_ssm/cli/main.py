@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 from megatron_ssm.configs.config import read_for_ranks
-from megatron_ssm.parallel.local_launch import run_local_ranks
+from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties, this_rank
 
@@ -195,8 +195,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         return code or run_local_ranks(argv, tensor, passes_signals=True)
     leave_on_interrupt()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
-    if this_rank() == 0:  # run_local_ranks has blocked Ctrl-C for its ranks, and passes it on to this one
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
+        accept_passed_interrupts()
     silence_third_parties()
 
     def command() -> None:

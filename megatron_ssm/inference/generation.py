@@ -29,9 +29,9 @@ def generate(
     """The tokens that follow input_ids (batch, seq): (batch, new), int64 on the CPU, the same on every rank.
 
     attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` that it produces, or
-    with the token that completes one of `stop_strings` (found in the text of the new tokens; this needs the checkpoint's
-    tokenizer.json). It is then filled with pad_token_id; there are fewer columns when all rows have ended. The first
-    min_new_tokens tokens are no stop tokens.
+    with the token that completes one of `stop_strings` (found in the text of the new tokens, or the name of a special token;
+    this needs the checkpoint's tokenizer.json). It is then filled with pad_token_id; there are fewer columns when all rows
+    have ended. The first min_new_tokens tokens are no stop tokens.
 
     temperature 0 is greedy search, which takes the lowest id among equal logits. Otherwise a token is sampled: one uniform
     number is drawn from a generator of the row's own, seeded with seed + row (None: fresh seeds, the same on all ranks), so

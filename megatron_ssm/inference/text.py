@@ -154,6 +154,8 @@ class TextStream:
     the tokenizer lacks becomes U+FFFD, and valid characters next to invalid bytes are kept (the ByteFallback decoder would
     replace the whole run of bytes).
 
+    A stop string that is the name of a special token, such as "<|im_end|>", ends the text before this token.
+
     The cost of a push does not depend on how much was generated before. For tokenizers of bytes (ByteLevel; the <0xE2>
     tokens of ByteFallback) the bytes go through an incremental UTF-8 decoder. Any other token is decoded together with the
     previous one, and the previous one's text is removed; where decoding depends on a neighbour (the leading space of
@@ -178,7 +180,9 @@ class TextStream:
         if "" in self._stop_strings:
             raise ValueError("a stop string is empty: it would end every text before its first character")
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = {*special_ids, *(token_id for token_id, token in added.items() if token.special)}
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._special_ids = {*special_ids, *special}
+        self._stop_ids = {token_id for token_id, name in special.items() if name in self._stop_strings}
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -188,6 +192,9 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text, often empty, that has become certain."""
+        if token_id in self._stop_ids:
+            text, self.stopped = self.finish(), True
+            return text
         if self.stopped or token_id in self._special_ids:
             return ""
         return self._release(self._detokenize(token_id))

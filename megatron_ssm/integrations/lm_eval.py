@@ -1,8 +1,8 @@
 """The model class `megatron-ssm` of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-lm-eval knows only its own model classes and those that were imported, and has no entry points for others. So this module is
-also a command: `python -m megatron_ssm.integrations.lm_eval` takes lm-eval's arguments, and registers the class first. In
-Python, importing this module registers it.
+Versions of lm-eval after 0.4.13 find the class by the entry point in the group `lm_eval.models`. Earlier ones know only
+their own model classes and those that were imported. So this module is also a command, which takes lm-eval's arguments and
+registers the class first: `python -m megatron_ssm.integrations.lm_eval`. In Python, importing this module registers it.
 
 Texts are tokenized by transformers, truncated and cut at stop sequences as lm-eval's own model class `hf` does it, so that
 results are comparable.
@@ -20,6 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
+from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import stop_tokens
 
 from .evaluation_ranks import EvaluatedModel
@@ -34,10 +35,10 @@ class MegatronSsmLM(TemplateLM):
 
     pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is
     DEFAULT_BATCH. max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048).
-    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. For dtype, reduce and weights see
-    `megatron_ssm.load`.
+    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. dtype: a name, or "auto": the dtype
+    that config.json names, else float32. For it, reduce and weights see `megatron_ssm.load`.
 
-    ValueError for a model argument or generation option that is not implemented.
+    ValueError for a model argument or generation option that is not implemented or out of range.
     """
 
     def __init__(
@@ -53,11 +54,16 @@ class MegatronSsmLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
+        **others: Any,
     ):
         super().__init__()
+        if others:
+            raise ValueError(f"model arguments that are not implemented: {', '.join(sorted(others))}")
         if not Path(pretrained).is_dir():
             raise ValueError(f"pretrained={pretrained} is not a directory")
-        options = dict(dtype=dtype, device=_device(device), reduce=reduce, weights=weights)
+        if type(tp) is not int or tp < 1:
+            raise ValueError(f"tp={tp} must be an integer of at least 1")
+        options = dict(dtype=_dtype(dtype, pretrained), device=_device(device), reduce=reduce, weights=weights)
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
@@ -168,6 +174,18 @@ class MegatronSsmLM(TemplateLM):
             "seed": index,
             **given,
         }
+
+
+def _dtype(name: Any, directory: str) -> str:
+    """The name of a floating-point dtype; that of the checkpoint's config.json for "auto"."""
+    if name == "auto":
+        raw = Config.read(directory).raw
+        name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    plain = str(name).removeprefix("torch.")
+    found = getattr(torch, plain, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
+    return plain
 
 
 def _device(name: str | None) -> str:

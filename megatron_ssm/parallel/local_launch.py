@@ -7,8 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import FrameType
 
 GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
+
+PASSED_INTERRUPT = signal.SIGUSR1  # what rank 0 gets for a Ctrl-C that is passed on
+BLOCKED = {signal.SIGINT, PASSED_INTERRUPT}  # in the ranks
 
 
 def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -> int:
@@ -19,25 +23,40 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
     outlives this call.
 
     passes_signals: Ctrl-C and SIGTERM are passed on to rank 0, which ends the command; its exit code then counts, and the
-    others have GRACE_S to follow.
+    others have GRACE_S to follow. Rank 0 calls `accept_passed_interrupts`.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
         command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
         processes: list[subprocess.Popen] = []
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the ranks inherit this
+            signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # the ranks inherit this
             for rank in range(ranks):
                 processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
             if passes_signals:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, lambda number, _: processes[0].send_signal(number))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                signal.signal(signal.SIGINT, lambda *_: processes[0].send_signal(PASSED_INTERRUPT))
+                signal.signal(signal.SIGTERM, lambda number, _: processes[0].send_signal(number))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
             return _wait(processes, follow_first=passes_signals)
         except KeyboardInterrupt:
             return 130
         finally:
             _end(processes, 0.0 if passes_signals else GRACE_S)
+
+
+def accept_passed_interrupts() -> None:
+    """On rank 0, whose SIGINT is blocked: let each Ctrl-C that is passed on call the handler of SIGINT.
+
+    A terminal sends SIGINT to all processes of the command, so a rank that took it would be interrupted twice by one Ctrl-C.
+    """
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler), "the command has set it"
+        handler(signal.SIGINT, frame)
+
+    signal.signal(PASSED_INTERRUPT, interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {PASSED_INTERRUPT})
 
 
 def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
@@ -98,6 +117,6 @@ def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
                 process.kill()
                 process.wait()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it is blocked if a rank could not be started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # they are blocked if a rank could not be started
         for number, handler in handlers.items():
             signal.signal(number, handler)

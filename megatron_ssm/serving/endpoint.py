@@ -82,14 +82,15 @@ class Endpoint:
 
 
 async def _whole(call: Call, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
-    """Send one JSON object when all replies are complete."""
+    """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
         if piece.index in wholes:
             wholes[piece.index].extend(piece)
         else:
             wholes[piece.index] = piece
-    body = json.dumps(replies.whole(wholes[index] for index in sorted(wholes))).encode()
+    ordered = [wholes[index] for index in sorted(wholes)]
+    body = await asyncio.to_thread(lambda: json.dumps(replies.whole(ordered)).encode())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -101,6 +102,9 @@ async def _stream(call: Call, replies: Replies, pieces: AsyncIterator[Piece], se
     async def event(data: str) -> None:
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
+    def encoded(piece: Piece) -> str:
+        return json.dumps(replies.chunk(piece))
+
     has_begun = False
     try:
         async for piece in pieces:
@@ -108,7 +112,7 @@ async def _stream(call: Call, replies: Replies, pieces: AsyncIterator[Piece], se
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                 has_begun = True
             if piece.text or piece.is_first or piece.finished or call.shows_tokens:
-                await event(json.dumps(replies.chunk(piece)))
+                await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
         if call.includes_usage:
             await event(json.dumps(replies.last_chunk()))
         await event("[DONE]")

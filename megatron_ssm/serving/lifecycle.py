@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -49,6 +50,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
                 proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
+                timeout_keep_alive=math.ceil(connections.seconds) + 1,  # later than `connections` closes one
             )
         )  # fmt: skip
         self.is_interrupted, self.why_aborted = False, ""

@@ -54,7 +54,8 @@ class Service:
         self._open: dict[Sequence, _Open] = {}
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "requests")
         self._prepared: set[Future[Any]] = set()  # the work of requests that are prepared, and some that is done
-        self._closed = "the server is starting"  # why no requests are taken, or ""
+        self._closed = "the server is starting"  # why no new requests are taken, or ""
+        self._ended = ""  # why those that were prepared are not added either, or ""
         self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
 
     @property
@@ -67,7 +68,7 @@ class Service:
         self._driver, self._closed = driver, ""
 
     def drain(self) -> None:
-        """Refuse requests from now on, with the status 503; those that are open go on."""
+        """Refuse requests from now on, with the status 503; those that are open or prepared go on."""
         self._closed = "the server is shutting down"
 
     def stop(self) -> None:
@@ -75,15 +76,16 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self, reason: str) -> None:
-        """Refuse requests from now on, and end those that are open; both with the status 503."""
-        self._closed = reason
+        """Refuse requests from now on, also those that are prepared, and end those that are open: with the status 503."""
+        self._closed = self._ended = reason
         self._end(list(self._open), 503, reason, "unavailable")
 
     async def prepare(self, work: Callable[[], T], since: float) -> T:
         """The result of `work` for a request that has arrived at the time `since`, in a thread.
 
         The request has a place in the queue until the work is done, even if its client has hung up before, because a thread
-        cannot be stopped; work that has not begun is then left out. ApiError as from `added`.
+        cannot be stopped; work that has not begun is then left out. ApiError as from `check_room`, or 504 if that takes too
+        long.
         """
         self.check_room()
         future = self._pool.submit(work)
@@ -99,11 +101,13 @@ class Service:
     ) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        since: when the request arrived. param: the parameter that says how many there are. ApiError 400 if there is never
-        room for so many, 503 if no requests are taken, 429 if too many are waiting. A sequence's last update says that it
-        has finished, or has an error; one of 504 comes if the time is over.
+        The request was prepared. since: when it arrived. param: the parameter that says how many there are. ApiError 400 if
+        there is never room for so many, 503 after `close`, 429 if too many are waiting. A sequence's last update says that
+        it has finished, or has an error; one of 504 comes if the time is over.
         """
-        self.check_room(len(sequences), param)
+        if self._ended:
+            raise ApiError(503, self._ended, code="unavailable")
+        self._check_count(len(sequences), param)
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
         for sequence in sequences:
@@ -145,10 +149,14 @@ class Service:
         """The seconds that are left for the reply to a request that arrived at the time `since`."""
         return max(0.0, since + self.limits.seconds - time.monotonic())
 
-    def check_room(self, count: int = 1, param: str | None = None) -> None:
-        """ApiError if `count` further sequences cannot be taken. param: the parameter that asks for so many."""
+    def check_room(self) -> None:
+        """ApiError 503 if no requests are taken, 429 if too many are waiting."""
         if self._closed:
             raise ApiError(503, self._closed, code="unavailable")
+        self._check_count(1, None)
+
+    def _check_count(self, count: int, param: str | None) -> None:
+        """ApiError if there is no room for `count` further sequences. param: the parameter that asks for so many."""
         room = self.limits.slots + self.limits.waiting
         if count > room:
             raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}", param)

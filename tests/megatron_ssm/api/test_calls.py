@@ -1,7 +1,10 @@
 """What a request's JSON asks for. Oracle: the interface's documentation."""
 
+from pathlib import Path
+
 import pytest
 
+from megatron_ssm.api import calls
 from megatron_ssm.api.calls import Served, read_call
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
@@ -10,6 +13,7 @@ from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
 CHATTING = {"messages": [{"role": "user", "content": "Hi"}]}
 LENGTH, VOCABULARY = 30, 10
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 CASES = [
     # endpoint, chat template, body, param and message of the error
     (COMPLETIONS, "", {"prompt": "a", "logprobs": 20}, "logprobs", "logprobs=20 exceeds the vocabulary of 10"),
@@ -63,3 +67,36 @@ def test_how_many_tokens_there_may_be(tmp_path):
     assert most(CHAT, **CHATTING) == 10 and most(CHAT, **CHATTING, max_tokens=10) == 10
     assert most(COMPLETIONS, prompt="a" * 14) == 16
     assert most(COMPLETIONS, prompt="a" * LENGTH, max_tokens=0, echo=True) == 1  # the engine always makes one
+
+
+def test_empty_fields_of_messages_are_not_given_to_the_template(tmp_path):
+    """Templates ask whether they are there."""
+    model = served(tmp_path, "{{ messages[0] | list | join(',') }}")
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [], "refusal": None}
+    (prompt,) = read_call(CHAT, {"messages": [message]}, "", model).prompts
+    assert prompt[0] == "role,content"
+
+
+TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}
+
+
+@pytest.mark.parametrize(
+    "endpoint, body, count",
+    [
+        (COMPLETIONS, TWO_PROMPTS, 2 * (5 + 5) * (1 + 4)),
+        (COMPLETIONS, {**TWO_PROMPTS, "logprobs": 0}, 2 * (5 + 5)),
+        (COMPLETIONS, {**TWO_PROMPTS, "echo": True}, 2 * (3 + 5 + 2 + 5) * (1 + 4)),
+        (COMPLETIONS, {**TWO_PROMPTS, "echo": True, "max_tokens": 0}, 2 * (3 + 2) * (1 + 4)),
+        (CHAT, {**CHATTING, "n": 3, "logprobs": True, "top_logprobs": 4}, 3 * 10 * (1 + 4)),  # a prompt of 20 tokens
+        (CHAT, {**CHATTING, "n": 3, "logprobs": True, "max_tokens": 5}, 3 * 5),
+    ],
+)
+def test_how_many_log_probabilities_there_may_be(tmp_path, monkeypatch, endpoint, body, count):
+    model = served(tmp_path, "a" * 20)
+    assert f"at most {calls.MOST_LOGPROBS} log-probabilities" in PAGE.read_text()
+    monkeypatch.setattr(calls, "MOST_LOGPROBS", count)
+    read_call(endpoint, body, "", model)
+    monkeypatch.setattr(calls, "MOST_LOGPROBS", count - 1)
+    with pytest.raises(ApiError, match=f"more than the {count - 1} log-probabilities that a request may") as refused:
+        read_call(endpoint, body, "", model)
+    assert refused.value.param == ("top_logprobs" if endpoint == CHAT else "logprobs")

@@ -10,6 +10,7 @@ from megatron_ssm.api.parameters import CHAT, COMPLETIONS, checked, table
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 
+TOOL_CALL = {"role": "assistant", "content": "a", "tool_calls": [{"type": "function"}]}
 PROMPT = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "content": "a"}]}}
 
 
@@ -18,6 +19,12 @@ def test_null_stands_for_the_default(endpoint):
     defaults = checked(endpoint, PROMPT[endpoint])
     assert (defaults["temperature"], defaults["n"], defaults["stop"], defaults["stream"]) == (1.0, 1, None, False)
     assert checked(endpoint, {name: None for name in defaults} | PROMPT[endpoint]) == defaults
+
+
+def test_fields_that_are_null_count_as_left_out():
+    """Also those that are not implemented: clients send messages back with all fields of OpenAI's."""
+    message = {"role": "assistant", "content": "a", "name": None, "refusal": None, "audio": None}
+    assert checked(CHAT, {"messages": [message], "stream_options": {"include_usage": None}})["messages"] == [message]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +48,26 @@ def test_null_stands_for_the_default(endpoint):
         (COMPLETIONS, "frequency_penalty", 0.5, "frequency_penalty is not implemented"),
         (COMPLETIONS, "temprature", 1, r"there is no parameter temprature \(did you mean temperature\?\)"),
         (COMPLETIONS, "logit_bias", {"5": 101}, r"logit_bias\.5=101 must be at most 100"),
+        (COMPLETIONS, "logit_bias", {"5": None}, r"logit_bias\.5=null must be of type number"),
         (CHAT, "tools", [{}], "tools is not implemented"),
         (CHAT, "echo", True, "there is no parameter echo"),
         (CHAT, "messages", [{"content": "a"}], r"messages\[0\] needs the field role"),
-        (CHAT, "messages", [{"role": "user", "tool_calls": []}], r"messages\[0\].tool_calls is not implemented"),
+        (CHAT, "messages", [{"role": "user"}], r"messages\[0\] needs the field content"),
+        (CHAT, "messages", [{"role": "assistant", "content": None}], r"messages\[0\] needs the field content"),
+        (
+            CHAT,
+            "messages",
+            [{"role": "user", "content": []}],
+            r"messages\[0\].content=\[\] must be a list of at least 1",
+        ),
+        (
+            CHAT,
+            "messages",
+            [{"role": "tool", "content": "a"}],
+            r'messages\[0\].role=tool must be one of "system", "dev',
+        ),
+        (CHAT, "messages", [TOOL_CALL], r"messages\[0\].tool_calls is not implemented"),
+        (CHAT, "parallel_tool_calls", 1, "parallel_tool_calls is not implemented"),
         (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], 'must be one of "text"'),
         (CHAT, "response_format", {"type": "xml"}, r'response_format.type=xml must be one of "text", "json_object"'),
         (CHAT, "stream_options", {"chunk": 1}, r"stream_options.chunk is not implemented"),
@@ -73,3 +96,4 @@ def test_every_parameter_is_documented():
 def test_values_that_change_nothing_are_accepted():
     neutral = dict(presence_penalty=0.0, frequency_penalty=0, tools=[], parallel_tool_calls=True, user="me")
     assert checked(CHAT, PROMPT[CHAT] | neutral)["user"] == "me"
+    assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})

@@ -98,3 +98,12 @@ def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
     for index in order:
         replies.take(Update(call.sequences[index], [65], None, reused=reused[index]))
     assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}
+
+
+@pytest.mark.parametrize("options, expected", ((None, {}), ({"include_usage": True}, {"usage": None})))
+def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
+    model = served(tmp_path)
+    call = read_call(COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": options}, "", model)
+    replies = Replies(call, model)
+    chunk = replies.chunk(replies.take(Update(call.sequences[0], [65])))
+    assert {name: value for name, value in chunk.items() if name == "usage"} == expected

@@ -140,6 +140,22 @@ def test_stop_strings(ranks, world, circle, stops, tokens):
 
 
 @worlds
+@pytest.mark.parametrize("stops", ("<|endoftext|>", ("zz", "<|endoftext|>")))
+def test_a_stop_string_that_is_the_name_of_a_special_token(ranks, world, tmp_path, stops):
+    """A row ends with this token, which is not in its text."""
+    table = torch.zeros(257, 257)
+    for token, following in ((b"a"[0], b"b"[0]), (b"b"[0], 256), (256, b"c"[0])):
+        table[token, following] = 5.0
+    save_table(tmp_path, table, hidden_size=288, head_dim=72)
+    write_byte_tokenizer(tmp_path)
+
+    def run(model):
+        return generate(model, torch.tensor([list(b".a")]), max_new_tokens=6, stop_strings=stops).tolist()
+
+    assert on_ranks(ranks, world, tmp_path, run) == [[b"b"[0], 256]]
+
+
+@worlds
 def test_min_new_tokens(ranks, world, mamba2):
     """None of the first is a stop token: they are the next best. What a stop string ends, ends."""
 

@@ -348,6 +348,16 @@ def test_stop_string_completed_by_the_end(byte_tokenizer):
     assert stream.finish() == "" and stream.stopped
 
 
+def test_stop_string_that_is_the_name_of_a_special_token(byte_tokenizer):
+    """It ends the text although special tokens are not printed; what was held back comes out."""
+    name = "<|endoftext|>"
+    stream = TextStream(byte_tokenizer, ["abc", name])
+    assert [stream.push(token_id) for token_id in (*b"xab", END)] == ["x", "", "", "ab"]
+    assert stream.stopped and stream.push(65) == stream.push(END) == stream.finish() == ""
+    assert streamed(byte_tokenizer, [65, 0xE2, END, 66], stop_strings=name) == "A\ufffd"
+    assert streamed(byte_tokenizer, [65, END, 66], stop_strings=[name + "B"]) == "AB"
+
+
 def test_empty_stop_string_is_refused(byte_tokenizer):
     with pytest.raises(ValueError, match="stop string is empty"):
         TextStream(byte_tokenizer, ["a", ""])

@@ -3,14 +3,19 @@
 import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 from chosen import by_default
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from serving import FAMILIES, checkpoint
+from serving import FAMILIES, checkpoint, save_table
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -116,12 +121,64 @@ def test_the_command_line_on_two_ranks(tasks, tmp_path):
     assert_same(results[2], results[0])
 
 
+def test_a_generation_ends_at_a_special_token(tmp_path):
+    """`hf` finds stop sequences in a text with special tokens, and returns it without them."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_ssm.integrations.lm_eval import MegatronSsmLM
+
+    names = ["a", "<unk>", "<eos>", "b", "c", "<turn>"]
+    tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "<eos>", "<turn>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    special = dict(eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", **special)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    table = torch.zeros(len(names), len(names))
+    for token, following in zip("a b <turn> c".split(), "b <turn> c a".split(), strict=True):
+        table[names.index(token), names.index(following)] = 5.0
+    save_table(tmp_path, table)
+    context = ("a", dict(until=["<turn>"], max_gen_toks=6))
+    requests = [lm_eval.api.instance.Instance("generate_until", {}, context, 0)]
+    expected = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu").generate_until(requests)
+    assert MegatronSsmLM(str(tmp_path)).generate_until(requests) == expected == ["b"]
+
+
+def test_the_entry_point_is_the_registered_class():
+    """lm-eval, which records the entry point before it imports the module, requires that."""
+    name, place = re.search(r'"lm_eval.models": \["(\S+) = (\S+)"\]', (ROOT / "setup.py").read_text()).groups()
+    found = EntryPoint(name, place, "lm_eval.models").load()
+    assert lm_eval.api.registry.get_model(name) is found and place == f"{found.__module__}:{found.__name__}"
+
+
+@pytest.mark.parametrize("field, name", (("dtype", "bfloat16"), ("torch_dtype", "float64"), ("none", "float32")))
+def test_the_dtype_of_the_configuration(tmp_path, field, name):
+    from megatron_ssm.integrations.lm_eval import MegatronSsmLM
+
+    shutil.copytree(checkpoint("mamba2"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key != "dtype"}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, field: name}))
+    assert str(MegatronSsmLM(str(tmp_path), dtype="auto")._evaluated.model.dtype) == f"torch.{name}"
+
+
 def test_what_it_refuses(tasks):
     from megatron_ssm.integrations.lm_eval import MegatronSsmLM
 
     with pytest.raises(ValueError, match="pretrained=nowhere is not a directory"):
         MegatronSsmLM("nowhere")
-    model = MegatronSsmLM(str(checkpoint("mamba2")), max_length=30, batch_size="auto")
+    directory = str(checkpoint("mamba2"))
+    for arguments, message in (
+        (dict(trust_remote_code=True, prefix_token_id=0), "not implemented: prefix_token_id, trust_remote_code"),
+        (dict(dtype="fp32", tp=2), "dtype=fp32 is neither auto nor the name of a floating-point torch dtype"),
+        (dict(dtype="int8"), "dtype=int8 is neither auto nor"),
+        (dict(tp=0), "tp=0 must be an integer of at least 1"),
+        (dict(tp="two"), "tp=two must be an integer of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MegatronSsmLM(directory, **arguments)
+    model = MegatronSsmLM(directory, max_length=30, batch_size="auto")
     for options, message in (
         (dict(num_beams=2, typical_p=0.5), "generation options that are not implemented: num_beams, typical_p"),
         (dict(max_gen_toks=30), "max_gen_toks=30 leaves no room for a context in max_length=30"),

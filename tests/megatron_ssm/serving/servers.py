@@ -26,7 +26,7 @@ IGNORE_EOS = {"ignore_eos": True}  # random models end texts at random
 
 @dataclass
 class Server:
-    """A running server. process: the one that was started, which with --tp 2 starts those of the ranks."""
+    """A running server. process: the one that was started, which leads a group; with --tp 2 it starts those of the ranks."""
 
     process: subprocess.Popen
     url: str
@@ -105,7 +105,7 @@ def server(directory, log, *flags, tp=1, key=""):
     with open(log, "w") as stderr:
         process = subprocess.Popen(
             list(map(str, command)), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=stderr, text=True,
+            stderr=stderr, text=True, start_new_session=True,
         )  # fmt: skip
     try:
         line = process.stdout.readline()

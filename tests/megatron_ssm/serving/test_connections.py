@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from megatron_ssm.serving.connections import Connections
+from megatron_ssm.serving.lifecycle import Server
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, **IGNORE_EOS}).encode()
@@ -73,6 +74,23 @@ def test_a_body_that_does_not_arrive_after_the_reply(impatient):
         client.sendall(GET + b"Content-Length: 9\r\n\r\n1234")
         assert rest(client).startswith(b"HTTP/1.1 200 ")
     impatient.wait_until(lambda: late(impatient) > before, "the connection is not counted")
+
+
+@pytest.mark.parametrize("seconds", (1, 60, 600.5))
+def test_connections_are_kept_between_requests_as_long_as_documented(seconds):
+    """uvicorn's own limit, after which it closes one that waits for the next request, is longer."""
+
+    async def app(scope, receive, send):
+        raise AssertionError("no request is sent")
+
+    async def keep_alive():
+        connections = Connections(9, seconds)
+        server = Server(app, None, connections, 1, lambda: None)
+        server.config.load()
+        options = dict(config=server.config, server_state=server.server_state, app_state={})
+        return connections.protocol(**options).timeout_keep_alive
+
+    assert asyncio.run(keep_alive()) > seconds
 
 
 def unread(running):

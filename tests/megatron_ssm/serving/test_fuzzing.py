@@ -19,6 +19,11 @@ JSON = st.recursive(
 SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "top_k": 300}  # so that requests are short
 
 
+def with_few_nulls(strategy):
+    """The values of a strategy, and one null in four."""
+    return st.integers(0, 3).flatmap(lambda number: strategy if number else st.none())
+
+
 def values(schema, name=""):
     """Values that match a JSON schema."""
     if "anyOf" in schema:
@@ -26,6 +31,10 @@ def values(schema, name=""):
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     kind = schema["type"]
+    if isinstance(kind, list):  # [type, "null"]
+        return with_few_nulls(values({**schema, "type": kind[0]}, name))
+    if kind == "null":
+        return st.none()
     if kind == "boolean":
         return st.booleans()
     if kind == "integer":
@@ -41,7 +50,8 @@ def values(schema, name=""):
     fields = {field: values(each, field) for field, each in schema.get("properties", {}).items()}
     if "properties" not in schema:
         rule = schema.get("additionalProperties")
-        return st.dictionaries(st.from_regex("[0-9]{1,3}", fullmatch=True), values(rule) if rule else JSON, max_size=3)
+        elements = with_few_nulls(values(rule)) if rule else JSON
+        return st.dictionaries(st.from_regex("[0-9]{1,3}", fullmatch=True), elements, max_size=3)
     optional = {field: each for field, each in fields.items() if field not in required}
     return st.fixed_dictionaries({field: fields[field] for field in required}, optional=optional)
 

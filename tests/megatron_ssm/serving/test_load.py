@@ -1,4 +1,6 @@
-"""More requests than a server can answer. Oracles: `generate`, the metrics, the memory that the kernel reports."""
+"""More requests than a server can answer, and the queue of requests. Oracles: `generate`, the metrics, the memory that the
+kernel reports, the guide.
+"""
 
 import asyncio
 import os
@@ -7,13 +9,14 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.sequences import Arguments, Sequence
+from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.serving.service import PREPARING_THREADS, Limits, Service
 from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
@@ -98,7 +101,8 @@ def test_requests_that_are_prepared_have_places_in_the_queue():
         may_end.set()
         await asyncio.wait(tasks)
         await asyncio.to_thread(limited._pool.shutdown)
-        limited.check_room(room)
+        with limited.added([Sequence(Arguments([1], 1, seed=0)) for _ in range(room)], time.monotonic()):
+            pass
         assert sorted(done) == [*range(room - 1), room]
 
     asyncio.run(visit())
@@ -119,6 +123,35 @@ def test_the_time_of_a_request_includes_its_preparation():
         limited.stop()
 
     asyncio.run(visit())
+
+
+def test_requests_that_are_prepared_when_the_server_drains_are_finished():
+    """But for those that are still prepared when the drain time-out ends."""
+    sequences = [Sequence(Arguments([1], 1, seed=0)) for _ in range(2)]
+    may_end = [threading.Event() for _ in sequences]
+
+    async def visit():
+        draining, now = service(2, 0), time.monotonic()
+        first, second = [asyncio.create_task(draining.prepare(partial(each.wait, LIMIT_S), now)) for each in may_end]
+        await asyncio.sleep(0)  # they begin
+        draining.drain()
+        with pytest.raises(ApiError, match="the server is shutting down") as refused:
+            draining.check_room()
+        assert refusal(refused.value) == (503, "unavailable") and not draining.is_ready
+        may_end[0].set()
+        await first
+        with draining.added(sequences[:1], now) as updates:
+            draining.deliver([Update(sequences[0], [7], "length")])
+            assert (await updates.get()).tokens == [7]
+        draining.close("the server is shutting down")
+        may_end[1].set()
+        await second
+        with pytest.raises(ApiError, match="the server is shutting down") as refused:
+            draining.added(sequences[1:], now).__enter__()
+        assert refusal(refused.value) == (503, "unavailable")
+        draining.stop()
+
+    asyncio.run(asyncio.wait_for(visit(), LIMIT_S))
 
 
 @pytest.mark.full

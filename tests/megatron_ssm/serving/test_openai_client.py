@@ -144,6 +144,8 @@ def test_the_end_of_text_token_ends_a_reply(client, directory):
     seed, place = found
     reply = complete(client, temperature=2.0, seed=seed, max_tokens=30, extra_body={})
     assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("stop", place + 1)
+    named = complete(client, temperature=2.0, seed=seed, max_tokens=30, stop="<|endoftext|>")  # with ignore_eos
+    assert named.choices == reply.choices and named.usage.completion_tokens == place + 1
 
 
 def test_log_probabilities(client, directory):
@@ -259,6 +261,12 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
             openai.BadRequestError,
             "guided_regex",
             "response_format and guided_regex exclude each other",
+        ),
+        (
+            dict(prompt=[65] * 4000, echo=True, logprobs=20, n=64, max_tokens=1),
+            openai.BadRequestError,
+            "logprobs",
+            "256064 tokens with the log-probabilities of 21 ids each are more than the 100000",
         ),
         (dict(stream_options={}), openai.BadRequestError, "stream_options", "for streams only"),
         (

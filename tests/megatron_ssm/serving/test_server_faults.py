@@ -137,6 +137,18 @@ def test_sigint_ends_all_requests(directory, tmp_path, tp):
         assert time.monotonic() - start < 9  # three times the limit
 
 
+def test_ctrl_c_in_a_terminal_counts_once(directory, tmp_path):
+    """It sends SIGINT to the whole group, of which the ranks leave it to the process that was started."""
+    with server(directory, tmp_path / "log", tp=2) as running, running.client() as client:
+        for rank in running.ranks():
+            os.kill(rank, signal.SIGINT)
+        assert running.post("/v1/completions", SHORT).status_code == 200
+        _, lines = begin(client)
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert last_event(lines)["error"]["message"] == "the server was interrupted"
+        assert running.process.wait(LIMIT_S) == 130
+
+
 @pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)))
 @pytest.mark.parametrize("rank", (1, pytest.param(0, marks=pytest.mark.full)))
 def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank, number):

@@ -1,0 +1,71 @@
+"""The OpenAPI description. Oracles: the table of parameters, the reference, the checks of requests."""
+
+import re
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+
+import pytest
+
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.openapi import description
+from megatron_ssm.api.parameters import CHAT, COMPLETIONS, checked
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
+FORM = {"type": "json_schema", "json_schema": {"schema": {}}}
+MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
+PLACES = [
+    # endpoint, where the schema of an object is, a body with such an object, where it is
+    (COMPLETIONS, (), {"prompt": "a"}, ()),
+    (CHAT, (), MESSAGES, ()),
+    (CHAT, ("properties", "messages", "items"), MESSAGES, ("messages", 0)),
+    (CHAT, ("properties", "stream_options"), {**MESSAGES, "stream_options": {}}, ("stream_options",)),
+    (CHAT, ("properties", "response_format"), {**MESSAGES, "response_format": FORM}, ("response_format",)),
+    (
+        CHAT,
+        ("properties", "response_format", "properties", "json_schema"),
+        {**MESSAGES, "response_format": FORM},
+        ("response_format", "json_schema"),
+    ),
+]
+
+
+def body_schema(endpoint):
+    operation = description("1")["paths"][f"/v1/{endpoint}"]["post"]
+    return operation["requestBody"]["content"]["application/json"]["schema"]
+
+
+def allows_null(schema):
+    """Whether null is valid."""
+    if "anyOf" in schema:
+        return any(map(allows_null, schema["anyOf"]))
+    if "enum" in schema and None not in schema["enum"]:
+        return False
+    return "type" not in schema or "null" in schema["type"]
+
+
+def changed(value, path, name):
+    """A copy of a JSON value in which the field `name` of the object at `path` is null."""
+    if not path:
+        return {**value, name: None}
+    (key, *rest), copy = path, value.copy()
+    copy[key] = changed(value[key], rest, name)
+    return copy
+
+
+@pytest.mark.parametrize("endpoint, where, body, path", PLACES)
+def test_null_is_valid_where_requests_may_have_it(endpoint, where, body, path):
+    schema = reduce(getitem, where, body_schema(endpoint))
+    for name, each in schema["properties"].items():
+        try:
+            checked(endpoint, changed(body, path, name))
+            is_accepted = True
+        except ApiError:
+            is_accepted = False
+        assert allows_null(each) == is_accepted, name
+
+
+def test_the_paths_are_those_of_the_reference():
+    section = PAGE.read_text().split("## Paths")[1].split("## Parameters")[0]
+    documented = {path.replace("NAME", "{model}") for path in re.findall(r"`(?:GET|POST) (\S+)`", section)}
+    assert set(description("1")["paths"]) == documented - {"/openapi.json"}
