@@ -16,7 +16,7 @@ from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, se
 from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
 from commir.lowering.steps import Place, Step
-from commir.programs.scan_programs import fading
+from commir.programs.scan_programs import with_lasting_states
 from commir.scheduling.loop_nest import Illegal
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
@@ -255,7 +255,7 @@ def random_inputs(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
         for operand in program.inputs
         if not operand.source
     }
-    return inputs if program.scan is None else fading(program, inputs)
+    return inputs if program.scan is None else with_lasting_states(program, inputs)
 
 
 def _other_value(value: Any, names: Sequence[str], generator: random.Random) -> Any:

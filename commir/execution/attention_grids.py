@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from attention2d import Attention2D
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import is_self_attention
+from commir.scheduling.loop_nest import LoopNest
 from commir.scheduling.placements import is_placed, placements_of
 from sparsefusion.collectives.counted import Counter
 
@@ -19,14 +20,13 @@ Tensor = torch.Tensor
 GRID_AXES = ("kv", "q", "heads")  # in the order of a grid's ranks: columns, rows, divided heads
 
 
-def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
-    """(rows, cols, ulysses, overlap) of the grid that computes a plan, or None if it is not in attention2d's family.
+def grid_of(schedule: LoopNest) -> tuple[int, int, int, bool] | None:
+    """(rows, cols, ulysses, overlap) of the grid that computes a schedule, or None if it is not in attention2d's family.
 
     Mesh axes must come in the order of GRID_AXES, one of each at most: a double ring is another schedule than a ring of
     all ranks, as it sends less over the outer links. All rings are streamed or none.
     """
-    schedule, program = plan.schedule, plan.program
-    chosen = placements_of(schedule)
+    program, chosen = schedule.program, placements_of(schedule)
     axes = [each.axis for each in chosen.values()]
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
     if not is_self_attention(program) or not set(axes) <= set(GRID_AXES):
@@ -35,7 +35,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int, bool] | None:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None
-    sizes = dict.fromkeys(GRID_AXES, 1) | {each.axis: plan.mesh.size(name) for name, each in chosen.items()}
+    sizes = dict.fromkeys(GRID_AXES, 1) | {each.axis: schedule.mesh.size(name) for name, each in chosen.items()}
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams
 
 

@@ -38,7 +38,7 @@ def execute(
     count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there is none
     of; on a rank that is no member of the group: that it is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
     """
-    grid = grid_of(plan) if count is None and isinstance(plan, Plan) else None
+    grid = grid_of(plan.schedule) if count is None and isinstance(plan, Plan) else None
 
     def check_gradients() -> None:
         """ValueError if an input requires a gradient that this call does not give."""

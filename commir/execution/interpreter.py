@@ -24,9 +24,12 @@ class Stuck(RuntimeError):
 class StepFailed(RuntimeError):
     """A rank cannot take a step, for instance because it lacks a block. The cause is the error. place: the rank and step."""
 
-    def __init__(self, place: str, error: Exception) -> None:
-        super().__init__(f"{place}: {one_line(error)}")
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
         self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:  # so that it can be sent to another process
+        return type(self), (str(self), self.place)
 
 
 def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
@@ -70,10 +73,11 @@ def _in_turns(
             except StopIteration as end:
                 results[rank] = end.value
                 del waiting[rank]
-            except Stuck:
+            except (Stuck, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise StepFailed(states[rank].place, error) from error
+                place = states[rank].place
+                raise StepFailed(f"{place}: {one_line(error)}", place) from error
         if not progress:
             first = states[min(waiting)].place
             raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")

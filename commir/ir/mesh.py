@@ -1,6 +1,7 @@
 """A mesh of ranks: named axes from the outermost (slowest links) to the innermost, each with the speed of its level."""
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,8 +141,12 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """{axis: index along it} of a rank. ValueError: there is no such rank."""
-        if not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank!r} is not in a mesh of {self.ranks} ranks")
+        try:
+            rank = operator.index(rank)
+        except TypeError:
+            raise ValueError(f"rank {rank!r} is no whole number") from None
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not in a mesh of {self.ranks} ranks")
         found = {}
         for axis in reversed(self.axes):
             rank, found[axis.name] = divmod(rank, axis.size)

@@ -100,8 +100,8 @@ def parse(text: str) -> tuple[LoopNest, tuple[Step, ...], str, dict[str, str] | 
             raise ValueError(f"hash is {expected!r:.60}, which is no SHA-256 in hexadecimal")
         digests = _digests_from(found.pop("digests")) if "digests" in found else None
         schedule, steps = _schedule_from(found), _steps_from(found["steps"])
-        if different := _first_difference(found, json.loads(canonical(content(schedule, steps)))):
-            raise ValueError(different)
+        if (written := canonical(content(schedule, steps))) != canonical(found):
+            raise ValueError(_first_difference(found, json.loads(written)))
         return schedule, steps, expected, digests
     except Exception as error:  # a text from anywhere may raise anything
         raise ValueError(f"this is no plan, or a damaged one: {one_line(error)}") from None

@@ -53,7 +53,7 @@ def selective_scan(
     )  # fmt: skip
 
 
-def fading(program: Program, inputs: Tensors) -> dict[str, Tensor]:
+def with_lasting_states(program: Program, inputs: Tensors) -> dict[str, Tensor]:
     """Inputs with positive step sizes and negative rates, so that states neither grow nor fade before the sequence ends.
 
     Every block then matters to all later ones, and outputs have about one size.

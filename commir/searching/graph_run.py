@@ -76,7 +76,7 @@ class GraphRunner:
         return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
 
     def _check_plans(self) -> None:
-        """ValueError: there are no operators, or no plan for one of them."""
+        """ValueError: the operators or plans are of another type, or an operator has no plan."""
         if not isinstance(self.operators, Sequence) or not isinstance(self.plans, Mapping):
             raise ValueError(
                 f"GraphRunner takes a list of operators, and {{operator: plan}}, not {self.operators!r:.60} and "
@@ -85,6 +85,8 @@ class GraphRunner:
         for each in self.operators:
             check_type("GraphRunner", each, GraphNode)
             check_type(f"GraphRunner: {each.name}", self.plans.get(each.name), Plan)
+        if unknown := [name for name in self.plans if name not in [each.name for each in self.operators]]:
+            raise ValueError(f"GraphRunner: there is a plan of {unknown[0]!r:.60}, which is none of the operators")
 
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
         """A producer's block in the shape and dtype of this operand's, whose axes may be others: (heads, dim) for cols."""

@@ -1,5 +1,6 @@
 """`best_grid`: the grid of attention2d that a search over plans finds best for a forward and a backward pass."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,44 +19,66 @@ from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place, placements_of
 
 from .candidates import Candidate, candidates
-from .search import TIES, longer, rounded
+from .search import check_homes_divide, longer, rounded
 
 Grid = tuple[int, int, int, bool]
 VERIFIED = 64  # ranks up to which a plan is verified as it is, which takes some seconds
-FEWER = 3  # ranks at most along each mesh axis of the same placement, which is verified instead
-
-
-TIES_OF_GRIDS = tuple(TIES[n] for n in (1, 3, 4, 5))  # axes, messages, memory and text
+MOST_ALONG_AXIS = 3  # ranks along a mesh axis of the same placement, which is verified instead of a larger one
+# Why a grid comes before another that is as fast, in the order in which they are compared.
+TIES = (
+    "divides the mesh into fewer axes",
+    "sends fewer messages",
+    "holds less memory",
+    "comes first in the order of their texts",
+)
 
 
 class _Choice(NamedTuple):
-    """A grid, and what it is chosen by: a time, then mesh axes, messages, memory and text."""
+    """A grid. order: its time, and then what TIES says."""
 
     order: tuple[Any, ...]
-    plan: Plan
+    schedule: Schedule
     grid: Grid
 
 
 def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan, Grid]:
     """(plan, (rows, cols, ulysses, overlap)) of the best plan that attention2d can run, verified.
 
-    training: by the time of a forward and a backward pass, otherwise of a forward pass. Among equals the fewest messages
-    come first. The plan keeps lse where it is computed, with a rank's own heads, as attention2d does if its caller does not
-    ask for lse. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
-    verification would take long, the same placement is verified on fewer. ValueError: no grid divides the sizes.
+    training: by the time of a forward and a backward pass, otherwise of a forward pass; without the messages that bring lse
+    home (`leaving_lse`), which most callers do not ask for. Of equally fast grids, by number of mesh axes, messages, memory,
+    and text. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
+    verification would take long, the same placement is verified on fewer.
+
+    ValueError: the program is not `programs.attention`, forward; the ranks do not divide the sequence; or no grid divides
+    the other sizes.
     """
     check_type("best_grid", program, Program)
     check_type("best_grid", mesh, Mesh)
     if not is_self_attention(program):
         raise ValueError(f"no grid of attention2d computes {program.name}: only `programs.attention`, forward")
+    check_homes_divide(program, mesh)
     found = sorted(_choices(program, mesh, training), key=lambda each: each.order)
     if not found:
         raise ValueError(f"no grid of attention2d divides {program.name} over {mesh!r}")
-    best = found[0]
-    smaller = best.plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(best.plan)
-    for plan in _passes(smaller, training):
-        verify(plan)
-    return replace(best.plan, reason=_reason(found, training)), best.grid
+    plan = found[0].schedule.lower()
+    smaller = plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(found[0].schedule)
+    for each in _passes(smaller, training):
+        verify(each)
+    return replace(plan, reason=_reason(found, training)), found[0].grid
+
+
+def leaving_lse(plan: Plan) -> Plan:
+    """The plan of a placement that leaves lse where it is computed, with the heads of each rank; its reason is the same.
+
+    So does attention2d unless its caller asks for lse. The backward pass takes it from there.
+    """
+    divided = [name for name, placement in placements_of(plan.schedule).items() if placement.axis == "heads"]
+    if not divided:
+        return plan
+    schedule = Schedule(plan.program, plan.mesh).apply(plan.schedule.primitives())
+    for name in divided:
+        schedule = schedule.shard("lse", "heads", name)
+    return replace(schedule.lower(), reason=plan.reason)
 
 
 def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
@@ -66,15 +89,12 @@ def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
             continue
         with suppress(Illegal):
             schedule = candidate.schedule(program, mesh)
-            if (grid := grid_of(schedule.lower())) is None:
+            if (grid := grid_of(schedule)) is None:
                 continue
-            for name, placement in placements_of(schedule).items():
-                if placement.axis == "heads":
-                    schedule = schedule.shard("lse", "heads", name)
-            passes = _passes(schedule.lower(), training)
+            passes = _passes(leaving_lse(schedule.lower()), training)
             time, messages = rounded(sum(each.seconds for each in passes)), sum(each.messages for each in passes)
-            held, text = max(each.memory for each in passes), str(schedule)
-            yield _Choice((time, len(schedule.mesh.axes), messages, held, text), passes[0], grid)
+            held = max(each.memory for each in passes)
+            yield _Choice((time, len(schedule.mesh.axes), messages, held, str(schedule)), schedule, grid)
 
 
 def _may_be_grid(candidate: Candidate) -> bool:
@@ -87,18 +107,14 @@ def _passes(plan: Plan, training: bool) -> list[Plan]:
     return [plan, backward_plan(plan)] if training else [plan]
 
 
-def _on_fewer_ranks(plan: Plan) -> Plan:
-    """The same placement on at most FEWER ranks along each mesh axis."""
-    program, placements = plan.program, placements_of(plan.schedule)
-    sizes = {axis.name: min(axis.size, FEWER) for axis in plan.mesh.axes}
-    mesh = Mesh(None, **sizes)
-    heads = FEWER * program.operand("k").divisor("heads")
+def _on_fewer_ranks(schedule: Schedule) -> Plan:
+    """The plan of the same placement on at most MOST_ALONG_AXIS ranks along each mesh axis."""
+    program, placements = schedule.program, placements_of(schedule)
+    mesh = Mesh(None, **{axis.name: min(axis.size, MOST_ALONG_AXIS) for axis in schedule.mesh.axes})
+    divided = math.prod(mesh.size(name) for name, each in placements.items() if each.axis == "heads")
+    heads = 2 * divided * program.operand("k").divisor("heads")
     smaller = program.resized(heads=heads, q=2 * mesh.ranks, kv=2 * mesh.ranks)
-    schedule = place(Schedule(smaller, mesh), **{name: placements.get(name, "q") for name in sizes})
-    for name, placement in placements.items():
-        if placement.axis == "heads":
-            schedule = schedule.shard("lse", "heads", name)
-    return schedule.lower()
+    return place(Schedule(smaller, mesh), **{name: placements.get(name, "q") for name in mesh.names}).lower()
 
 
 def _reason(found: list[_Choice], training: bool) -> str:
@@ -111,5 +127,5 @@ def _reason(found: list[_Choice], training: bool) -> str:
     if first:
         why = f"the next takes {longer(others[0].order[0], best.order[0])} this"
     else:
-        why = f"as fast as the next, but {TIES_OF_GRIDS[ties.index(True)]}"
-    return f"the fastest of {len(found)} grids by prediction, {passes}; {why}: {others[0].plan.schedule}"
+        why = f"as fast as the next, but {TIES[ties.index(True)]}"
+    return f"the fastest of {len(found)} grids by prediction, {passes}; {why}: {others[0].schedule}"

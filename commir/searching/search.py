@@ -56,7 +56,7 @@ def search(
 
     ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
     none holds so little memory, top is below 1, verified is below 0, a time is negative, overlap is above 1, an argument is
-    of another type, or the fabric is neither a Fabric nor (seconds, bytes per second).
+    of another type, or the fabric is neither a Fabric nor (seconds, bytes per second). Refuted: a verified plan is wrong.
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
@@ -68,7 +68,7 @@ def search(
     if fabric is not None:
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
-    _check_homes(program, mesh)
+    check_homes_divide(program, mesh)
     found = _exact(model, ranked(model), memory, top + 1)  # one more, with which the best is compared
     if not found:
         raise ValueError(_refusal(model, memory))
@@ -85,7 +85,7 @@ def all_plans(
     check_type("all_plans", program, Program)
     check_type("all_plans", mesh, Mesh)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
-    _check_homes(program, mesh)
+    check_homes_divide(program, mesh)
     chosen = list(candidates(program, mesh))
     if with_chunks:
         chosen += [part for each in chosen for part in each.in_chunks(program)]
@@ -102,7 +102,7 @@ def pareto(
     check_type("pareto", program, Program)
     check_type("pareto", mesh, Mesh)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
-    _check_homes(program, mesh)
+    check_homes_divide(program, mesh)
     plans: list[Plan] = []
     for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
         if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
@@ -226,7 +226,7 @@ def _refusal(model: CostModel, memory: int | None) -> str:
     )
 
 
-def _check_homes(program: Program, mesh: Mesh) -> None:
+def check_homes_divide(program: Program, mesh: Mesh) -> None:
     """ValueError: the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
     try:
         check_homes(LoopNest(program, mesh))

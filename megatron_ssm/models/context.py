@@ -18,6 +18,7 @@ from commir.lowering.scans import takes_slices
 from commir.programs import attention, selective_scan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place, placements_of
+from commir.searching.grids import VERIFIED, leaving_lse
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 ALL = sys.maxsize  # plans of a search
-VERIFIED = 64  # ranks up to which the plan of a scan is verified as it is, which takes some seconds
-FEWER = range(16, 2, -1)  # ranks on which the same placement is verified instead
+FEWER = range(16, 2, -1)  # ranks on which the same placement of a scan is verified instead of more than VERIFIED
 
 
 def schedule_of(
@@ -75,7 +75,7 @@ def _searched(
     mesh = Mesh(rank=ranks, speeds=None if fabric is None else {"rank": fabric})
     plan, (rows, cols, ulysses, overlap) = best_grid(program, mesh, training)
     schedule = Attention2D(group, rows, cols, ulysses, overlap=overlap)
-    schedule.reason = plan.explain()
+    schedule.reason = leaving_lse(plan).explain()
     return schedule
 
 

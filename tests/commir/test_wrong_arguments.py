@@ -87,7 +87,7 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: programs.selective_scan(groups=None), "groups=None: it must be a whole number of at least 1"),
         (lambda: MESH.with_speeds(None), r"speeds=None: they are given as \{mesh axis: \(seconds, bytes per second\)\}"),
         (lambda: Mesh.of_axes(["gpu"]), r"a mesh consists of MeshAxis\(name, size, level\), not \('gpu',\)"),
-        (lambda: PLAN.shard(dict.fromkeys("qkv", torch.zeros(1, 8, 2, 4)), "0"), "rank '0' is not in a mesh of 2 ranks"),
+        (lambda: PLAN.shard(dict.fromkeys("qkv", torch.zeros(1, 8, 2, 4)), "0"), "rank '0' is no whole number"),
         (lambda: PLAN.unshard(None), r"unshard takes \{name: block\} of each rank in a list, not None"),
         (lambda: PLAN.unshard([{"out": 3}, {"out": 3}]), "unshard: out of rank 0 is 3; its block of out has shape"),
         (lambda: commir.verify(PLAN, "seed"), "verify: seed='seed'; it must be a whole number"),

@@ -139,20 +139,20 @@ def a_larger_mesh(rank, chosen, inputs):
 
 def a_count_on_one_rank(rank, chosen, inputs):
     """Of a plan that attention2d computes without a count, and step by step with one."""
-    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
     execute(plan, plan.shard(inputs, rank), dist.group.WORLD, Count() if rank == 0 else None)
 
 
 def a_gradient_on_one_rank(rank, chosen, inputs):
     """Of a plan that attention2d computes, whose other ranks would wait in the backward pass."""
-    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
     local = {name: x.requires_grad_(name == "v") for name, x in plan.shard(inputs, rank).items()}
     with torch.set_grad_enabled(rank == 1):
         execute(plan, local, dist.group.WORLD)
 
 
 def a_gradient_of_another_input(rank, chosen, inputs):
-    plan = next(plan for plan in chosen if grid_of(plan) is not None)
+    plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
     local = plan.shard(inputs, rank)
     execute(plan, {name: x.requires_grad_(rank == 1) for name, x in local.items()}, dist.group.WORLD)
 
@@ -251,7 +251,7 @@ def test_other_lengths_of_queries_and_keys(ranks, world, placement):
     plan = place(Schedule(program, Mesh(x=world)), x=placement).lower()
     inputs = random_inputs(program)
     whole = plan.unshard(ranks(lambda rank: execute(plan, plan.shard(inputs, rank), dist.group.WORLD), world))
-    assert grid_of(plan) is None
+    assert grid_of(plan.schedule) is None
     assert_close(whole, interpret(plan, inputs))
     with pytest.raises(ValueError, match="has no backward program"):
         differentiable(plan)

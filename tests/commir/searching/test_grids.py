@@ -1,5 +1,7 @@
 """The best grid of attention2d. Oracle: all plans of a search, and the bytes of attention2d's formula."""
 
+import re
+
 import pytest
 
 from attention2d.cost.volume import messages
@@ -9,6 +11,7 @@ from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.scheduling.placements import placements_of
 from commir.searching import grids
+from commir.searching.grids import leaving_lse
 from commir.searching.search import all_plans, rounded
 
 FAST, SLOW = (1e-6, 1e11), (1e-5, 1e9)
@@ -33,7 +36,7 @@ def test_no_grid_among_all_plans_is_faster(sizes, kv_heads, training):
     def seconds(plan):
         return rounded(sum(each.seconds for each in ([plan, backward_plan(plan)] if training else [plan])))
 
-    others = [plan for plan in all_plans(program, mesh) if grid_of(plan) is not None]
+    others = [plan for plan in all_plans(program, mesh) if grid_of(plan.schedule) is not None]
     assert seconds(best) <= min(map(seconds, others))
     assert f"the fastest of {len(others)} grids by prediction" in best.reason or len(others) == 1
 
@@ -41,16 +44,22 @@ def test_no_grid_among_all_plans_is_faster(sizes, kv_heads, training):
 @pytest.mark.parametrize("kv_heads", (1, 4, 12))
 @pytest.mark.parametrize("ranks_of_mesh", (4, 6, 8))
 def test_its_plan_sends_what_attention2d_sends(ranks_of_mesh, kv_heads):
-    plan, (rows, cols, ulysses, _) = best_grid(attention(ranks_of_mesh, kv_heads), Mesh(gpu=ranks_of_mesh))
+    """The plan itself also brings lse home, as attention2d does if it is asked for lse."""
+    plan, grid = best_grid(attention(ranks_of_mesh, kv_heads), Mesh(gpu=ranks_of_mesh))
+    rows, cols, ulysses, _ = grid
+    assert grid_of(plan.schedule) == grid
     sent = messages(Grid(0, ulysses, rows, cols), 8, 3, 12, kv_heads, 16, 4, False).volume
-    assert (plan.bytes_per_rank, backward_plan(plan).bytes_per_rank) == (sent.forward, sent.backward)
+    alone = leaving_lse(plan)
+    assert (alone.bytes_per_rank, backward_plan(plan).bytes_per_rank) == (sent.forward, sent.backward)
+    assert plan.bytes_per_rank - sent.forward == (ulysses - 1) * 8 * 3 * 12 * 4 // ulysses
+    assert alone.reason == plan.reason
 
 
-@pytest.mark.parametrize("ranks_of_mesh", (64, 96))
-def test_on_many_ranks_the_same_placement_is_verified_on_fewer(monkeypatch, ranks_of_mesh):
+@pytest.mark.parametrize("ranks_of_mesh, kv_heads", [(64, 4), (96, 4), (128, 2), (128, 12)])
+def test_on_many_ranks_the_same_placement_is_verified_on_fewer(monkeypatch, ranks_of_mesh, kv_heads):
     verified = []
     monkeypatch.setattr(grids, "verify", verified.append)
-    plan, _ = best_grid(attention(ranks_of_mesh), Mesh(gpu=ranks_of_mesh))
+    plan, _ = best_grid(attention(ranks_of_mesh, kv_heads), Mesh(gpu=ranks_of_mesh))
     assert len(verified) == 2
     for each in verified:
         assert placements_of(each.schedule) == placements_of(plan.schedule)
@@ -61,8 +70,20 @@ def test_on_many_ranks_the_same_placement_is_verified_on_fewer(monkeypatch, rank
             grids.verify(each)
 
 
+def test_the_reason():
+    """A ring and an all-gather send the same; without latency only memory tells them apart."""
+    reasons = []
+    for speed in ((0.0, 1e9), (1e-6, 1e9)):
+        plan, _ = best_grid(programs.attention(1, 4, 1, 32, 16), Mesh(gpu=4, speeds={"gpu": speed}))
+        reasons.append(plan.reason.split("; ")[1])
+    assert reasons[0] == "as fast as the next, but holds less memory: attention on Mesh(gpu=4): q on gpu"
+    assert re.fullmatch(
+        r"the next takes [0-9.]+ % longer than this: attention on .*q on gpu with kv shifted", reasons[1]
+    )
+
+
 def test_a_program_that_no_grid_computes():
     with pytest.raises(ValueError, match="no grid of attention2d computes decode_attention"):
         best_grid(programs.decode_attention(1, 8, 8, 64), Mesh(gpu=2))
-    with pytest.raises(ValueError, match="no grid of attention2d divides attention over Mesh\\(gpu=3\\)"):
+    with pytest.raises(ValueError, match=r"q: axis q of 32 does not divide over 3 ranks .*32 % 6 = 2"):
         best_grid(programs.attention(1, 2, 2, 32, 16), Mesh(gpu=3))
