@@ -102,6 +102,7 @@ def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_si
     zero = _zero(_section(given, "zero_optimization"), hidden_size)
     is_bf16 = _keeps_bf16_parameters(given, options)
     _check_stage(zero["stage"], is_bf16, options)
+    _check_averaging(zero, settings)
     return settings | {
         "train_micro_batch_size_per_gpu": options.micro_batch_size,
         "gradient_accumulation_steps": options.accumulation(data_ranks),
@@ -240,6 +241,24 @@ def _check_stage(stage: int, is_bf16: bool, options: Options) -> None:
             f"--gradient-mode {options.gradient_mode} needs zero_optimization.stage 0 or 1: stage {stage} divides gradients "
             "over the ranks"
         )
+
+
+def _check_averaging(zero: dict[str, Any], settings: dict[str, Any]) -> None:
+    """ValueError for values with which DeepSpeed 0.19.8 ends in an AssertionError, or averages gradients wrongly.
+
+    The latter is ZeRO 3 with gradient_predivide_factor and without reduce_scatter: it does not multiply by the factor again
+    if that is the number of replicas.
+    """
+    stage, scatters = zero["stage"], zero.get("reduce_scatter", True)
+    divided = f"zero_optimization.stage {stage} with reduce_scatter" if stage > 1 and scatters else ""
+    if settings.get("prescale_gradients") and divided:
+        raise ValueError(f"prescale_gradients true does not work with {divided}")
+    if (factor := settings.get("gradient_predivide_factor", 1)) != 1 and (divided or stage == 3):
+        raise ValueError(
+            f"gradient_predivide_factor {factor} does not work with {divided or 'zero_optimization.stage 3'}"
+        )
+    if stage in (1, 2) and (size := zero.get("allgather_bucket_size", 0)) % 2:
+        raise ValueError(f"zero_optimization.allgather_bucket_size {size} must be even with stage {stage}")
 
 
 def _section(given: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
