@@ -494,10 +494,17 @@ def flip_bit(path, place):
     path.write_bytes(data)
 
 
+def replace_in(path, old, new):
+    """Replace a text in a file."""
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
 DAMAGES = {
     "a bit of a shard": lambda path: flip_bit(max(path.glob("*.distcp")), 0.6),
     "a truncated shard": lambda path: os.truncate(max(path.glob("*.distcp")), 1000),
     "a bit of the metadata": lambda path: flip_bit(path / ".metadata", 0.5),
+    "a digit of the description": lambda path: replace_in(path / "training.json", '_steps": 5', '_steps": 7'),
     "no description": lambda path: (path / "training.json").write_text(""),
 }
 
@@ -508,23 +515,23 @@ DAMAGES = {
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
-    flags = flags_of(engine)
+    flags = [*flags_of(engine), "--train-iters", "7"]
     more = [*flags, "--save-interval", "1", "--keep", "9"]
-    assert train(world, *more, "--exit-interval", "5") == [0] * world
+    assert train(world, *more, "--exit-interval", "6") == [0] * world
     for damage, path in zip(DAMAGES.values(), find_checkpoints("out/checkpoints")[1:], strict=True):
         damage(path)
     assert train(world, *more, "--resume") == [2] * world
     (line,) = lines("err", world)
-    assert "out/checkpoints/step-000005/training.json is not a checkpoint's" in line
+    assert "out/checkpoints/step-000006/training.json is not a checkpoint's" in line
     assert train(world, *more, "--resume", "auto") == [0] * world
     said = [line for line in lines("out", world) if "instead" in line]
-    assert len(said) == 4 and all("is damaged" in line for line in said)
-    for step, line in zip((5, 4, 3, 2), said, strict=True):
+    assert len(said) == 5 and all("is damaged" in line for line in said)
+    for step, line in zip((6, 5, 4, 3, 2), said, strict=True):
         name = f"out/checkpoints/step-{step:06d}"
         assert f"{name}.damaged; resuming out/checkpoints/step-{step - 1:06d} instead" in line
         assert Path(f"{name}.damaged").is_dir()
-    assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[3])
-    assert checkpoints() == [f"step-{step:06d}" for step in range(1, 7)]
+    assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[4])
+    assert checkpoints() == [f"step-{step:06d}" for step in range(1, 8)]
     assert_as_undisturbed(engine, world, *flags)
 
 
