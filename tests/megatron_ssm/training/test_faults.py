@@ -5,6 +5,7 @@ With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a d
 """
 
 import ctypes
+import errno
 import functools
 import json
 import logging
@@ -45,6 +46,7 @@ from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.saving import BEGUN
 from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
 from sparsefusion.foundation import command_line
@@ -708,3 +710,28 @@ def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before
     is_own = before == now != "none"
     assert (OWN in lines("out", world)) == is_own == (not Path("out/checkpoints.old").exists())
     assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("before, now", [("job", "other"), ("job", "job")])
+def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, world, before, now):
+    """For the other ranks, it may vanish between two of their calls."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", before)
+    assert train(world, "--exit-interval", "4") == [0] * world
+    is_file, read_text = Path.is_file, Path.read_text
+
+    def is_seen(path):
+        return is_file(path) or (path.name == BEGUN and os.environ["RANK"] != "0")
+
+    def read(path, *arguments, **named):
+        if path.name == BEGUN and os.environ["RANK"] != "0":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return read_text(path, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", is_seen)
+        patched.setattr(Path, "read_text", read)
+        patched.setenv("TORCHELASTIC_RUN_ID", now)
+        assert train(world) == [0] * world, lines("err", world)
+    assert (OWN in lines("out", world)) == (before == now)
+    assert Path("out/checkpoints", BEGUN).read_text() == now
