@@ -23,6 +23,7 @@ from megatron_ssm.models.lora import add_lora
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
     Groups,
+    check_device,
     check_world,
     device_of_rank,
     initialize,
@@ -52,12 +53,14 @@ def pretrain(options: Options) -> None:
     check_world(tensor, launched_ranks(), context)
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
-    if options.engine == "megatron" and device != "cuda":
-        raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
+
+    def check() -> None:
+        check_device(device)
+        if options.engine == "megatron" and device != "cuda":
+            raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
+
     try:
-        join(tensor, device, context=context)
+        join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
             inputs = read_on_all_ranks(options, place, watch.busy)

@@ -594,6 +594,25 @@ def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
     assert checkpoints() == ["step-000002"]
 
 
+# Devices
+
+
+@pytest.mark.parametrize(
+    "world, device, ranks_with_cuda, gpus, message",
+    [
+        (2, "cuda", "0", 8, "--device cuda: torch finds no CUDA device (rank 1)"),
+        (3, "cuda", "012", 2, "--device cuda: no GPU for local rank 2, torch finds 2 on this host (rank 2)"),
+        (2, "", "1", 8, "rank 1: computes on cuda; on rank 0: computes on cpu"),
+    ],
+)
+def test_devices_that_differ_between_ranks(here, monkeypatch, world, device, ranks_with_cuda, gpus, message):
+    """Every rank ends at once with the same error, which rank 0 prints."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get("RANK", "none") in ranks_with_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert train(world, "--device", device) == [2] * world
+    assert lines("err", world) == [f"pretrain.py: {message}"]
+
+
 # Links
 
 
