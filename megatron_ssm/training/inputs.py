@@ -28,7 +28,7 @@ from sparsefusion.collectives.counted import all_gather_small
 from .corpus import Corpus
 from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
-from .options import Options
+from .options import Options, flag
 from .progress import check_places, make_folder
 from .saving import checkpoint_to_resume, continues_own_run
 from .tracking import check_trackers
@@ -39,6 +39,14 @@ LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
     "profile", "tensorboard",
 }  # fmt: skip
+
+SHAPE = (
+    "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
+    "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
+    "untie_embeddings_and_output_weights",
+)  # fmt: skip
+SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -121,6 +129,25 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
 
     agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
     return inputs[0]
+
+
+def without_effect(options: Options, replicas: int) -> list[str]:
+    """Lines about options that differ from their defaults and have no effect.
+
+    replicas: the ranks that average gradients, those of data and of context parallelism.
+    """
+    model = next((flag(name) for name in ("init_from", "model_config") if getattr(options, name)), "")
+    is_dense = options.gradient_mode in ("dense", "fp16")
+    reasons = {
+        f"{model} says the shape of the model": SHAPE if model else (),
+        "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
+        "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
+        "no other rank has gradients to average": ("gradient_mode", *SPARSE) if replicas == 1 else (),
+        f"--gradient-mode is {options.gradient_mode}": SPARSE if is_dense and replicas > 1 else (),
+    }
+    defaults = {option.name: option.default for option in fields(Options)}
+    given = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
+    return [f"without effect: {', '.join(map(flag, names))}, as {reason}" for reason, names in given.items() if names]
 
 
 def _make_output_directory(path: str) -> Path:

@@ -34,7 +34,7 @@ from megatron_ssm.parallel.groups import (
 from megatron_ssm.parallel.heartbeat import Busy, watched
 from sparsefusion.foundation.command_line import Failure
 
-from .inputs import Inputs, read_on_all_ranks
+from .inputs import Inputs, read_on_all_ranks, without_effect
 from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
@@ -82,6 +82,8 @@ def _run(
         trainer = make_trainer(model, groups, options, inputs.deepspeed, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
+        for line in without_effect(options, groups.data_context_ranks):
+            progress.print_line(line)
         progress.print_line(_summary(model, groups, inputs))
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
