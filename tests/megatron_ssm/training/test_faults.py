@@ -405,6 +405,23 @@ def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
         assert (needed > free) == (not fault) and half_written("out/checkpoints") == []
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("streams", [(1,), (1, 2)])
+def test_a_full_disk_under_what_rank_0_prints(here, world, streams):
+    """A line on stderr says so, if it is not the same file; training goes on."""
+
+    def redirect(trainer):
+        for stream in streams:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+
+    assert train(world, fault=Fault(0, 4, redirect)) == [0] * world
+    said = "cannot write to stdout: No space left on device; the run goes on without it"
+    assert lines("err", world) == ([said] if streams == (1,) else [])
+    assert [line.split()[1] for line in texts("out", world)[0] if line.startswith("step ")] == ["1/6", "2/6", "3/6"]
+    assert_as_undisturbed("torch", world)
+
+
 def folder_bytes(folder):
     """The bytes of the files in a folder and below."""
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
