@@ -1,7 +1,8 @@
 """The configuration of a DeepSpeed engine: --deepspeed-config, compared with the options and completed from them.
 
-A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have no
-effect, or another one than in `examples/pretrain.py`, are refused by name. null is as if absent. Loads no torch.
+A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have
+another effect than in `examples/pretrain.py`, and unknown ones, are refused by name. Keys of other stages of ZeRO than the
+file's are passed on, without effect, so that a file changes its stage in one place. null is as if absent. Loads no torch.
 """
 
 import importlib.util
@@ -37,7 +38,8 @@ PASSED = {  # keys that DeepSpeed reads as they are
     **dict.fromkeys(("flops_profiler", "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet"), OBJECT),
 }  # fmt: skip
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
-UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}  # the optimizer is always torch's AdamW
+# Without effect, as `torch_adam` of the optimizer is: the optimizer is always torch's AdamW.
+UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 COMPARED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
     "scheduler", "bf16", "fp16", "torch_autocast", "zero_optimization",
@@ -150,6 +152,8 @@ def _schedule(given: dict[str, Any], options: Options) -> Iterator[tuple[str, An
     _refuse_unknown(given, {"type", "params"}, "scheduler.")
     style = options.lr_decay_style
     yield "scheduler.type", given.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
+    if style != "constant" and options.min_lr:
+        yield "scheduler.type", given.get("type", AUTO), AUTO, f"--min-lr {options.min_lr}, below which it decays"
     name = "lr_decay_iters" if options.lr_decay_iters else "train_iters"
     steps = getattr(options, name)
     known = {
