@@ -132,10 +132,10 @@ def test_keys_that_are_passed_on_change_no_curve(ranks, tmp_path, dp, stage):
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("model", [tiny.ZAMBA, tiny.ZAMBA2_UNTIED, dict(model_type="falcon_mamba", lr=1e-3)])
 def test_curves_of_other_families(ranks, tmp_path, tp, dp, model, stage):
-    """Rounding errors of fp32 grow faster in these. Idle parameters are frozen, and shared blocks used several times."""
+    """The losses of torch's engine on the same ranks. Idle parameters are frozen; shared blocks are used several times."""
     run, plain = run_of(stage, folder=tmp_path, **model), run_of("torch", **model)
     ours, torchs = ranks(lambda rank: [tiny.curve(tiny.trainer_on(tp, each))[0] for each in (run, plain)], tp * dp)[0]
-    assert close(ours, torchs, 1e-4)
+    assert close(ours, torchs), (ours - torchs).abs().max()
 
 
 def with_large_gradients(trainer):
