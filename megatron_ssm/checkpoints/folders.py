@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's `training.json` says.
+    """What a checkpoint's `training.json` says, apart from the checksum of its entries.
 
     decay_steps: the `Options.decay_steps` of its run (0: none, or not recorded). optimizer_steps: how many steps the
     optimizer has done (None: as many as `step`). metadata_crc32: the checksum of `.metadata` (None: not recorded).
@@ -85,14 +86,28 @@ class Description:
     requirements: dict[str, Any]
 
 
+def description_text(entries: dict[str, Any]) -> str:
+    """The text of a `training.json` with these entries (JSON values), to which it adds their checksum."""
+    return json.dumps({**entries, "crc32": _checksum(entries)}, indent=2)
+
+
+def _checksum(entries: dict[str, Any]) -> int:
+    """The CRC-32 of JSON values, which does not depend on how the file is laid out."""
+    return zlib.crc32(json.dumps(entries).encode())
+
+
 def read_training(path: Path) -> Description:
-    """The description of a checkpoint; DamagedCheckpoint if it is damaged, Failure if the disk cannot be read."""
+    """The description of a checkpoint; DamagedCheckpoint if it is damaged, Failure if the disk cannot be read.
+
+    Earlier versions wrote no checksum of its entries; such a file is taken as it is.
+    """
     file = path / "training.json"
     try:
         saved = json.loads(read_with_retries(lambda: file.read_text(encoding="utf-8"), file))
+        expected, found = saved.pop("crc32", None), _checksum(saved)
         step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
         optimizer_steps, checksum = saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None)
-        counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum) if count is not None)]
+        counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum, expected) if count is not None)]
         is_valid = all(type(count) is int and count >= 0 for count in counts)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read {file}: {first_line(error)}", path) from None
@@ -100,6 +115,8 @@ def read_training(path: Path) -> Description:
         is_valid = False
     if not is_valid:
         raise DamagedCheckpoint(f"{file} is not a checkpoint's", path)
+    if expected not in (None, found):
+        raise DamagedCheckpoint(f"the entries of {file} have the CRC-32 {found:08x}, not {expected:08x}", path)
     return Description(step, decay_steps, optimizer_steps, checksum, saved)
 
 

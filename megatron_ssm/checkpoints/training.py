@@ -8,7 +8,6 @@ final name is complete.
 """
 
 import functools
-import json
 import pickle
 import shutil
 import zlib
@@ -35,7 +34,7 @@ from sparsefusion.foundation.command_line import Failure
 
 from .agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from .disk_space import DirectoryLock, DiskSpace, is_machine_error, read_with_retries, sync_directory
-from .folders import DamagedCheckpoint, find_checkpoints, half_written, read_training, remove
+from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
@@ -168,7 +167,7 @@ class Snapshot:
             open_shards(hidden, checksum)
         except DamagedCheckpoint as error:
             raise OSError(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
-        training = json.dumps({**self.training, "metadata_crc32": checksum}, indent=2)
+        training = description_text({**self.training, "metadata_crc32": checksum})
         with space.explained(), new_file(hidden / "training.json") as file:
             file.write(training.encode())
         sync_directory(hidden)

@@ -19,7 +19,15 @@ from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.context import schedule_of
-from megatron_ssm.parallel.groups import check_world, device_of_rank, join, launched_ranks, replicas, shut_down
+from megatron_ssm.parallel.groups import (
+    check_device,
+    check_world,
+    device_of_rank,
+    join,
+    launched_ranks,
+    replicas,
+    shut_down,
+)
 from sparsefusion.foundation.command_line import Printer
 
 if TYPE_CHECKING:
@@ -43,10 +51,8 @@ def generate(arguments: Namespace) -> None:
     tensor = arguments.tp or max(1, launched_ranks() // context)
     check_world(tensor, launched_ranks(), context)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
     try:
-        join(tensor, device, init_method=arguments.rendezvous, context=context)
+        join(tensor, device, init_method=arguments.rendezvous, context=context, check=lambda: check_device(device))
         world = dist.group.WORLD if dist.is_initialized() else None
         inputs = run_and_compare(
             lambda: _Inputs.read(arguments, tensor), _Inputs.fingerprint, [world], device_of_rank(device)

@@ -9,10 +9,14 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from sparsefusion.collectives.agreement import agree, gather_in_store
 
 TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost rank ends the run
 
@@ -95,18 +99,36 @@ def join(
     timeout: datetime.timedelta = TIMEOUT,
     init_method: str | None = None,
     context: int = 1,
+    check: Callable[[], object] = lambda: None,
 ) -> int:
     """Initialize torch.distributed from torchrun's environment variables, unless it is, or there is only one rank.
 
-    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: torchrun's address). Returns
-    the size of the world. ValueError on every rank, before they meet, if `tensor` x `context` does not divide it.
+    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: torchrun's address). check:
+    raises an error if this rank cannot take part, for instance because it has no such device. Returns the size of the world.
+
+    ValueError on every rank, before they meet, if `tensor` x `context` does not divide it. The ranks compare the kinds of
+    their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before they make the group:
+    ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on every rank if they
+    differ; an error that all ranks have is raised as it is.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world, context)
-    if world > 1 and not dist.is_initialized():
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        rank, store = int(os.environ["RANK"]), None if init_method else _store_of_restart(world, timeout)
-        dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world, store=store)
+    if world == 1 or dist.is_initialized():
+        check()
+        return world
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+
+    def compared() -> str:
+        check()
+        return f"the device of each rank\ncomputes on {kind}"
+
+    rank, store = int(os.environ["RANK"]), None if init_method else _store_of_restart(world, timeout)
+    if store is None:
+        store, *_ = next(rendezvous(init_method or "env://", rank, world, timeout=timeout))
+        store.set_timeout(timeout)
+    agree(gather_in_store(dist.PrefixStore("join", store), rank, world), "cpu", compared)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world, store=store)
     return world
 
 
@@ -243,6 +265,17 @@ def shut_down() -> None:
         if "megatron.core.parallel_state" in sys.modules:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def check_device(device: str) -> None:
+    """ValueError unless this rank has the device that `device_of_rank` would return."""
+    if device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
+    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= found:
+        raise ValueError(f"--device cuda: no GPU for local rank {local}, torch finds {found} on this host")
 
 
 def device_of_rank(device: str) -> torch.device:

@@ -23,7 +23,7 @@ from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
-from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.parallel.groups import check_device, device_of_rank, join, launched_ranks, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
 from sparsefusion.foundation.command_line import Printer
 
@@ -49,10 +49,8 @@ def serve(arguments: Namespace) -> None:
     if arguments.tp not in (None, ranks):
         raise ValueError(f"--tp {arguments.tp}: there are {ranks} ranks, and a server uses all of them for one model")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
     try:
-        join(ranks, device, init_method=arguments.rendezvous)
+        join(ranks, device, init_method=arguments.rendezvous, check=lambda: check_device(device))
         group = dist.group.WORLD if dist.is_initialized() else None
         rank = 0 if group is None else dist.get_rank()
         inputs = run_and_compare(

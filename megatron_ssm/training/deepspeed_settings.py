@@ -1,7 +1,8 @@
 """The configuration of a DeepSpeed engine: --deepspeed-config, compared with the options and completed from them.
 
-A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have no
-effect, or another one than in `examples/pretrain.py`, are refused by name. null is as if absent. Loads no torch.
+A value that is "auto" comes from the options, as in transformers; any other must agree with them. Keys that would have
+another effect than in `examples/pretrain.py`, and unknown ones, are refused by name. Keys of other stages of ZeRO than the
+file's are passed on, without effect, so that a file changes its stage in one place. null is as if absent. Loads no torch.
 """
 
 import importlib.util
@@ -37,7 +38,8 @@ PASSED = {  # keys that DeepSpeed reads as they are
     **dict.fromkeys(("flops_profiler", "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet"), OBJECT),
 }  # fmt: skip
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
-UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}  # the optimizer is always torch's AdamW
+# Without effect, as `torch_adam` of the optimizer is: the optimizer is always torch's AdamW.
+UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 COMPARED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
     "scheduler", "bf16", "fp16", "torch_autocast", "zero_optimization",
@@ -102,6 +104,7 @@ def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_si
     zero = _zero(_section(given, "zero_optimization"), hidden_size)
     is_bf16 = _keeps_bf16_parameters(given, options)
     _check_stage(zero["stage"], is_bf16, options)
+    _check_averaging(zero, settings)
     return settings | {
         "train_micro_batch_size_per_gpu": options.micro_batch_size,
         "gradient_accumulation_steps": options.accumulation(data_ranks),
@@ -149,6 +152,8 @@ def _schedule(given: dict[str, Any], options: Options) -> Iterator[tuple[str, An
     _refuse_unknown(given, {"type", "params"}, "scheduler.")
     style = options.lr_decay_style
     yield "scheduler.type", given.get("type", AUTO), SCHEDULERS[style], f"--lr-decay-style {style}"
+    if style != "constant" and options.min_lr:
+        yield "scheduler.type", given.get("type", AUTO), AUTO, f"--min-lr {options.min_lr}, below which it decays"
     name = "lr_decay_iters" if options.lr_decay_iters else "train_iters"
     steps = getattr(options, name)
     known = {
@@ -240,6 +245,24 @@ def _check_stage(stage: int, is_bf16: bool, options: Options) -> None:
             f"--gradient-mode {options.gradient_mode} needs zero_optimization.stage 0 or 1: stage {stage} divides gradients "
             "over the ranks"
         )
+
+
+def _check_averaging(zero: dict[str, Any], settings: dict[str, Any]) -> None:
+    """ValueError for values with which DeepSpeed 0.19.8 ends in an AssertionError, or averages gradients wrongly.
+
+    The latter is ZeRO 3 with gradient_predivide_factor and without reduce_scatter: it does not multiply by the factor again
+    if that is the number of replicas.
+    """
+    stage, scatters = zero["stage"], zero.get("reduce_scatter", True)
+    divided = f"zero_optimization.stage {stage} with reduce_scatter" if stage > 1 and scatters else ""
+    if settings.get("prescale_gradients") and divided:
+        raise ValueError(f"prescale_gradients true does not work with {divided}")
+    if (factor := settings.get("gradient_predivide_factor", 1)) != 1 and (divided or stage == 3):
+        raise ValueError(
+            f"gradient_predivide_factor {factor} does not work with {divided or 'zero_optimization.stage 3'}"
+        )
+    if stage in (1, 2) and (size := zero.get("allgather_bucket_size", 0)) % 2:
+        raise ValueError(f"zero_optimization.allgather_bucket_size {size} must be even with stage {stage}")
 
 
 def _section(given: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:

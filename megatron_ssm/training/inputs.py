@@ -6,10 +6,9 @@ or differs between ranks, every rank raises the same error.
 
 import contextlib
 import json
-import os
 import zlib
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from attention2d.layout.token_order import local_length
-from megatron_ssm.checkpoints.agreement import all_gather_pickled
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
@@ -30,9 +28,9 @@ from sparsefusion.collectives.counted import all_gather_small
 from .corpus import Corpus
 from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
-from .options import Options
+from .options import Options, flag
 from .progress import check_places, make_folder
-from .saving import checkpoint_to_resume, options_after_restart
+from .saving import checkpoint_to_resume, continues_own_run
 from .tracking import check_trackers
 
 GB = 10**9
@@ -42,12 +40,19 @@ LOCAL_OPTIONS = {
     "profile", "tensorboard",
 }  # fmt: skip
 
+SHAPE = (
+    "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
+    "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
+    "untie_embeddings_and_output_weights",
+)  # fmt: skip
+SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
+
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads before training begins.
 
-    options: those of the run (see `options_after_restart`). requirements: what a run that resumes from this one's
+    options: those of the run (see `continues_own_run`). requirements: what a run that resumes from this one's
     checkpoints must have in common with it (JSON values). checkpoint: the one from which this run resumes, and its step;
     None for a new run. deepspeed: the configuration of DeepSpeed's engine; None for another one.
     """
@@ -62,13 +67,9 @@ class Inputs:
     deepspeed: dict[str, Any] | None
 
     @classmethod
-    def read(cls, options: Options, busy: Busy = contextlib.nullcontext, restarts: int = 0) -> "Inputs":
-        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written.
-
-        restarts: how often torchrun has restarted the ranks.
-        """
+    def read(cls, options: Options, busy: Busy = contextlib.nullcontext) -> "Inputs":
+        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
         out = _make_output_directory(options.out)
-        options = options_after_restart(options, out / "checkpoints", restarts)
         corpus = Corpus(options, busy)
         config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
@@ -115,18 +116,38 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
     inputs. busy: announces that this rank may be silent.
 
-    Gathers how often torchrun has restarted each rank, which may differ between nodes, and 16 bytes over the default group.
+    Gathers 16 bytes over the default group, besides what `continues_own_run` sends.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
+    if continues_own_run(Path(options.out) / "checkpoints"):
+        options = replace(options, resume="auto")
     inputs: list[Inputs] = []
 
     def fingerprint() -> dict[str, Any]:
-        inputs.append(Inputs.read(options, busy, restarts))
+        inputs.append(Inputs.read(options, busy))
         return inputs[0].fingerprint()
 
     agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
     return inputs[0]
+
+
+def without_effect(options: Options, replicas: int) -> list[str]:
+    """Lines about options that differ from their defaults and have no effect.
+
+    replicas: the ranks that average gradients, those of data and of context parallelism.
+    """
+    model = next((flag(name) for name in ("init_from", "model_config") if getattr(options, name)), "")
+    is_dense = options.gradient_mode in ("dense", "fp16")
+    reasons = {
+        f"{model} says the shape of the model": SHAPE if model else (),
+        "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
+        "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
+        "no other rank has gradients to average": ("gradient_mode", *SPARSE) if replicas == 1 else (),
+        f"--gradient-mode is {options.gradient_mode}": SPARSE if is_dense and replicas > 1 else (),
+    }
+    defaults = {option.name: option.default for option in fields(Options)}
+    given = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
+    return [f"without effect: {', '.join(map(flag, names))}, as {reason}" for reason, names in given.items() if names]
 
 
 def _make_output_directory(path: str) -> Path:

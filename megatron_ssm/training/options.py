@@ -147,6 +147,11 @@ class Options:
             raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        warmup, decayed = self.lr_warmup_iters, self.lr_decay_iters
+        if self.lr_decay_style != "constant" and 0 < decayed <= warmup:
+            raise ValueError(f"--lr-warmup-iters {warmup} is not below --lr-decay-iters {decayed}")
+        if self.bf16 and self.params_dtype != "float32":
+            raise ValueError(f"--bf16 does not compute with {self.params_dtype} parameters: --params-dtype float32")
         if not 0 < self.lora_alpha < math.inf:
             raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive and finite")
         if self.sequence_parallel and self.reduce != "fp32":

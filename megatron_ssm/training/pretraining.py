@@ -23,6 +23,7 @@ from megatron_ssm.models.lora import add_lora
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
     Groups,
+    check_device,
     check_world,
     device_of_rank,
     initialize,
@@ -33,7 +34,7 @@ from megatron_ssm.parallel.groups import (
 from megatron_ssm.parallel.heartbeat import Busy, watched
 from sparsefusion.foundation.command_line import Failure
 
-from .inputs import Inputs, read_on_all_ranks
+from .inputs import Inputs, read_on_all_ranks, without_effect
 from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
@@ -52,12 +53,14 @@ def pretrain(options: Options) -> None:
     check_world(tensor, launched_ranks(), context)
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
-    if options.engine == "megatron" and device != "cuda":
-        raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
+
+    def check() -> None:
+        check_device(device)
+        if options.engine == "megatron" and device != "cuda":
+            raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
+
     try:
-        join(tensor, device, context=context)
+        join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
             inputs = read_on_all_ranks(options, place, watch.busy)
@@ -79,6 +82,8 @@ def _run(
         trainer = make_trainer(model, groups, options, inputs.deepspeed, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
+        for line in without_effect(options, groups.data_context_ranks):
+            progress.print_line(line)
         progress.print_line(_summary(model, groups, inputs))
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")

@@ -1,7 +1,9 @@
 """The progress of a training run: lines on rank 0's terminal, and the JSON lines of --log."""
 
+import contextlib
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -13,7 +15,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank
+from megatron_ssm.checkpoints.agreement import first_line, run_on_every_rank
 from sparsefusion.foundation.command_line import Printer
 
 from .options import Options, flag
@@ -70,9 +72,20 @@ class Progress:
         return file
 
     def print_line(self, line: str) -> None:
-        """Print a line on rank 0's stdout."""
+        """Print a line on rank 0's stdout.
+
+        If stdout cannot be written, for instance because it is a file on a full disk, a line on stderr says so, and the run
+        goes on without its lines: what else it writes to that disk fails with a cause of its own.
+        """
+        printer = Printer(self._is_first_rank)
         with self._bar.external_write_mode():
-            Printer(self._is_first_rank).print(line + "\n")
+            try:
+                printer.print(line + "\n")
+            except OSError as error:
+                printer.discard()
+                said = f"cannot write to stdout: {first_line(error)}; the run goes on without it\n"
+                with contextlib.suppress(OSError):  # stderr may be the same file; nothing stays in its buffer
+                    os.write(sys.stderr.fileno(), said.encode())
 
     def print_decay(self, previous: int) -> None:
         """Report that the learning rate decays over another number of steps than in the resumed run (0: unknown)."""

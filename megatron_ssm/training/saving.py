@@ -3,11 +3,12 @@
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
+import torch.distributed as dist
+
+from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
 from megatron_ssm.checkpoints.folders import (
@@ -24,7 +25,6 @@ from megatron_ssm.parallel.groups import TIMEOUT
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
-from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
@@ -99,21 +99,34 @@ class Saver:
             self._background.wait()
 
 
-def options_after_restart(options: Options, directory: Path, restarts: int) -> Options:
-    """The options of a run that torchrun has restarted so often: it continues from its own checkpoints in the directory.
+def continues_own_run(directory: Path) -> bool:
+    """Whether the checkpoints in a directory are those of this run, because torchrun has restarted its ranks.
 
-    torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which names
-    the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one,
-    does not show that. Without checkpoints, or with those of an earlier run only, the options are as they were given.
-    Otherwise --resume is auto: a run that began anew would remove what it has done. No restart: a mark of an earlier run is
-    removed.
+    Then the run continues from them whatever --resume says: one that began anew would remove what it has done. torchrun
+    does not count a restart because nodes have joined or left. So if the mark of this run is there, which names the id of
+    torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one, does not
+    show that. No restart: a mark of an earlier run is removed.
+
+    All ranks call it together. Rank 0 alone reads and removes the mark; the others learn what it has found. Each gathers
+    how often torchrun has restarted every rank, which may differ between nodes. ValueError on every rank if rank 0 cannot
+    read the mark, Failure if it cannot read the directory.
     """
+    restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
     mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
-    is_own = run is not None and mark.is_file() and mark.read_text(encoding="utf-8") == run
-    if not restarts and not (is_own and run != "none"):
-        mark.unlink(missing_ok=True)
-        return options
-    return replace(options, resume="auto") if is_own and find_checkpoints(directory) else options
+
+    def look() -> bool:
+        try:
+            is_own = run is not None and mark.read_text(encoding="utf-8") == run
+            if not restarts and not (is_own and run != "none"):
+                mark.unlink()
+                return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return is_own and bool(find_checkpoints(directory))
+
+    is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
+    found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read {mark}", ValueError)
+    return all_gather_pickled(found)[0]
 
 
 def mark_begun(directory: Path) -> None:

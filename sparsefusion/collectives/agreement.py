@@ -1,6 +1,8 @@
 """Compares what the ranks were called with before they communicate: after different calls they would wait for ever."""
 
 import hashlib
+import itertools
+import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,28 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     if wrong is not None:
         raise wrong
     return int(gathered[0, 1])
+
+
+def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
+    """A gather for `agree` through a store in which the ranks meet, before they have a process group.
+
+    Its keys begin with "agree". Rank 0, whose process may hold the store, returns when all others have read its answer.
+    """
+    numbers = itertools.count()
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        key = f"agree-{next(numbers)}"
+        store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
+        if rank == 0:
+            store.set(key, json.dumps([json.loads(store.get(f"{key}/{other}")) for other in range(world)]))
+        rows = json.loads(store.get(key))
+        if store.add(f"{key}/readers", 1) == world:
+            store.set(f"{key}/is-read", "1")
+        if rank == 0:
+            store.wait([f"{key}/is-read"])
+        return torch.tensor(rows, dtype=tensor.dtype)
+
+    return gather
 
 
 def agree_in_groups(

@@ -2,17 +2,14 @@
 
 import argparse
 import datetime
-import itertools
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sparsefusion.collectives.agreement import agree, from_first
+from sparsefusion.collectives.agreement import agree, from_first, gather_in_store
 from sparsefusion.foundation.command_line import Failure
 
 from .cost_model import Fabric, check_writable
@@ -58,7 +55,7 @@ def _join(arguments: argparse.Namespace) -> str:
     device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if use_cuda else "cpu"
     store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
-    agree(_gather_in_store(store, rank, world), "cpu", lambda: _checked(arguments, device, rank))
+    agree(gather_in_store(store, rank, world), "cpu", lambda: _checked(arguments, device, rank))
     if use_cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if use_cuda else "gloo"
@@ -76,22 +73,6 @@ def _checked(arguments: argparse.Namespace, device: str, rank: int) -> tuple:
     if rank == 0:
         check_writable(Path(arguments.out))
     return kind, arguments.sizes, list(arguments.collectives), arguments.ranks
-
-
-def _gather_in_store(store: dist.Store, rank: int, world: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gathers an integer tensor (n,) of each rank as (world, n), through a store."""
-    numbers = itertools.count()
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        key = f"sparsefusion-measure-{next(numbers)}"
-        store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
-        rows = [json.loads(store.get(f"{key}/{other}")) for other in range(world)]
-        store.set(f"{key}/{rank}/has-read", "1")
-        if rank == 0:  # which may hold the store: it leaves last
-            store.wait([f"{key}/{other}/has-read" for other in range(world)])
-        return torch.tensor(rows, dtype=tensor.dtype)
-
-    return gather
 
 
 def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle: dist.ProcessGroup) -> Fabric:

@@ -115,7 +115,10 @@ def silence_third_parties() -> None:
 
 
 class Printer:
-    """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently."""
+    """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently.
+
+    OSError if stdout cannot be written for another reason, for instance because it is a file on a full disk.
+    """
 
     def __init__(self, is_enabled: bool) -> None:
         self.is_enabled = is_enabled and sys.stdout is not None  # None: stdout was closed before the program began
@@ -128,8 +131,12 @@ class Printer:
             sys.stdout.buffer.write(text.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            self.is_enabled = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.discard()
+
+    def discard(self) -> None:
+        """Print nothing more, nor what stdout has not written yet: Python would try again when it ends."""
+        self.is_enabled = False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_on_interrupt() -> None:

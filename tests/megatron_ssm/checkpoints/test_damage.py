@@ -18,7 +18,7 @@ import tiny
 from benchmarks.support.launched import disks_work, small_disk
 from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints.disk_space import DirectoryLock
-from megatron_ssm.checkpoints.folders import find_checkpoints
+from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, read_training
 from megatron_ssm.checkpoints.pending_gradients import PendingFile
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot, load_training
@@ -87,6 +87,27 @@ def test_a_flipped_bit_is_found_and_its_file_named(ranks, tmp_path, tp, dp):
         begin, end = int(numbers[1] or 0), int(numbers[2] or (good / name).stat().st_size - 1)
         for folder, crc in ((copy, numbers[3]), (good, numbers[4])):
             assert f"{zlib.crc32((folder / name).read_bytes()[begin : end + 1]):08x}" == crc
+
+
+def test_a_flipped_bit_of_the_description_is_found(tmp_path):
+    """Every bit, also of what a run does not compare. Without its name, the checksum counts as what no run has."""
+    described = {**RUN_SETTINGS, "text": "ä", "rate": 1e-5}
+    trainer = trained(1)
+    Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, described, decay_steps=20).write()
+    file = tmp_path / "step-000001" / "training.json"
+    whole = file.read_bytes()
+    name = range(whole.index(b"crc32", whole.index(b"metadata_crc32") + 14), len(whole))[: len(b"crc32")]
+    same = read_training(file.parent)
+    assert newest_checkpoint(tmp_path, described) == (file.parent, 1) and same.decay_steps == 20
+    for bit in range(8 * len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(spoilt)
+        kind, line = attempt(newest_checkpoint, tmp_path, described) or ("no error", "")
+        if kind == "no error":  # 1E-05 and 1e-05 are the same number
+            assert read_training(file.parent) == same, spoilt
+        else:
+            assert kind == "DamagedCheckpoint" or (kind == "ValueError" and bit // 8 in name), (spoilt, line)
 
 
 @pytest.mark.parametrize("tp", (1, 2))

@@ -5,6 +5,7 @@ With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a d
 """
 
 import ctypes
+import errno
 import functools
 import json
 import logging
@@ -45,6 +46,7 @@ from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.saving import BEGUN
 from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
 from sparsefusion.foundation import command_line
@@ -403,6 +405,23 @@ def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
         assert (needed > free) == (not fault) and half_written("out/checkpoints") == []
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("streams", [(1,), (1, 2)])
+def test_a_full_disk_under_what_rank_0_prints(here, world, streams):
+    """A line on stderr says so, if it is not the same file; training goes on."""
+
+    def redirect(trainer):
+        for stream in streams:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+
+    assert train(world, fault=Fault(0, 4, redirect)) == [0] * world
+    said = "cannot write to stdout: No space left on device; the run goes on without it"
+    assert lines("err", world) == ([said] if streams == (1,) else [])
+    assert [line.split()[1] for line in texts("out", world)[0] if line.startswith("step ")] == ["1/6", "2/6", "3/6"]
+    assert_as_undisturbed("torch", world)
+
+
 def folder_bytes(folder):
     """The bytes of the files in a folder and below."""
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
@@ -494,10 +513,17 @@ def flip_bit(path, place):
     path.write_bytes(data)
 
 
+def replace_in(path, old, new):
+    """Replace a text in a file."""
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
 DAMAGES = {
     "a bit of a shard": lambda path: flip_bit(max(path.glob("*.distcp")), 0.6),
     "a truncated shard": lambda path: os.truncate(max(path.glob("*.distcp")), 1000),
     "a bit of the metadata": lambda path: flip_bit(path / ".metadata", 0.5),
+    "a digit of the description": lambda path: replace_in(path / "training.json", '_steps": 5', '_steps": 7'),
     "no description": lambda path: (path / "training.json").write_text(""),
 }
 
@@ -508,23 +534,23 @@ DAMAGES = {
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
-    flags = flags_of(engine)
+    flags = [*flags_of(engine), "--train-iters", "7"]
     more = [*flags, "--save-interval", "1", "--keep", "9"]
-    assert train(world, *more, "--exit-interval", "5") == [0] * world
+    assert train(world, *more, "--exit-interval", "6") == [0] * world
     for damage, path in zip(DAMAGES.values(), find_checkpoints("out/checkpoints")[1:], strict=True):
         damage(path)
     assert train(world, *more, "--resume") == [2] * world
     (line,) = lines("err", world)
-    assert "out/checkpoints/step-000005/training.json is not a checkpoint's" in line
+    assert "out/checkpoints/step-000006/training.json is not a checkpoint's" in line
     assert train(world, *more, "--resume", "auto") == [0] * world
     said = [line for line in lines("out", world) if "instead" in line]
-    assert len(said) == 4 and all("is damaged" in line for line in said)
-    for step, line in zip((5, 4, 3, 2), said, strict=True):
+    assert len(said) == 5 and all("is damaged" in line for line in said)
+    for step, line in zip((6, 5, 4, 3, 2), said, strict=True):
         name = f"out/checkpoints/step-{step:06d}"
         assert f"{name}.damaged; resuming out/checkpoints/step-{step - 1:06d} instead" in line
         assert Path(f"{name}.damaged").is_dir()
-    assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[3])
-    assert checkpoints() == [f"step-{step:06d}" for step in range(1, 7)]
+    assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[4])
+    assert checkpoints() == [f"step-{step:06d}" for step in range(1, 8)]
     assert_as_undisturbed(engine, world, *flags)
 
 
@@ -583,6 +609,25 @@ def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
         assert train(1, "--resume", "auto") == [1]
     assert lines("err", 1) == ["pretrain.py: cannot read out/checkpoints/step-000002: MemoryError"]
     assert checkpoints() == ["step-000002"]
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    "world, device, ranks_with_cuda, gpus, message",
+    [
+        (2, "cuda", "0", 8, "--device cuda: torch finds no CUDA device (rank 1)"),
+        (3, "cuda", "012", 2, "--device cuda: no GPU for local rank 2, torch finds 2 on this host (rank 2)"),
+        (2, "", "1", 8, "rank 1: computes on cuda; on rank 0: computes on cpu"),
+    ],
+)
+def test_devices_that_differ_between_ranks(here, monkeypatch, world, device, ranks_with_cuda, gpus, message):
+    """Every rank ends at once with the same error, which rank 0 prints."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get("RANK", "none") in ranks_with_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert train(world, "--device", device) == [2] * world
+    assert lines("err", world) == [f"pretrain.py: {message}"]
 
 
 # Links
@@ -701,3 +746,28 @@ def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before
     is_own = before == now != "none"
     assert (OWN in lines("out", world)) == is_own == (not Path("out/checkpoints.old").exists())
     assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("before, now", [("job", "other"), ("job", "job")])
+def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, world, before, now):
+    """For the other ranks, it may vanish between two of their calls."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", before)
+    assert train(world, "--exit-interval", "4") == [0] * world
+    is_file, read_text = Path.is_file, Path.read_text
+
+    def is_seen(path):
+        return is_file(path) or (path.name == BEGUN and os.environ["RANK"] != "0")
+
+    def read(path, *arguments, **named):
+        if path.name == BEGUN and os.environ["RANK"] != "0":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return read_text(path, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", is_seen)
+        patched.setattr(Path, "read_text", read)
+        patched.setenv("TORCHELASTIC_RUN_ID", now)
+        assert train(world) == [0] * world, lines("err", world)
+    assert (OWN in lines("out", world)) == (before == now)
+    assert Path("out/checkpoints", BEGUN).read_text() == now

@@ -472,6 +472,11 @@ def refused(capsys, *arguments):
         ("--data text --out out --lr inf", "--lr inf must be at least 0 and finite"),
         ("--data text --out out --adam-beta2 1.0", "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--data text --out out --lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
+        *[(f"--data text --out out --train-iters 1 --lr-warmup-iters {warmup} --lr-decay-iters 100",
+           f"--lr-warmup-iters {warmup} is not below --lr-decay-iters 100")
+          for warmup in (100, 200)],
+        ("--data text --out out --train-iters 1 --bf16 --params-dtype float64",
+         "--bf16 does not compute with float64 parameters: --params-dtype float32"),
         *[(f"--data text --out out --gradient-density {density}",
            f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
         ("--data text --out out --seed 18446744073709551616", "--seed 18446744073709551616 is not a 64-bit integer"),
@@ -514,6 +519,36 @@ def test_wrong_flags(here, capsys, line, message):
 def test_wrong_yaml(here, capsys, text, message):
     Path("run.yaml").write_text(text)
     assert refused(capsys, "--config", "run.yaml").startswith(message)
+
+
+SHAPED = "--hidden-size, --mamba-state-dim, --mamba-head-dim"  # by TINY
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_options_without_effect_are_said(ranks, here, capfd, world):
+    """Not those that have one, nor those that are not given."""
+
+    def said(*more):
+        def train(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+            pretrain(options("--train-iters", "1", *more))
+
+        ranks(train, world)
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("without effect: ")]
+
+    assert said() == said("--min-lr", "1e-4", "--lr-decay-iters", "9") == []
+    assert said("--lr-decay-style", "constant", "--min-lr", "1e-4", "--lora-targets", "in_proj", "x_proj") == [
+        "without effect: --min-lr, as --lr-decay-style is constant",
+        "without effect: --lora-targets, as there is no --lora-rank",
+    ]
+    alone = ["without effect: --gradient-mode, --gradient-density, as no other rank has gradients to average"]
+    assert said("--gradient-mode", "layerwise", "--gradient-density", "0.5") == (alone if world == 1 else [])
+    dense = "--gradient-mode is dense" if world == 2 else "no other rank has gradients to average"
+    assert said("--gradient-density", "0.5") == [f"without effect: --gradient-density, as {dense}"]
+    shape = [f"without effect: {SHAPED}, as --model-config says the shape of the model"]
+    assert said("--model-config", "out/config.json", "--out", "again") == shape
+    adapters = "--init-from", "out", "--out", "next", "--lora-rank", "2", "--lora-alpha", "2"
+    assert said(*adapters) == [shape[0].replace("--model-config", "--init-from")]
 
 
 def readme_commands():

@@ -19,12 +19,15 @@ DIVIDED = dict(  # small enough to divide the tensors of tiny models
 
 
 def run_of(stage, **changes):
-    """The options of a tiny run: `stage` of ZeRO, or torch's engine. Writes DeepSpeed's configuration, in tmp_path."""
+    """The options of a tiny run: `stage` of ZeRO, or torch's engine.
+
+    Writes DeepSpeed's configuration to `folder`; config: its other sections; zero: more of the section zero_optimization.
+    """
     changes = dict(params_dtype="float32", micro_batch_size=1) | changes
     if stage == "torch":
         return tiny.options(**changes)
     zero = {"stage": stage, **{key: size for key, size in DIVIDED.items() if stage == 3 or "3" not in key}}
-    config = {"zero_optimization": zero, **changes.pop("config", {})}
+    config = {"zero_optimization": zero | changes.pop("zero", {}), **changes.pop("config", {})}
     path = changes.pop("folder") / f"zero-{stage}.json"
     path.write_text(json.dumps(config))
     return tiny.options(**changes, engine="deepspeed", deepspeed_config=str(path))

@@ -110,6 +110,20 @@ def test_values_that_deepspeed_reads(tmp_path):
     assert config.zero_config.reduce_bucket_size == 5 * 10**8
 
 
+OF_OTHER_STAGES = {
+    "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 0, "stage3_max_live_parameters": 10, "reduce_bucket_size": 500, "overlap_comm": True},
+}  # fmt: skip
+
+
+def test_keys_without_effect_are_accepted(tmp_path):
+    """Those of other stages are passed on; the optimizer is torch's whatever its section says."""
+    optimizer = {"optimizer": {"params": {"torch_adam": False}}}
+    found = settings(tmp_path, OF_OTHER_STAGES | optimizer)
+    assert OF_OTHER_STAGES["zero_optimization"].items() <= found["zero_optimization"].items()
+    assert not {"optimizer", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"} & found.keys()
+
+
 NO_VALUE = {"enabled": None}
 
 
@@ -173,6 +187,9 @@ def schedule(**changed):
          "zero_optimization.offload_optimizer is not supported by examples/pretrain.py"),
         ({"zero_optimization": True}, {}, "zero_optimization true is not an object"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, 'scheduler.type "WarmupLR" contradicts --lr-decay-style cosine'),
+        *[({"scheduler": {"type": kind}}, dict(lr_decay_style=style, min_lr=1e-3),
+           f'scheduler.type "{kind}" contradicts --min-lr 0.001, below which it decays')
+          for kind, style in (("WarmupDecayLR", "linear"), ("WarmupCosineLR", "cosine"))],
         (schedule(warmup_num_steps=5), {}, "scheduler.params.warmup_num_steps 5 contradicts --lr-warmup-iters 3"),
         (schedule(warmup_max_lr=0.1), {}, "scheduler.params.warmup_max_lr 0.1 contradicts --lr 0.01"),
         (schedule(warmup_min_lr=0.001), {}, "scheduler.params.warmup_min_lr 0.001 contradicts the warm-up, which is from 0"),
@@ -201,6 +218,14 @@ def schedule(**changed):
         ({"zero_optimization": {"overlap_comm": "yes"}}, {}, 'zero_optimization.overlap_comm "yes" is not true or false'),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, {},
          "zero_optimization.round_robin_gradients true is not false, the only value that is supported"),
+        ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 5}}, {},
+         "zero_optimization.allgather_bucket_size 5 must be even with stage 1"),
+        ({"prescale_gradients": True, "zero_optimization": {"stage": 2}}, {},
+         "prescale_gradients true does not work with zero_optimization.stage 2 with reduce_scatter"),
+        ({"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}}, {},
+         "gradient_predivide_factor 2 does not work with zero_optimization.stage 3 with reduce_scatter"),
+        ({"gradient_predivide_factor": 2.5, "zero_optimization": {"stage": 3, "reduce_scatter": False}}, {},
+         "gradient_predivide_factor 2.5 does not work with zero_optimization.stage 3"),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
     ],
 )  # fmt: skip

@@ -59,6 +59,18 @@ def test_curves(ranks, tp, dp, cp, model):
     assert close(curves[0], one_rank(model))
 
 
+@pytest.mark.parametrize(
+    "tp, dp, cp, less_memory",
+    [(1, 2, 1, dict(recompute_activations=True)), (2, 1, 1, dict(sequence_parallel=True)),
+     pytest.param(2, 2, 1, dict(sequence_parallel=True, recompute_activations=True), marks=pytest.mark.full),
+     pytest.param(2, 1, 2, dict(sequence_parallel=True, recompute_activations=True), marks=pytest.mark.full)],
+)  # fmt: skip
+def test_less_memory(ranks, tp, dp, cp, less_memory):
+    run = tiny.options(engine="megatron", micro_batch_size=1, context_parallel_size=cp, **less_memory)
+    for curve in ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 4), tp * dp * cp):
+        assert close(curve, one_rank("mamba2")[:, :4])
+
+
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_curves_in_fp32(ranks, tp, dp):
     run = tiny.options(engine="megatron", micro_batch_size=1, params_dtype="float32")
