@@ -39,7 +39,7 @@ LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
     "profile", "tensorboard",
 }  # fmt: skip
-
+# Options of the shape of a new model, and of sparse gradients.
 SHAPE = (
     "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
     "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
