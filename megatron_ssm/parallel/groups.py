@@ -109,7 +109,7 @@ def join(
     ValueError on every rank, before they meet, if `tensor` x `context` does not divide it. The ranks compare the kinds of
     their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before they make the group:
     ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on every rank if they
-    differ; an error that all ranks have is raised as it is.
+    differ; an error that all ranks have is raised as it is. If torch.distributed is initialized, ranks call `check` alone.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world, context)

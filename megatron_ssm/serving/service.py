@@ -1,4 +1,4 @@
-"""The sequences that are prepared, waiting or running, as asyncio's thread sees them, and the limits on them."""
+"""The sequences that are being prepared, waiting or running, as asyncio's thread sees them, and the limits on them."""
 
 import asyncio
 import math
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Limits:
     """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
 
-    A request that is prepared waits as one sequence.
+    A request that is being prepared waits as one sequence.
 
     body: bytes of a request. seconds: from a request to the end of its reply. connections: how many there may be. arrival:
     seconds for the headers of a request to arrive, and again for its body.
@@ -53,9 +53,9 @@ class Service:
         self._driver: Driver | None = None
         self._open: dict[Sequence, _Open] = {}
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "requests")
-        self._prepared: set[Future[Any]] = set()  # the work of requests that are prepared, and some that is done
+        self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
         self._closed = "the server is starting"  # why no new requests are taken, or ""
-        self._ended = ""  # why those that were prepared are not added either, or ""
+        self._ended = ""  # why those that were being prepared are not added either, or ""
         self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
 
     @property
@@ -68,7 +68,7 @@ class Service:
         self._driver, self._closed = driver, ""
 
     def drain(self) -> None:
-        """Refuse requests from now on, with the status 503; those that are open or prepared go on."""
+        """Refuse requests from now on, with the status 503; those that are open or being prepared go on."""
         self._closed = "the server is shutting down"
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self, reason: str) -> None:
-        """Refuse requests from now on, also those that are prepared, and end those that are open: with the status 503."""
+        """Refuse requests, also those that are being prepared, and end those that are open: with the status 503."""
         self._closed = self._ended = reason
         self._end(list(self._open), 503, reason, "unavailable")
 
@@ -101,9 +101,9 @@ class Service:
     ) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        The request was prepared. since: when it arrived. param: the parameter that says how many there are. ApiError 400 if
-        there is never room for so many, 503 after `close`, 429 if too many are waiting. A sequence's last update says that
-        it has finished, or has an error; one of 504 comes if the time is over.
+        The request has been prepared. since: when it arrived. param: the parameter that says how many there are. ApiError
+        400 if there is never room for so many, 503 after `close`, 429 if too many are waiting. A sequence's last update says
+        that it has finished, or has an error; one of 504 comes if the time is over.
         """
         if self._ended:
             raise ApiError(503, self._ended, code="unavailable")

@@ -254,12 +254,12 @@ def _check_averaging(zero: dict[str, Any], settings: dict[str, Any]) -> None:
     if that is the number of replicas.
     """
     stage, scatters = zero["stage"], zero.get("reduce_scatter", True)
-    divided = f"zero_optimization.stage {stage} with reduce_scatter" if stage > 1 and scatters else ""
-    if settings.get("prescale_gradients") and divided:
-        raise ValueError(f"prescale_gradients true does not work with {divided}")
-    if (factor := settings.get("gradient_predivide_factor", 1)) != 1 and (divided or stage == 3):
+    cure = ": set zero_optimization.reduce_scatter to false (it is true by default)" if stage > 1 and scatters else ""
+    if settings.get("prescale_gradients") and cure:
+        raise ValueError(f"prescale_gradients true does not work with zero_optimization.stage {stage}{cure}")
+    if (factor := settings.get("gradient_predivide_factor", 1)) != 1 and (cure or stage == 3):
         raise ValueError(
-            f"gradient_predivide_factor {factor} does not work with {divided or 'zero_optimization.stage 3'}"
+            f"gradient_predivide_factor {factor} does not work with zero_optimization.stage {stage}{cure * (stage == 2)}"
         )
     if stage in (1, 2) and (size := zero.get("allgather_bucket_size", 0)) % 2:
         raise ValueError(f"zero_optimization.allgather_bucket_size {size} must be even with stage {stage}")

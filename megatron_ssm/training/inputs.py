@@ -132,7 +132,7 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
 
 
 def without_effect(options: Options, replicas: int) -> list[str]:
-    """Lines about options that differ from their defaults and have no effect.
+    """Lines about options of some groups that differ from their defaults and have no effect beside others.
 
     replicas: the ranks that average gradients, those of data and of context parallelism.
     """

@@ -109,7 +109,7 @@ def continues_own_run(directory: Path) -> bool:
 
     All ranks call it together. Rank 0 alone reads and removes the mark; the others learn what it has found. Each gathers
     how often torchrun has restarted every rank, which may differ between nodes. ValueError on every rank if rank 0 cannot
-    read the mark, Failure if it cannot read the directory.
+    read or remove the mark, Failure if it cannot read the directory.
     """
     restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
     mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
@@ -125,7 +125,7 @@ def continues_own_run(directory: Path) -> bool:
         return is_own and bool(find_checkpoints(directory))
 
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read {mark}", ValueError)
+    found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
     return all_gather_pickled(found)[0]
 
 

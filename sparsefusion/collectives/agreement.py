@@ -57,7 +57,8 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
 def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
     """A gather for `agree` through a store in which the ranks meet, before they have a process group.
 
-    Its keys begin with "agree". Rank 0, whose process may hold the store, returns when all others have read its answer.
+    Its keys begin with "agree". A call removes them before it returns, because the store may outlive this process: torchrun
+    may keep it when it starts the ranks again. Rank 0, whose process may hold the store, returns last.
     """
     numbers = itertools.count()
 
@@ -65,15 +66,39 @@ def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
         key = f"agree-{next(numbers)}"
         store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
         if rank == 0:
-            store.set(key, json.dumps([json.loads(store.get(f"{key}/{other}")) for other in range(world)]))
-        rows = json.loads(store.get(key))
-        if store.add(f"{key}/readers", 1) == world:
-            store.set(f"{key}/is-read", "1")
-        if rank == 0:
-            store.wait([f"{key}/is-read"])
+            rows = [json.loads(store.get(f"{key}/{other}")) for other in range(world)]
+            store.set(key, json.dumps(rows))
+        else:
+            rows = json.loads(store.get(key))
+        store.delete_key(f"{key}/{rank}")
+        _leave(store, rank, world, key)
         return torch.tensor(rows, dtype=tensor.dtype)
 
     return gather
+
+
+def _leave(store: dist.Store, rank: int, world: int, key: str) -> None:
+    """Remove `key` when all ranks have read it, before any of them returns; then what this needs, before rank 0 returns."""
+    read, removed, left = (f"{key}/{event}" for event in ("read", "removed", "left"))
+
+    def count(event: str) -> None:
+        if store.add(event, 1) == world - 1:
+            store.set(f"{event}-by-all", "1")
+
+    def remove_after(event: str, *names: str) -> None:
+        if world > 1:
+            store.wait([f"{event}-by-all"])
+        for name in (*names, event, f"{event}-by-all"):
+            store.delete_key(name)
+
+    if rank == 0:
+        remove_after(read, key)
+        store.set(removed, "1")
+        remove_after(left, removed)
+    else:
+        count(read)
+        store.wait([removed])
+        count(left)
 
 
 def agree_in_groups(

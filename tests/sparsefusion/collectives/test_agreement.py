@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shared import error_of
-from sparsefusion.collectives.agreement import SHOWN, agree, from_first
+from sparsefusion.collectives.agreement import SHOWN, agree, from_first, gather_in_store
 from sparsefusion.collectives.counted import all_gather_small
 
 worlds = pytest.mark.parametrize("world", (2, 3))
@@ -108,3 +108,38 @@ def test_an_error_on_the_first_rank_is_raised_on_all(ranks, world, make, message
     found = ranks(run, world)
     kind, text = found[0]
     assert found == [found[0]] * world and kind is RuntimeError and text.startswith(f"rank 0 of {world}: {message}")
+
+
+def meeting_store(kind, folder, rank, world):
+    """A store in which the ranks of the default group meet."""
+    if kind == "file":
+        return dist.FileStore(str(folder / "store"), world)
+    port = [None]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    return store if rank == 0 else dist.TCPStore("127.0.0.1", port[0], world, is_master=False)
+
+
+@pytest.mark.parametrize("kind", ("tcp", "file"))
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_ranks_that_meet_in_a_store_again_do_not_read_earlier_answers(ranks, world, kind, tmp_path):
+    """Where torchrun starts the ranks again, the store may be that of the attempt before."""
+
+    def run(rank):
+        store = meeting_store(kind, tmp_path, rank, world)
+        dist.barrier()
+        keys = store.num_keys()
+        dist.barrier()
+        for attempt in range(6):
+            gather = gather_in_store(store, rank, world)
+            if attempt % 2:
+                assert agree(gather, "cpu", lambda attempt=attempt: attempt) < 2**48
+                continue
+            asked = raises(ValueError(f"refused {attempt}")) if rank == world - 1 else lambda: "the same"
+            assert f"refused {attempt}" in error_of(lambda gather=gather, asked=asked: agree(gather, "cpu", asked))[1]
+        if rank == 0:
+            assert store.num_keys() == keys
+
+    ranks(run, world)

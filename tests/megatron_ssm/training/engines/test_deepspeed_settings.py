@@ -221,9 +221,10 @@ def schedule(**changed):
         ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 5}}, {},
          "zero_optimization.allgather_bucket_size 5 must be even with stage 1"),
         ({"prescale_gradients": True, "zero_optimization": {"stage": 2}}, {},
-         "prescale_gradients true does not work with zero_optimization.stage 2 with reduce_scatter"),
+         "prescale_gradients true does not work with zero_optimization.stage 2: "
+         "set zero_optimization.reduce_scatter to false (it is true by default)"),
         ({"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}}, {},
-         "gradient_predivide_factor 2 does not work with zero_optimization.stage 3 with reduce_scatter"),
+         "gradient_predivide_factor 2 does not work with zero_optimization.stage 3"),
         ({"gradient_predivide_factor": 2.5, "zero_optimization": {"stage": 3, "reduce_scatter": False}}, {},
          "gradient_predivide_factor 2.5 does not work with zero_optimization.stage 3"),
         ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", but no option says what it is'),
