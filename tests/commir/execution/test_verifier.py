@@ -104,7 +104,7 @@ def test_corruptions_are_rejected(sizes, number):
 def test_many_corruptions_are_rejected(sizes, number):
     chosen = plans(cases(mesh_of(*sizes).ranks)[number].program, mesh_of(*sizes))
     raised, different = check_corruptions(chosen, 400, seed=1)
-    assert raised > 100 and different > 5
+    assert raised > 100 and different >= 5
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.full)])
