@@ -1,7 +1,7 @@
 """Checks of the arguments of the public functions, so that a wrong kind of object gets one clear error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -24,34 +24,39 @@ def check_type(caller: str, value: Any, kind: type) -> None:
 
 def check_fields(value: object, name: str) -> None:
     """ValueError unless the fields of a dataclass have the types of their annotations. name: what the error calls it."""
-    for key, kind in _types(type(value)).items():  # type: ignore[arg-type]  # a class has a hash
-        if not _fits(getattr(value, key), kind):
+    for key, kind, fits in _types(type(value)):  # type: ignore[arg-type]  # a class has a hash
+        if not fits(getattr(value, key)):
             words = str(kind).replace("commir.ir.program.", "") if get_args(kind) else kind.__name__
             raise ValueError(f"{name}: {key} is {getattr(value, key)!r:.60}, and no {words}")
 
 
 @lru_cache
-def _types(kind: type) -> dict[str, Any]:
-    """{field: its type} of the arguments of a dataclass."""
+def _types(kind: type) -> list[tuple[str, Any, Callable[[Any], bool]]]:
+    """(field, its type, whether a value has this type) of the arguments of a dataclass."""
     types = get_type_hints(kind)
-    return {each.name: types[each.name] for each in fields(kind) if each.init}
+    return [(each.name, types[each.name], _test_of(types[each.name])) for each in fields(kind) if each.init]
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    parts = get_args(kind)
+def _test_of(kind: Any) -> Callable[[Any], bool]:
+    """Whether a value has the type of an annotation, as a function: a search checks thousands of values."""
+    parts = [_test_of(part) for part in get_args(kind) if part is not ...]
+    if get_origin(kind) is tuple and ... in get_args(kind):
+        (of_each,) = parts
+        return lambda value: isinstance(value, tuple) and all(map(of_each, value))
     if get_origin(kind) is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if parts[1:] == (...,):
-            return all(_fits(each, parts[0]) for each in value)
-        return len(value) == len(parts) and all(_fits(each, part) for each, part in zip(value, parts, strict=True))
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(fits(each) for fits, each in zip(parts, value, strict=True))
+        )
     if get_origin(kind) is Mapping:
-        if not isinstance(value, Mapping):
-            return False
-        return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in value.items())
+        of_key, of_value = parts
+        return lambda value: (
+            isinstance(value, Mapping) and all(of_key(key) and of_value(each) for key, each in value.items())
+        )
     if parts:  # one of several
-        return any(_fits(value, part) for part in parts)
-    return kind is Any or isinstance(value, kind)
+        return lambda value: any(fits(value) for fits in parts)
+    return lambda value: kind is Any or isinstance(value, kind)
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -55,10 +55,11 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
 
 
 def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
-    """A gather for `agree` through a store in which the ranks meet, before they have a process group.
+    """A function that gathers an integer tensor (n,) of each rank as (world, n) for `agree`, without a process group.
 
-    Its keys begin with "agree". A call removes them before it returns, because the store may outlive this process: torchrun
-    may keep it when it starts the ranks again. Rank 0, whose process may hold the store, returns last.
+    store: the one in which the ranks meet. Keys begin with "agree". A call removes them before it returns, because the store
+    may outlive this process: torchrun may keep it when it starts the ranks again. Rank 0, whose process may hold the store,
+    returns last.
     """
     numbers = itertools.count()
 
