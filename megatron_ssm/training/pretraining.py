@@ -84,7 +84,7 @@ def _run(
         progress.print_line(f"pretrain: {options.describe()}")
         for line in without_effect(options, groups.data_context_ranks):
             progress.print_line(line)
-        progress.print_line(_summary(model, groups, inputs))
+        run_on_rank_0(lambda: progress.print_line(_summary(model, groups, inputs)), f"cannot read {inputs.out}")
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
         inputs = _resume(trainer, inputs, progress)
@@ -237,7 +237,7 @@ def _exchange_of(model: Model) -> str:
 
 
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
-    """One line about the model, the ranks, the text and the output directory."""
+    """One line about the model, the ranks, the text and the output directory; for rank 0 alone, which renames folders."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
     context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
     corpus, out = inputs.corpus, inputs.out

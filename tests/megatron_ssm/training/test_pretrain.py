@@ -255,6 +255,24 @@ def test_a_second_run_reports_that_it_overwrites(here, capsys):
     assert os.listdir("out/checkpoints.old") == ["step-000004"]  # no new checkpoints replace it
 
 
+@pytest.mark.parametrize("world", (2, 4))
+def test_only_rank_0_reads_the_folders_that_it_renames(ranks, here, monkeypatch, world):
+    """A rank that is late would find a folder and then not read it."""
+    pretrain(options())
+
+    def read_late(directory):
+        raise FileNotFoundError(directory)
+
+    def overwrite(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        if rank:
+            monkeypatch.setattr("megatron_ssm.training.pretraining.find_checkpoints", read_late)
+        pretrain(options("--train-iters", "1"))
+
+    ranks(overwrite, world)
+    assert os.listdir("out/checkpoints.old") == ["step-000004"]
+
+
 def killed(monkeypatch, at, *more):
     """A run that ends in step `at` as if it were killed."""
 
