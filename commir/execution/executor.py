@@ -28,10 +28,11 @@ def execute(
     of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, devices, dtypes, and
     which inputs need gradients. By NCCL this happens on the GPU that the group is bound to or the rank has selected, so each
     rank selects its own before (`torch.cuda.set_device`).
-    A plan of attention2d's family is computed by attention2d, and differentiable. Other plans have no gradient, and are
-    refused if gradients are enabled and an input requires one (`differentiable` gives attention one). count: counts what
-    this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for; all ranks have a
-    count, or none has. counter: counts messages as `sparsefusion.collectives` does.
+    A plan of attention2d's family is computed by attention2d, and differentiable; of several sequences, attention2d copies
+    q, k, v and out, and so holds more than `plan.memory`, which is what the plan's own steps hold. Other plans have no
+    gradient, and are refused if gradients are enabled and an input requires one (`differentiable` gives attention one).
+    count: counts what this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for;
+    all ranks have a count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
     ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, inputs are on several devices
     or on one whose tensors the group cannot exchange, the ranks' plans or the inputs that need gradients differ, some have a

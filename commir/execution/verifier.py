@@ -52,8 +52,8 @@ def verify(plan: Plan, seed: int = 0) -> None:
     Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
     """
     check_type("verify", plan, Plan)
-    if type(seed) is not int:
-        raise ValueError(f"verify: seed={seed!r}; it must be a whole number")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ValueError(f"verify: seed={seed!r}; it must be a whole number of at least 0, below 2^63")
     try:
         _check_rounding(plan)
         _check_blocks(plan)
@@ -61,7 +61,7 @@ def verify(plan: Plan, seed: int = 0) -> None:
             _check_coverage(plan)
         for options in _masks(plan.program):
             _check_numbers(plan.with_options(**options), seed)
-    except Refuted:
+    except (Refuted, MemoryError, torch.OutOfMemoryError):
         raise
     except StepFailed as error:
         if isinstance(error.__cause__, Refuted):  # by a tile

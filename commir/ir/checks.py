@@ -66,6 +66,13 @@ def check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")
 
 
+def check_flags(**flags: Any) -> None:
+    """ValueError unless each is True or False; the error names the first that is not."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"{name}={flag!r}: it must be True or False")
+
+
 def check_memory(memory: Any) -> None:
     """ValueError unless a limit of memory is a number of bytes, at least 0, or None."""
     if memory is not None and (type(memory) not in (int, float) or math.isnan(memory) or memory < 0):

@@ -180,7 +180,7 @@ def _check_speed(name: str, speed: Any) -> None:
         return
     try:
         alpha, rate = speed
-        is_valid = alpha >= 0 and rate > 0
+        is_valid = 0 <= alpha < math.inf and rate > 0
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:

@@ -97,7 +97,8 @@ class Plan:
     def memory(self) -> int:
         """Bytes that a rank holds at most: its inputs, blocks on their way with the copies that are sent, and results.
 
-        The temporaries of a kernel do not count, nor does the copy of an input that is not contiguous.
+        It is what the plan's own steps hold, without the temporaries of a kernel and the copy of an input that is not
+        contiguous. attention2d, on which `execute` runs grids, holds more for several sequences.
         """
         return self.account.peak
 

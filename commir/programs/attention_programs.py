@@ -1,6 +1,6 @@
 """Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
 
-from commir.ir.checks import check_sizes
+from commir.ir.checks import check_flags, check_sizes
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
 
@@ -18,11 +18,12 @@ def attention(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim)
-    if not isinstance(scale, int | float | None):
+    check_flags(causal=causal, backward=backward)
+    if not isinstance(scale, int | float | None) or isinstance(scale, bool):
         raise ValueError(f"scale={scale!r}: it must be a number, or None for 1/sqrt(head_dim)")
     if heads % kv_heads:
         raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")
-    order = order or ("zigzag" if causal else "contiguous")
+    order = ("zigzag" if causal else "contiguous") if order is None else order
     axes = (
         Axis("batch", batch),
         Axis("heads", heads),
@@ -35,7 +36,7 @@ def attention(
     q = Operand("q", of_q, "q")
     k, v = (Operand(name, of_kv, "kv", groups) for name in "kv")
     out, lse = Operand("out", of_q, "q"), Operand("lse", row, "q", is_wide=True)
-    options = ("causal", bool(causal)), ("scale", float(head_dim**-0.5 if scale is None else scale))
+    options = ("causal", causal), ("scale", float(head_dim**-0.5 if scale is None else scale))
     if not backward:
         result = Result("softmax", ("out", "lse"))
         return Program("attention", axes, (q, k, v), (out, lse), (result,), "attention", options, dtype)

@@ -37,8 +37,9 @@ class GraphRunner:
         counter: as in `execute`; what `count` holds is that of the operator at work. Plans are not verified here, have no
         gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape, is on another
         device than the first or requires a gradient while gradients are enabled, the ranks' plans or blocks differ, an
-        operator has no plan, or the group has another number of ranks than the mesh; on a rank that is no member of the
-        group: that it is none. Gathers 16 bytes of each rank, and sends what the plans do.
+        operator has no plan, an operator's plan takes an input in another layout than that in which its producer's plan
+        leaves it, or the group has another number of ranks than the mesh; on a rank that is no member of the group: that it
+        is none. Gathers 16 bytes of each rank, and sends what the plans do.
         """
         device = comparison_device(self.group)
         agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
@@ -57,9 +58,10 @@ class GraphRunner:
             outputs[operator.name] = found[plan.program.outputs[0].name]
         return outputs
 
-    def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> object:
-        """What is compared between ranks: their plans, and the shapes, dtypes and devices of their blocks."""
+    def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> str:
+        """What is compared between ranks, in lines: their plans, and the shapes, dtypes and devices of their blocks."""
         self._check_plans()
+        self._check_edges()
         for name, plan in self.plans.items():
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
@@ -72,8 +74,9 @@ class GraphRunner:
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
         check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
-        blocks = [(name, key, x.shape, x.dtype, x.device.type) for name, key, x in found]
-        return [plan.hash for plan in self.plans.values()], sorted(map(str, blocks))
+        lines = [f"the plan of {name} is {plan.hash[:16]}, {plan.schedule}" for name, plan in self.plans.items()]
+        lines += [f"{name}: {key} is {tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in sorted(found)]
+        return "\n".join([*lines, "no more blocks"])
 
     def _check_plans(self) -> None:
         """ValueError: the operators or plans are of another type, or an operator has no plan."""
@@ -88,8 +91,36 @@ class GraphRunner:
         if unknown := [name for name in self.plans if name not in [each.name for each in self.operators]]:
             raise ValueError(f"GraphRunner: there is a plan of {unknown[0]!r:.60}, which is none of the operators")
 
+    def _check_edges(self) -> None:
+        """ValueError: two plans have different meshes, or differ about the layout of what an edge connects."""
+        meshes = {name: plan.mesh for name, plan in self.plans.items()}
+        for name, mesh in meshes.items():
+            if mesh.axes != next(iter(meshes.values())).axes:
+                first = next(iter(meshes))
+                raise ValueError(f"the plan of {name} is for {mesh!r}, and that of {first} for {meshes[first]!r}")
+        for each in self.operators:
+            for operand, (producer, renamed) in each.inputs.items():
+                if producer not in self.plans:  # of a part of a graph: the caller gives this input
+                    continue
+                made = self.plans[producer].program.outputs[0].name
+                left = {m: renamed.get(axis, axis) for m, axis in self._layout(producer, made).items()}
+                if left != (taken := self._layout(each.name, operand)):
+                    raise ValueError(
+                        f"{each.name} takes {operand} from {producer}: its plan takes {_in_words(taken)}, and that of "
+                        f"{producer} leaves {_in_words(left)}; plans of one `search_graph` fit together"
+                    )
+
+    def _layout(self, name: str, operand: str) -> dict[str, str]:
+        """{mesh axis of several ranks: the axis that they divide} of an operand at home, in an operator's plan."""
+        plan = self.plans[name]
+        return {m: axis for m, axis in plan.schedule.home(operand).items() if plan.mesh.size(m) > 1}
+
     def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
         """A producer's block in the shape and dtype of this operand's, whose axes may be others: (heads, dim) for cols."""
         taken = plan.program.operand(operand)
         block = made.reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))
         return block.to(at_least_fp32(made.dtype)) if taken.is_wide else block
+
+
+def _in_words(layout: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis} on {mesh_axis}" for mesh_axis, axis in sorted(layout.items())) or "all of it on each rank"

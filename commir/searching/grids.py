@@ -49,8 +49,11 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
     and text. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
     verification would take long, the same placement is verified on fewer.
 
+    Each axis of the mesh divides one loop, and each loop is divided by one axis at most: a ring over the ranks of two axes
+    is not among the grids.
+
     ValueError: the program is not `programs.attention`, forward; the ranks do not divide the sequence; or no grid divides
-    the other sizes.
+    the other sizes, or has an axis for each of the mesh.
     """
     check_type("best_grid", program, Program)
     check_type("best_grid", mesh, Mesh)
@@ -59,7 +62,10 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
     check_homes_divide(program, mesh)
     found = sorted(_choices(program, mesh, training), key=lambda each: each.order)
     if not found:
-        raise ValueError(f"no grid of attention2d divides {program.name} over {mesh!r}")
+        raise ValueError(
+            f"no grid of attention2d, one of whose {', '.join(GRID_AXES)} each mesh axis divides, fits "
+            f"{program.name} on {mesh!r}"
+        )
     plan = found[0].schedule.lower()
     smaller = plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(found[0].schedule)
     for each in _passes(smaller, training):

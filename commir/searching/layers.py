@@ -30,12 +30,12 @@ def transformer_layer(
     """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
 
     Its input comes from a layer like it, in the layout in which that one leaves its output. ValueError: a size is no whole
-    number of at least 1, or as in `attention`.
+    number of at least 1, the heads do not divide the hidden size, or as in `attention`.
     """
     check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
-    sizes = batch, seq, hidden
+    sizes, width = (batch, seq, hidden), _width(hidden, heads)
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
-    layer += _attention_block("residual_in", *sizes, heads, kv_heads, hidden // heads, dtype, causal)
+    layer += _attention_block("residual_in", *sizes, heads, kv_heads, width, dtype, causal)
     layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
     layer += [matrix_product(name, *sizes, ffn, dtype, "residual_middle") for name in ("in_gate", "in_up")]
     text = SILU.format("x0") + " * x1"
@@ -56,7 +56,7 @@ def zamba_layer(
     check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, dim=dim, state=state, attention_heads=attention_heads)
     sizes, inner = (batch, seq, hidden), heads * dim
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
-    width = hidden // attention_heads
+    width = _width(hidden, attention_heads)
     layer += _attention_block("residual_in", *sizes, attention_heads, attention_heads, width, dtype, causal)
     layer.append(_sum("residual_middle", sizes, dtype, "residual_in", "out_attention"))
     columns = {"x": (inner, "heads"), "dt": (heads, "heads"), "B": (state, "state"), "C": (state, "state")}
@@ -71,6 +71,13 @@ def zamba_layer(
     layer.append(replace(gated, inputs={**gated.inputs, "x0": ("scan", back)}))
     layer.append(matrix_product("out_mixer", batch, seq, inner, hidden, dtype, "gate_mixer"))
     return [*layer, _sum("residual_out", sizes, dtype, "residual_middle", "out_mixer")]
+
+
+def _width(hidden: int, heads: int) -> int:
+    """The elements of a head. ValueError: the heads do not divide the hidden size."""
+    if hidden % heads:
+        raise ValueError(f"{hidden} hidden elements do not divide over {heads} heads: {hidden % heads} are left")
+    return hidden // heads
 
 
 def best_3d_parallel(operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None) -> GraphPlan:

@@ -87,28 +87,40 @@ def test_bytes_are_those_of_attention2d_in_both_directions(rows, cols, ulysses, 
 @pytest.mark.parametrize(
     "world, rows, cols, ulysses", [(2, 2, 1, 1), (4, 2, 2, 1), (4, 1, 2, 2), (6, 3, 2, 1), (8, 2, 2, 2)]
 )
-def test_plans_of_the_family_run_on_attention2d(ranks, world, rows, cols, ulysses, overlap):
-    """With the bits of the steps taken one by one, the bytes that the plan predicts, and a gradient."""
+@pytest.mark.parametrize(
+    "causal, order, scale", [(True, "zigzag", None), (False, "contiguous", None), (True, "contiguous", 0.5)]
+)
+def test_plans_of_the_family_run_on_attention2d(ranks, world, rows, cols, ulysses, overlap, causal, order, scale):
+    """With the results of the steps taken one by one, the bytes that the plan predicts, and the gradients."""
     placements = dict(cols=Placement("kv", overlap), rows=Placement("q", overlap), heads="heads")
     sizes = {name: size for name, size in dict(cols=cols, rows=rows, heads=ulysses).items() if size > 1}
-    program = programs.attention(2, 4, 2, 12 * world, 8, dtype="float64")
+    program = programs.attention(2, 4, 2, 12 * world, 8, causal, dtype="float64", order=order, scale=scale)
     plan = place(Schedule(program, Mesh(**sizes)), **{name: placements[name] for name in sizes}).lower()
     assert grid_of(plan.schedule) == (rows, cols, ulysses, overlap)
-    inputs = dict(zip("qkv", Problem.of(12 * world, 4, 2, True, 2, 8).inputs, strict=False))
+    problem = Problem.of(12 * world, 4, 2, causal, 2, 8, scale=scale)
+    inputs = dict(zip("qkv", problem.inputs, strict=False))
+    back = backward_plan(plan)
+    whole = {"dout": problem.inputs[3], "out": problem.answers[0], "lse": problem.answers[1]}
 
     def run(rank):
-        local = plan.shard(inputs, rank)
-        local["q"].requires_grad_()
+        local, dout = plan.shard(inputs, rank), back.shard(inputs | whole, rank)["dout"]
+        for leaf in local.values():
+            leaf.requires_grad_()
         counter = Counter()
         outputs = execute(plan, local, dist.group.WORLD, counter=counter)
         with torch.no_grad():
             steps = execute(plan, local, dist.group.WORLD, Count())
         assert counter.sent == plan.bytes_per_rank
-        (gradient,) = torch.autograd.grad(outputs["out"].sum(), [local["q"]])
-        return (outputs["out"] - steps["out"]).abs().max().item(), gradient.isfinite().all()
+        gradients = torch.autograd.grad(outputs["out"], list(local.values()), dout)
+        found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        return {name: x.detach() for name, x in outputs.items()}, steps, found
 
-    for error, is_finite in ranks(run, world):
-        assert error <= 1e-15 and is_finite
+    outputs, steps, gradients = (list(each) for each in zip(*ranks(run, world), strict=True))
+    answers = dict(zip(("out", "lse", "dq", "dk", "dv"), problem.answers, strict=True))
+    for found in (plan.unshard(outputs), plan.unshard(steps), back.unshard(gradients)):
+        assert all((x - answers[name]).abs().max() <= 1e-14 for name, x in found.items()), found
+    for one, other in zip(outputs, steps, strict=True):
+        assert all((one[name] - other[name]).abs().max() <= 1e-15 for name in one)
 
 
 @pytest.mark.parametrize("world", (2, 4))

@@ -1,5 +1,7 @@
 """Layers by the plans of a graph on ranks. Oracles: the layer in torch's operations; the same graph on one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,8 +121,28 @@ def test_a_wrong_block_on_one_rank(ranks, world):
         return different(rank, operators, plans, mine), different(rank, operators, smaller, given)
 
     for blocks, group in ranks(run, world):
-        assert f"ranks of the group [{world - 1}] were asked something else than rank 0" in blocks
+        tensors = [f"in_up: b is (16, 32) torch.float{bits} on cpu" for bits in (32, 64)]
+        assert blocks == f"rank {world - 1}: {tensors[0]}; on rank 0: {tensors[1]}"
         assert f"the group has {world} ranks, and the mesh of residual_in {world // 2}" in group
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_plans_that_do_not_fit_together(ranks, world):
+    """An operator's plan of its own takes its input elsewhere, in a block of as many elements."""
+    operators = transformer_layer(**LLAMA | dict(hidden=32))
+    by_tensor = {each.name: [("rows",)] for each in operators if each.name.startswith(("in_", "residual"))}
+    plans, given = search_graph(operators, Mesh(gpu=world), allowed=by_tensor).plans(), {}
+    (gate,) = (each for each in operators if each.name == "gate_mlp")
+    own = search_graph([replace(gate, inputs={})], Mesh(gpu=world), allowed={"gate_mlp": [("cols",)]}).plans()[
+        "gate_mlp"
+    ]
+
+    def run(rank):
+        return different(rank, operators, plans | {"gate_mlp": own}, given), different(rank, operators, plans, given)
+
+    message = "gate_mlp takes x0 from in_gate: its plan takes cols on gpu, and that of in_gate leaves rows on gpu"
+    for wrong, right in ranks(run, world):
+        assert wrong.startswith(message) and not (right or "").startswith("gate_mlp")
 
 
 @pytest.mark.parametrize("world", [2, 4])

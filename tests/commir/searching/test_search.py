@@ -340,6 +340,10 @@ def test_wrong_arguments():
         (dict(point_seconds=-1.0), r"point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
         (dict(call_seconds=float("nan")), "call_seconds=nan must be 0 or more"),
         (dict(fabric=3), "speed of mesh axis gpu is 3; it must be"),
+        (
+            dict(fabric=(float("inf"), 1e9)),
+            r"speed of mesh axis gpu is \(inf, 1000000000.0\); it must be \(seconds >= 0",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             search(program, mesh, **options)

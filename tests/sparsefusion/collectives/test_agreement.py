@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shared import error_of
-from sparsefusion.collectives.agreement import SHOWN, agree, from_first, gather_in_store
+from sparsefusion.collectives.agreement import EQUAL, SHOWN, agree, from_first, gather_in_store
 from sparsefusion.collectives.counted import all_gather_small
 
 worlds = pytest.mark.parametrize("world", (2, 3))
@@ -52,12 +52,22 @@ def test_different_arguments(ranks, world):
 
 
 @worlds
-def test_a_difference_beyond_the_part_that_is_shown(ranks, world):
-    """The error shows the first SHOWN bytes of the arguments. If those are equal, it says so."""
-    found = errors(ranks, world, lambda rank: lambda: "x" * SHOWN + str(rank))
-    others = [*range(1, world)]
-    message = f"ranks {others} were asked something else than rank 0; the difference is beyond the first {SHOWN} bytes"
-    assert found == [(ValueError, message)] * world
+@pytest.mark.parametrize("equal", (EQUAL, SHOWN - 3, SHOWN, 5 * SHOWN))
+def test_a_difference_after_a_long_equal_part(ranks, world, equal):
+    """The error shows the end of the equal part."""
+    found = errors(ranks, world, lambda rank: lambda: "x" * equal + str(rank))
+    end = "x" * (EQUAL - 1)
+    (kind, message), *_ = found
+    assert found == [(kind, message)] * world and kind is ValueError
+    assert message.startswith(f"ranks {[*range(1, world)]} were asked something else than rank 0: ")
+    assert f"{end}1' instead of " in message and message.endswith(f"{end}0'") and len(message) < 260
+
+
+@worlds
+def test_of_several_lines_the_first_that_differs_is_named(ranks, world):
+    lines = "\n".join(f"line {number} is long enough to need several parts" for number in range(40))
+    found = errors(ranks, world, lambda rank: lambda: f"{lines}\nrank {rank // (world - 1)}\nend")
+    assert found == [(ValueError, f"rank {world - 1}: rank 1; on rank 0: rank 0")] * world
 
 
 @worlds
