@@ -225,6 +225,21 @@ def test_values_that_are_not_finite():
         assert not y[:2].isfinite().any() and y[2].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ROUNDING)
+@torch.no_grad()
+def test_weights_that_are_not_finite_or_large(kind):
+    """NaN and Inf give NaN or Inf in every product of their row. In 4 bits, squares of large errors are infinite."""
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight = torch.linspace(1, 2, 6 * 128).view(6, 128)
+        weight[0, 70] = bad
+        for rows in (1, 40):
+            y = linear(torch.ones(rows, 128), kind.of(weight))
+            assert not y[:, 0].isfinite().any() and y[:, 1:].isfinite().all()
+    weight = 3e38 * torch.linspace(-1, 1, 6 * 128).view(6, 128)
+    errors = kind.of(weight).rows(slice(None), torch.float64) - weight.double()
+    assert errors.abs().max() <= 3e38 / 8  # one step in 4 bits
+
+
 @pytest.mark.parametrize("tokens", (1024, 20))
 @pytest.mark.parametrize("chosen", (torch.float32, torch.bfloat16, torch.float16, None), ids=str)
 @pytest.mark.parametrize("dtype", (torch.float32, *matrices.HALVES), ids=str)
