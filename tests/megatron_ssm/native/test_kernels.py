@@ -314,14 +314,27 @@ def test_products_of_wrong_shapes_are_errors(variant):
     for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
         with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
             products.linear(x, *arguments)
-    narrow = x.bfloat16()
-    for given, arguments in (
-        (narrow[:, :3], (weight[:, :3].bfloat16(),)),
-        (x, (int8.values,)),
-        (x, (torch.ones(5, 130)[:, 1:129],)),
-    ):
-        with pytest.raises(ValueError, match="needs a matrix without gaps whose rows have a multiple of"):
-            products.linear(given, *arguments)
+    for given, matrix in ((x[:, :3].bfloat16(), weight[:, :3].bfloat16()), (x, torch.ones(5, 130)[:, 1:129])):
+        with pytest.raises(ValueError, match="needs a matrix without gaps, and with an even number of columns if"):
+            products.linear(given, matrix)
+
+
+PRODUCTS = {"linear": None, "integer_product": None, "tile_product": "tile", "panel_product": "panel"}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@torch.no_grad()
+def test_matrices_that_a_product_does_not_take(variant, name):
+    """Each would make the kernel read beyond the matrix, or read its numbers as those of another dtype."""
+    if (needed := PRODUCTS[name]) and not getattr(products, f"has_{needed}_products")():
+        pytest.skip(f"no {name}")
+    x, weight = torch.ones(2, 128), torch.ones(5, 128)
+    int8, int4 = (format.of(weight) for format in ROUNDED_FORMATS.values())
+    wrong = [(x, int8.values, None), (x[:, :100], int8.values[:, :100], int8.scales[:, :1]), (x, weight, int8.scales)]
+    wrong += [(x, weight.half(), None), (x, int4.values, None), (x[:, :0], weight[:, :0], None)]
+    for given, matrix, scales in wrong:
+        with pytest.raises(ValueError, match="needs a matrix of .* whose rows have a multiple of .* with scales"):
+            getattr(products, name)(given.contiguous(), matrix.contiguous(), scales)
 
 
 @kinds
@@ -466,10 +479,8 @@ def test_tile_products_of_extreme_numbers():
     x[3, 5], x[4, 6] = float("inf"), float("nan")
     y = products.tile_product(x, weight)
     assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
-    with pytest.raises(
-        ValueError, match="AMX needs a bfloat16 or rounded matrix, or float32 like x, not torch.float16"
-    ):
-        products.tile_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, bfloat16 whose .* not torch.float32"):
+        products.tile_product(x.bfloat16(), weight)
 
 
 @dtypes
@@ -514,18 +525,19 @@ def test_panel_products_of_extreme_numbers(variant):
     ):
         y = products.panel_product(x, *given)
         assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
-    with pytest.raises(ValueError, match="AVX2 needs a float32, bfloat16 or rounded matrix, not torch.float16"):
-        products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 def test_widened_matrices(variant, format):
-    """In float32 and bfloat16; oracle: torch's conversion of the values."""
+    """In float32 and bfloat16; oracle: torch's conversion of the values. Also of rows with gaps between them."""
     for out, columns in ((1, 64), (7, 192), (33, 128)):
         matrix = format.of(torch.randn(out, columns, generator=torch.Generator().manual_seed(out)))
         exact = matrix.rows(torch.arange(out), torch.float32)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(products.widened(matrix.values, matrix.scales, dtype), exact.to(dtype))
+            assert torch.equal(matrix.rows(slice(0, out, 3), dtype), exact[::3].to(dtype))
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8 whose rows have a multiple of 64 elements"):
+        products.widened(matrix.values[:, :50].contiguous(), matrix.scales[:, :1], torch.float32)
 
 
 @dtypes
