@@ -150,7 +150,7 @@ static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
   int is_short = in < 2 * LANES * columns_per_word(weight_type);
   if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
 #ifdef HAS_INTRINSICS
-  if (level() == AVX2) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
+  if (level() >= AVX2 && loop_level() != AVX512) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
 #endif
   return weight_type == BFLOAT16 ? long_bfloat16_ : long_float32_;
 }

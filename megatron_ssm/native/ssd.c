@@ -84,7 +84,7 @@ INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *st
     for (int t = s + 1; t < TOKENS; t++) decay *= steps[t], products[t][s] *= decay;
     later[s] = decay;
   }
-  if (level() == AVX512)
+  if (loop_level() == AVX512)
     for (ptrdiff_t c = 0; c < width; c += LANES) forward_lanes(a, h, stride, products, later, N, c);
   else
     for (ptrdiff_t c = 0; c < width; c += LANES / 2) forward_half_lanes(a, h, stride, products, later, N, c);
