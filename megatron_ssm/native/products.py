@@ -5,7 +5,6 @@ A matrix (out, in) is a tensor of x's dtype, or rounded: `values`, int8 (out, in
 hold here too.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,16 +23,16 @@ ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors 
 FEWEST_IN_BFLOAT16 = 25  # rows of x from which `linear` by AMX rounds x and a rounded matrix to bfloat16 (rounded.c)
 
 
-@cache
-def _has_products_of(dtype: torch.dtype) -> bool:
-    return bool(functions().has_products_of(TYPES[dtype]))
+def has_products_of(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of bfloat16 or float16; True if that is not known."""
+    return kernels.LIBRARY.functions is None or bool(functions().has_products_of(TYPES[dtype]))
 
 
 def most_rows(dtype: torch.dtype) -> int:
     """The rows of x up to which `linear` with a matrix of this dtype is faster than torch."""
     if dtype in (torch.bfloat16, *ROUNDED) and has_tile_products():
         return ROWS_IF_TILES
-    widened = dtype is torch.bfloat16 and kernels.LIBRARY.functions is not None and not _has_products_of(dtype)
+    widened = dtype is torch.bfloat16 and not has_products_of(dtype)
     return ROWS_IF_WIDENED if widened else ROWS.get(dtype, 0)
 
 

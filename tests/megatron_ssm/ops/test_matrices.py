@@ -6,6 +6,7 @@ import platform
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,21 +280,44 @@ def test_the_fastest_form(monkeypatch):
     assert found == ["float32", "float32", "bfloat16", "bfloat16"]
 
 
+def test_how_forms_are_measured(monkeypatch):
+    """On the CPU, whatever the default device is. A form that is too slow is timed only once."""
+    seconds = {"float32": 1.0, "bfloat16": 3.0, matrices.INTEGERS: 5.0}
+    now, timed = [0.0], []
+
+    def multiply(form, x, weight, bias):
+        assert x.is_cpu and weight.device.type == "cpu"
+        timed.append(form)
+        now[0] += seconds[form]
+
+    monkeypatch.setattr(matrices, "_forms_to_try", lambda *_: list(seconds))
+    monkeypatch.setattr(matrices, "_linear_in_form", multiply)
+    monkeypatch.setattr(matrices, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with torch.device("meta"):
+        assert matrices.product_times.__wrapped__(torch.int8, torch.float32, 16, 1) == seconds
+    assert [timed.count(form) for form in seconds] == [matrices.REPETITIONS, matrices.REPETITIONS, 1]
+
+
+ANOTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
 @pytest.mark.parametrize("stored", (*matrices.MEASURED, *KINDS), ids=str)
 def test_what_is_measured(stored):
-    """x's dtype first. It is measured once in a process, and changes no random number."""
+    """16-bit products only by instructions for them. It is measured once in a process, and changes no random number."""
     matrices.product_times.cache_clear()  # another test may have measured without the C library
     state = torch.get_rng_state()
     for x in (torch.float32, *matrices.HALVES, torch.float64):
         if stored in matrices.MEASURED and x is not stored:
             continue
         times = matrices.product_times(stored, x, 16, 1)
-        assert next(iter(times)) == str(x).removeprefix("torch.") and times is matrices.product_times(stored, x, 16, 1)
+        assert times is matrices.product_times(stored, x, 16, 1)
+        another = [] if x is torch.float64 or stored is torch.float32 else [ANOTHER[x]]
+        dtypes = [dtype for dtype in (x, *another) if dtype not in matrices.HALVES or products.has_products_of(dtype)]
+        assert list(times)[: len(dtypes)] == [str(dtype).removeprefix("torch.") for dtype in dtypes]
         typed = x in (torch.float32, torch.bfloat16) and stored is not torch.float16
         in_step = products.has_tile_products() or products.has_panel_products()
         kernels_for_it = typed * (in_step + (stored in KINDS and products.has_integer_products()))
-        dtypes = 1 if x is torch.float64 or stored is torch.float32 else 2
-        assert len(times) == dtypes + kernels_for_it
+        assert len(times) == len(dtypes) + kernels_for_it
         assert all(0 <= seconds < 1 for seconds in times.values())
     assert torch.equal(torch.get_rng_state(), state)
 
