@@ -1,9 +1,9 @@
 /* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
 
-   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result must be
-   that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward pass. On processors
-   with AMX, ssd_tiles.c computes prompts whose inputs are bfloat16 or may be rounded. No two tasks write the same memory, except that the tasks of a thread share
-   that thread's dB, dC and scratch. */
+   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result
+   must be that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward
+   pass. On processors with AMX, ssd_tiles.c computes prompts whose inputs are bfloat16 or may be rounded. No two tasks write the
+   same memory, except that the tasks of a thread share that thread's dB, dC and scratch. */
 #include "ssd.h"
 
 enum {

@@ -5,6 +5,7 @@ not returns NaN.
 """
 
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -335,6 +336,23 @@ def test_matrices_that_a_product_does_not_take(variant, name):
     for given, matrix, scales in wrong:
         with pytest.raises(ValueError, match="needs a matrix of .* whose rows have a multiple of .* with scales"):
             getattr(products, name)(given.contiguous(), matrix.contiguous(), scales)
+
+
+def test_constants_of_c_and_python():
+    """Oracle: the enums in the C sources."""
+    shared = {
+        ("conv.c", "TAPS"): kernels.LONGEST_KERNEL,
+        ("selective_scan.c", "STATES"): kernels.LARGEST_STATE,
+        ("ssd.c", "STATES"): kernels.LARGEST_STATE,
+        ("ssd.c", "CHUNK"): kernels.CHUNK,
+        ("ssd.c", "PART"): kernels.PART,
+        ("rounded.h", "BLOCK"): products.BLOCK,
+        ("rounded.c", "MOST_FOR_BYTES"): products.FEWEST_IN_BFLOAT16 - 1,
+        ("step.c", "MANY"): matrices.MANY,
+    }
+    for (file, name), value in shared.items():
+        text = (ROOT / "megatron_ssm/native" / file).read_text()
+        assert re.findall(rf"\b{name} = (\d+)", text) == [str(value)], (file, name)
 
 
 @kinds
