@@ -429,6 +429,23 @@ def test_linear(variant, monkeypatch, kind, columns):
             assert (y - exact).norm() <= tolerance * max(exact.norm(), usual), (batch, out)
 
 
+@pytest.mark.parametrize("kind", LINEAR)
+@torch.no_grad()
+def test_a_row_does_not_depend_on_the_others(variant, kind):
+    """Bit for bit, beside up to 15 others (bfloat16 without AMX: up to 3), also if its columns do not fill vectors."""
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+    generator = torch.Generator().manual_seed(0)
+    most = 4 if kind == "bfloat16" and not products.has_tile_products() else 16
+    for out, columns in product((1, 18), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
+        weight = torch.randn(out, columns, generator=generator)
+        matrix = format.of(weight) if format else weight.to(dtype)
+        values, scales = (matrix.values, matrix.scales) if format else (matrix, None)
+        x = torch.randn(most, columns, generator=generator).to(dtype)
+        alone = torch.cat([products.linear(row, values, scales) for row in x.split(1)])
+        for rows in range(2, most + 1):
+            assert torch.equal(products.linear(x[:rows], values, scales), alone[:rows]), (out, columns, rows)
+
+
 @dtypes
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 @torch.no_grad()
